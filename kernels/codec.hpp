@@ -1,0 +1,67 @@
+// Payloads of the lossy codecs: groups of 256 values, a float32 scale for each, rounding to nearest even.
+#pragma once
+#include <algorithm>
+#include <cfenv>
+#include <cmath>
+#include <cstdint>
+#include "half.hpp"
+
+constexpr int64_t GROUP = 256;
+
+inline float largest(const float* x, int64_t n) {
+    float most = 0.0f;
+    for (int64_t i = 0; i < n; ++i) most = std::max(most, std::fabs(x[i]));
+    return most;
+}
+
+// What is sent is q * scale in float32; x then becomes what was not sent, exactly (x and q * scale are within a factor
+// of two of each other, or q is 0).
+inline void encode_int8(float* x, int64_t n, float* scales, int8_t* q) {
+    for (int64_t g = 0; g * GROUP < n; ++g, x += GROUP, q += GROUP) {
+        const int64_t count = std::min(GROUP, n - g * GROUP);
+        const float scale = scales[g] = largest(x, count) / 127.0f;
+        for (int64_t i = 0; i < count; ++i) {
+            const float steps = scale > 0.0f ? std::nearbyint(x[i] / scale) : 0.0f;
+            q[i] = int8_t(std::max(-127.0f, std::min(127.0f, steps)));
+            x[i] -= float(q[i]) * scale;
+        }
+    }
+}
+
+inline void decode_int8(const float* scales, const int8_t* q, int64_t n, float* x) {
+    for (int64_t i = 0; i < n; ++i) x[i] = float(q[i]) * scales[i / GROUP];
+}
+
+// A power of two that brings the group's largest magnitude into [2^14, 2^15): no overflow, and scaling is exact.
+inline float fp16_scale(float most) {
+    if (!(most > 0.0f)) return 1.0f;
+    int exponent;
+    std::frexp(most, &exponent);
+    return std::ldexp(1.0f, std::max(-126, std::min(127, exponent - 15)));
+}
+
+inline void encode_fp16(float* x, int64_t n, float* scales, uint16_t* h) {
+    for (int64_t g = 0; g * GROUP < n; ++g, x += GROUP, h += GROUP) {
+        const int64_t count = std::min(GROUP, n - g * GROUP);
+        const float scale = scales[g] = fp16_scale(largest(x, count));
+        for (int64_t i = 0; i < count; ++i) {
+            h[i] = float_to_finite_fp16(x[i] / scale);
+            x[i] -= fp16_to_float(h[i]) * scale;
+        }
+    }
+}
+
+inline void decode_fp16(const float* scales, const uint16_t* h, int64_t n, float* x) {
+    for (int64_t i = 0; i < n; ++i) x[i] = fp16_to_float(h[i]) * scales[i / GROUP];
+}
+
+inline void encode_bf16(float* x, int64_t n, uint16_t* h) {
+    for (int64_t i = 0; i < n; ++i) {
+        h[i] = float_to_finite_bf16(x[i]);
+        x[i] -= bf16_to_float(h[i]);
+    }
+}
+
+inline void decode_bf16(const uint16_t* h, int64_t n, float* x) {
+    for (int64_t i = 0; i < n; ++i) x[i] = bf16_to_float(h[i]);
+}

@@ -1,0 +1,395 @@
+// The CPU backend: every pass over the flat vector, and the small dense loops around the messages.
+// mpisparse/reference.py says in NumPy what each function does; the two agree to the last bit.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+#include "codec.hpp"
+#include "scan.hpp"
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace nb = nanobind;
+template <class T>
+using Array = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using NumPy = nb::ndarray<nb::numpy, T, nb::ndim<1>, nb::c_contig>;
+
+namespace {
+
+using Scan = int32_t (*)(const Piece&);
+struct Isa { const char* name; Scan scan; };
+
+std::vector<Isa> available_isas() {
+    std::vector<Isa> isas{{generic::NAME, generic::scan}};
+#ifdef MPISPARSE_X86
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi"))
+        isas.push_back({avx2::NAME, avx2::scan});
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("bmi"))
+        isas.push_back({avx512::NAME, avx512::scan});
+#endif
+    return isas;
+}
+
+const std::vector<Isa> ISAS = available_isas();
+Isa isa = ISAS.back();
+
+void use_isa(const std::string& name) {
+    for (const Isa& candidate : ISAS)
+        if (name == candidate.name) { isa = candidate; return; }
+    throw std::invalid_argument("this CPU or build has no instruction set named " + name);
+}
+
+int32_t magnitude_bits(float threshold) {
+    if (!(threshold >= 0.0f)) throw std::invalid_argument("threshold must be a number >= 0");
+    return int32_t(bits_of(threshold));
+}
+
+template <class T>
+NumPy<T> to_numpy(std::vector<T>&& values) {
+    auto* owner = new std::vector<T>(std::move(values));
+    nb::capsule capsule(owner, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+    return NumPy<T>(owner->data(), {owner->size()}, capsule);
+}
+
+// The gradients of one step: `ends` are the parameters' ends in the flat vector, a null pointer is an absent gradient.
+struct Gradients {
+    const uint64_t* pointers;
+    const int64_t* ends;
+    const uint8_t* kinds;
+    int64_t count;
+
+    // Calls visit(source or null, kind, begin, end) for each parameter's share of [begin, end), in order.
+    template <class Visit>
+    void each(int64_t begin, int64_t end, Visit visit) const {
+        int64_t i = std::upper_bound(ends, ends + count, begin) - ends;
+        for (; i < count && begin < end; ++i) {
+            const int64_t first = i ? ends[i - 1] : 0, stop = std::min(end, ends[i]);
+            const Kind kind = Kind(kinds[i]);
+            const char* source = reinterpret_cast<const char*>(pointers[i]);
+            if (source) source += (begin - first) * (kind == FP32 ? 4 : 2);
+            if (begin < stop) visit(source, kind, begin, stop);
+            begin = std::max(begin, stop);
+        }
+    }
+};
+
+// Runs work(part, begin, end) on `threads` contiguous parts of [begin, end): their order is the order of the result.
+template <class Work>
+void in_parts(int64_t begin, int64_t end, int threads, Work work) {
+    const int64_t length = end - begin;
+    const auto bound = [&](int part) { return begin + length / threads * part + length % threads * part / threads; };
+#ifdef _OPENMP
+#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
+#endif
+    for (int part = 0; part < threads; ++part) work(part, bound(part), bound(part + 1));
+}
+
+int usable_threads(int threads, int64_t length) {
+    return int(std::max<int64_t>(1, std::min<int64_t>(threads, length / 32768)));
+}
+
+int64_t first_nonfinite_of(const float* acc, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+        if (int32_t(bits_of(acc[i]) & MAGNITUDE) >= INFINITE) return i;
+    return -1;
+}
+
+struct Scanned {
+    std::vector<int64_t> index;
+    std::vector<float> magnitude;
+    int64_t bad = -1;
+};
+
+// Joins what the parts found; the first non-finite element is the one of the lowest part.
+Scanned join(std::vector<Found>& parts, const std::vector<int64_t>& bad) {
+    Scanned all;
+    for (int64_t b : bad)
+        if (b >= 0) { all.bad = b; break; }
+    int64_t total = 0;
+    for (const Found& f : parts) total += f.count;
+    for (Found& f : parts) {
+        f.index.resize(f.count);
+        f.magnitude.resize(f.count);
+    }
+    if (parts.size() == 1) {
+        all.index = std::move(parts[0].index);
+        all.magnitude = std::move(parts[0].magnitude);
+        return all;
+    }
+    all.index.reserve(total);
+    all.magnitude.reserve(total);
+    for (const Found& f : parts) {
+        all.index.insert(all.index.end(), f.index.begin(), f.index.end());
+        all.magnitude.insert(all.magnitude.end(), f.magnitude.begin(), f.magnitude.end());
+    }
+    return all;
+}
+
+Scanned accumulate_select_(float* acc, int64_t size, const Gradients& grads, int64_t lo, int64_t hi, int32_t floor, int threads) {
+    std::vector<Found> found(threads);
+    std::vector<int64_t> bad(threads, -1);
+    in_parts(0, size, threads, [&](int part, int64_t begin, int64_t end) {
+        grads.each(begin, end, [&](const char* source, Kind kind, int64_t from, int64_t to) {
+            const int64_t inner = std::min(std::max(lo, from), to), outer = std::max(std::min(hi, to), inner);
+            const int64_t bounds[4] = {from, inner, outer, to};
+            for (int i = 0; i < 3; ++i) {
+                const int64_t a = bounds[i], b = bounds[i + 1];
+                if (a == b || (!source && i != 1)) continue;
+                const char* grad = source ? source + (a - from) * (kind == FP32 ? 4 : 2) : nullptr;
+                const int32_t top = isa.scan({acc + a, grad, kind, b - a, a, floor, i == 1 ? &found[part] : nullptr});
+                if (top >= INFINITE && bad[part] < 0) bad[part] = first_nonfinite_of(acc, a, b);
+            }
+        });
+    });
+    return join(found, bad);
+}
+
+nb::tuple accumulate_select(Array<float> acc, Array<const uint64_t> pointers, Array<const int64_t> ends, Array<const uint8_t> kinds,
+                            int64_t lo, int64_t hi, float floor, int threads) {
+    const int32_t bits = magnitude_bits(floor);
+    const Gradients grads{pointers.data(), ends.data(), kinds.data(), int64_t(pointers.size())};
+    const int64_t size = int64_t(acc.size());
+    Scanned found;
+    {
+        nb::gil_scoped_release released;
+        found = accumulate_select_(acc.data(), size, grads, lo, hi, bits, usable_threads(threads, size));
+    }
+    return nb::make_tuple(to_numpy(std::move(found.index)), to_numpy(std::move(found.magnitude)), found.bad);
+}
+
+nb::tuple select_above(Array<float> acc, int64_t lo, int64_t hi, float floor, int threads) {
+    const int32_t bits = magnitude_bits(floor);
+    Scanned all;
+    {
+        nb::gil_scoped_release released;
+        const int parts = usable_threads(threads, hi - lo);
+        std::vector<Found> found(parts);
+        std::vector<int64_t> bad(parts, -1);
+        in_parts(lo, hi, parts, [&](int part, int64_t a, int64_t b) {
+            if (isa.scan({acc.data() + a, nullptr, FP32, b - a, a, bits, &found[part]}) >= INFINITE)
+                bad[part] = first_nonfinite_of(acc.data(), a, b);
+        });
+        all = join(found, bad);
+    }
+    return nb::make_tuple(to_numpy(std::move(all.index)), to_numpy(std::move(all.magnitude)), all.bad);
+}
+
+int64_t accumulate(Array<float> acc, uint64_t pointer, uint8_t kind, int threads) {
+    nb::gil_scoped_release released;
+    const int64_t size = int64_t(acc.size());
+    const Gradients grads{&pointer, &size, &kind, 1};
+    return accumulate_select_(acc.data(), size, grads, 0, 0, 0, usable_threads(threads, size)).bad;
+}
+
+int64_t first_nonfinite(Array<const uint64_t> pointers, Array<const int64_t> ends, Array<const uint8_t> kinds, int threads) {
+    nb::gil_scoped_release released;
+    const Gradients grads{pointers.data(), ends.data(), kinds.data(), int64_t(pointers.size())};
+    const int64_t size = grads.count ? grads.ends[grads.count - 1] : 0;
+    threads = usable_threads(threads, size);
+    std::vector<int64_t> bad(threads, -1);
+    in_parts(0, size, threads, [&](int part, int64_t begin, int64_t end) {
+        grads.each(begin, end, [&](const char* source, Kind kind, int64_t from, int64_t to) {
+            if (!source || bad[part] >= 0) return;
+            if (kind == FP32) {
+                auto* values = reinterpret_cast<float*>(const_cast<char*>(source));
+                if (isa.scan({values, nullptr, FP32, to - from, from, 0, nullptr}) < INFINITE) return;
+            }
+            for (int64_t i = 0; i < to - from && bad[part] < 0; ++i)
+                if (!std::isfinite(load_one(source, kind, i))) bad[part] = from + i;
+        });
+    });
+    for (int64_t b : bad)
+        if (b >= 0) return b;
+    return -1;
+}
+
+// Counts of magnitudes by exponent and the first three bits of mantissa: bin b holds bits [b << 20, (b + 1) << 20).
+NumPy<int64_t> histogram(Array<float> acc, int64_t lo, int64_t hi, int threads) {
+    std::vector<int64_t> counts(2048, 0);
+    {
+        nb::gil_scoped_release released;
+        threads = usable_threads(threads, hi - lo);
+        std::vector<std::vector<int64_t>> parts(threads, std::vector<int64_t>(2048, 0));
+        in_parts(lo, hi, threads, [&](int part, int64_t begin, int64_t end) {
+            for (int64_t i = begin; i < end; ++i) ++parts[part][(bits_of(acc.data()[i]) & MAGNITUDE) >> 20];
+        });
+        for (const auto& part : parts)
+            for (int b = 0; b < 2048; ++b) counts[b] += part[b];
+    }
+    return to_numpy(std::move(counts));
+}
+
+NumPy<int64_t> tail_counts(Array<const float> magnitudes, Array<const float> rungs) {
+    const int64_t n = int64_t(rungs.size());
+    std::vector<int64_t> counts(n + 1, 0);
+    {
+        nb::gil_scoped_release released;
+        const float* ladder = rungs.data();
+        for (size_t i = 0; i < magnitudes.size(); ++i) {
+            const float x = magnitudes.data()[i];
+            const float* at = ladder;
+            for (int64_t span = n; span > 1;) {  // branch-free: random magnitudes would mispredict every comparison
+                const int64_t half = span / 2;
+                at += (at[half - 1] <= x) * half;
+                span -= half;
+            }
+            ++counts[(at - ladder) + (n && *at <= x)];
+        }
+        for (int64_t r = n - 1; r > 0; --r) counts[r] += counts[r + 1];
+        counts.erase(counts.begin());
+    }
+    return to_numpy(std::move(counts));
+}
+
+nb::tuple compress_rows(Array<const int64_t> index, Array<const float> magnitude, float threshold, int64_t lo, int64_t row, int64_t rows) {
+    std::vector<uint32_t> counts(rows, 0);
+    std::vector<uint16_t> columns(index.size());
+    size_t kept = 0;
+    {
+        nb::gil_scoped_release released;
+        const int shift = __builtin_ctzll(uint64_t(row));  // rows are a power of two long
+        for (size_t i = 0; i < index.size(); ++i) {
+            const int64_t offset = index.data()[i] - lo;
+            columns[kept] = uint16_t(offset & (row - 1));
+            const bool keep = magnitude.data()[i] >= threshold;
+            counts[offset >> shift] += keep;
+            kept += keep;
+        }
+        columns.resize(kept);
+    }
+    return nb::make_tuple(to_numpy(std::move(counts)), to_numpy(std::move(columns)));
+}
+
+// Writes the flat indices of one rank's rows into `out`; false if the counts do not add up to it.
+bool expand_rows(Array<const uint32_t> counts, Array<const uint16_t> columns, int64_t lo, int64_t row, Array<int64_t> out) {
+    nb::gil_scoped_release released;
+    size_t at = 0;
+    if (columns.size() != out.size()) return false;
+    for (size_t r = 0; r < counts.size(); ++r) {
+        const size_t stop = at + counts.data()[r];
+        if (stop > out.size()) return false;
+        for (; at < stop; ++at) out.data()[at] = lo + int64_t(r) * row + columns.data()[at];
+    }
+    return at == out.size();
+}
+
+constexpr int64_t AHEAD = 24;  // indices lie far apart: fetch the line and its page early
+
+template <class T, class Visit>
+void each_at(T* data, const Array<const int64_t>& index, Visit visit) {
+    const int64_t n = int64_t(index.size());
+    for (int64_t i = 0; i < n; ++i) {
+        if (i + AHEAD < n) __builtin_prefetch(data + index.data()[i + AHEAD], 1);
+        visit(i, data[index.data()[i]]);
+    }
+}
+
+void take(Array<float> acc, Array<const int64_t> index, Array<float> out) {
+    nb::gil_scoped_release released;
+    each_at(acc.data(), index, [&](int64_t i, float& x) { out.data()[i] = x; x = 0.0f; });
+}
+
+void put(Array<float> acc, Array<const int64_t> index, Array<const float> values) {
+    nb::gil_scoped_release released;
+    each_at(acc.data(), index, [&](int64_t i, float& x) { x = values.data()[i]; });
+}
+
+void add_at(Array<float> acc, Array<const int64_t> index, Array<const float> values) {
+    nb::gil_scoped_release released;
+    each_at(acc.data(), index, [&](int64_t i, float& x) { x += values.data()[i]; });
+}
+
+void zero_at(uint64_t data, uint8_t kind, int64_t, Array<const int64_t> index) {
+    nb::gil_scoped_release released;
+    if (kind == FP32)
+        each_at(reinterpret_cast<float*>(data), index, [](int64_t, float& x) { x = 0.0f; });
+    else if (kind == FP64)
+        each_at(reinterpret_cast<double*>(data), index, [](int64_t, double& x) { x = 0.0; });
+    else
+        each_at(reinterpret_cast<uint16_t*>(data), index, [](int64_t, uint16_t& x) { x = 0; });
+}
+
+// Writes mean values at `index` in the buffer's own type; values keep what rounding to that type left over.
+void publish_at(uint64_t data, uint8_t kind, int64_t, Array<const int64_t> index, Array<float> values) {
+    nb::gil_scoped_release released;
+    float* v = values.data();
+    if (kind == FP32)
+        each_at(reinterpret_cast<float*>(data), index, [&](int64_t i, float& x) { x = v[i]; v[i] = 0.0f; });
+    else if (kind == FP64)
+        each_at(reinterpret_cast<double*>(data), index, [&](int64_t i, double& x) { x = v[i]; v[i] = 0.0f; });
+    else if (kind == FP16)
+        each_at(reinterpret_cast<uint16_t*>(data), index, [&](int64_t i, uint16_t& x) {
+            x = float_to_finite_fp16(v[i]);
+            v[i] -= fp16_to_float(x);
+        });
+    else
+        each_at(reinterpret_cast<uint16_t*>(data), index, [&](int64_t i, uint16_t& x) {
+            x = float_to_finite_bf16(v[i]);
+            v[i] -= bf16_to_float(x);
+        });
+}
+
+std::vector<std::string> isa_names() {
+    std::vector<std::string> names;
+    for (const Isa& candidate : ISAS) names.push_back(candidate.name);
+    return names;
+}
+
+}  // namespace
+
+NB_MODULE(_cpu, m) {
+    m.def("isas", &isa_names);
+    m.def("isa", [] { return std::string(isa.name); });
+    m.def("use_isa", &use_isa);
+#ifdef _OPENMP
+    m.attr("openmp") = true;
+#else
+    m.attr("openmp") = false;
+#endif
+    m.def("accumulate_select", &accumulate_select);
+    m.def("accumulate", &accumulate);
+    m.def("select", &select_above);
+    m.def("first_nonfinite", &first_nonfinite);
+    m.def("histogram", &histogram);
+    m.def("tail_counts", &tail_counts);
+    m.def("compress_rows", &compress_rows);
+    m.def("expand_rows", &expand_rows);
+    m.def("take", &take);
+    m.def("put", &put);
+    m.def("add_at", &add_at);
+    m.def("zero_at", &zero_at);
+    m.def("publish_at", &publish_at);
+    m.def("encode_int8", [](Array<float> x, Array<float> scales, Array<int8_t> q) {
+        nb::gil_scoped_release released;
+        encode_int8(x.data(), int64_t(x.size()), scales.data(), q.data());
+    });
+    m.def("decode_int8", [](Array<const float> scales, Array<const int8_t> q, Array<float> x) {
+        nb::gil_scoped_release released;
+        decode_int8(scales.data(), q.data(), int64_t(x.size()), x.data());
+    });
+    m.def("encode_fp16", [](Array<float> x, Array<float> scales, Array<uint16_t> h) {
+        nb::gil_scoped_release released;
+        encode_fp16(x.data(), int64_t(x.size()), scales.data(), h.data());
+    });
+    m.def("decode_fp16", [](Array<const float> scales, Array<const uint16_t> h, Array<float> x) {
+        nb::gil_scoped_release released;
+        decode_fp16(scales.data(), h.data(), int64_t(x.size()), x.data());
+    });
+    m.def("encode_bf16", [](Array<float> x, Array<uint16_t> h) {
+        nb::gil_scoped_release released;
+        encode_bf16(x.data(), int64_t(x.size()), h.data());
+    });
+    m.def("decode_bf16", [](Array<const uint16_t> h, Array<float> x) {
+        nb::gil_scoped_release released;
+        decode_bf16(h.data(), int64_t(x.size()), x.data());
+    });
+}

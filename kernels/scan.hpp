@@ -1,0 +1,132 @@
+// One pass over memory: add a gradient into the accumulator, watch for non-finite values, and collect the elements that
+// reach a magnitude. Magnitudes are compared as integers (the bits of |x| are ordered like |x|, and NaN lies above all),
+// so every instruction set gives the same answer. `scan.inc` is the pass; a namespace for each instruction set holds it.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+#include "half.hpp"
+
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#define MPISPARSE_X86 1
+#include <immintrin.h>
+#endif
+
+enum Kind : uint8_t { FP32 = 0, FP16 = 1, BF16 = 2, FP64 = 3 };  // FP64: published gradients only
+constexpr int64_t CHUNK = 64;
+constexpr int32_t MAGNITUDE = 0x7fffffff, INFINITE = 0x7f800000;
+
+inline float load_one(const void* source, Kind kind, int64_t i) {
+    if (kind == FP32) return static_cast<const float*>(source)[i];
+    const uint16_t h = static_cast<const uint16_t*>(source)[i];
+    return kind == FP16 ? fp16_to_float(h) : bf16_to_float(h);
+}
+
+// Elements found, in ascending order; grown a chunk at a time so that pushing needs no test of its own.
+struct Found {
+    std::vector<int64_t> index;
+    std::vector<float> magnitude;
+    int64_t count = 0;
+    void reserve_chunk() {
+        if (count + CHUNK > int64_t(index.size())) {
+            const size_t room = std::max<size_t>(4096, index.size() * 2);
+            index.resize(room);
+            magnitude.resize(room);
+        }
+    }
+    void push(int64_t i, float x) {
+        index[count] = i;
+        magnitude[count++] = float_of(bits_of(x) & MAGNITUDE);
+    }
+};
+
+// Arguments of a pass over acc[0, count): grad may be null, hits are reported from `base` on if `found` is given.
+struct Piece {
+    float* acc;
+    const void* grad;
+    Kind kind;
+    int64_t count, base;
+    int32_t floor;
+    Found* found;
+};
+
+namespace generic {
+constexpr const char* NAME = "generic";
+constexpr int LANES = 1;
+using Vec = float;
+using Bits = int32_t;
+inline Vec load(const float* p) { return *p; }
+inline Vec widen(const uint16_t* p, Kind kind) { return load_one(p, kind, 0); }
+inline void store(float* p, Vec x) { *p = x; }
+inline Vec add(Vec x, Vec y) { return x + y; }
+inline Bits spread(int32_t x) { return x; }
+inline Bits magnitude(Vec x) { return int32_t(bits_of(x) & MAGNITUDE); }
+inline Bits larger(Bits x, Bits y) { return std::max(x, y); }
+inline uint64_t above(Bits x, Bits y) { return x > y; }
+inline int32_t highest(Bits x) { return x; }
+#include "scan.inc"
+}  // namespace generic
+
+#ifdef MPISPARSE_X86
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,f16c,bmi"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c,bmi")
+#endif
+namespace avx2 {
+constexpr const char* NAME = "avx2";
+constexpr int LANES = 8;
+using Vec = __m256;
+using Bits = __m256i;
+inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
+inline Vec widen(const uint16_t* p, Kind kind) {
+    const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return kind == FP16 ? _mm256_cvtph_ps(h) : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+}
+inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
+inline Vec add(Vec x, Vec y) { return _mm256_add_ps(x, y); }
+inline Bits spread(int32_t x) { return _mm256_set1_epi32(x); }
+inline Bits magnitude(Vec x) { return _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(MAGNITUDE)); }
+inline Bits larger(Bits x, Bits y) { return _mm256_max_epi32(x, y); }
+inline uint64_t above(Bits x, Bits y) { return uint32_t(_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(x, y)))); }
+inline int32_t highest(Bits x) {
+    alignas(32) int32_t lanes[8];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), x);
+    return *std::max_element(lanes, lanes + 8);
+}
+#include "scan.inc"
+}  // namespace avx2
+#ifdef __clang__
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx512f,bmi"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,bmi")
+#endif
+namespace avx512 {
+constexpr const char* NAME = "avx512";
+constexpr int LANES = 16;
+using Vec = __m512;
+using Bits = __m512i;
+inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
+inline Vec widen(const uint16_t* p, Kind kind) {
+    const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return kind == FP16 ? _mm512_cvtph_ps(h) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+}
+inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
+inline Vec add(Vec x, Vec y) { return _mm512_add_ps(x, y); }
+inline Bits spread(int32_t x) { return _mm512_set1_epi32(x); }
+inline Bits magnitude(Vec x) { return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(MAGNITUDE)); }
+inline Bits larger(Bits x, Bits y) { return _mm512_max_epi32(x, y); }
+inline uint64_t above(Bits x, Bits y) { return _mm512_cmpgt_epi32_mask(x, y); }
+inline int32_t highest(Bits x) { return _mm512_reduce_max_epi32(x); }
+#include "scan.inc"
+}  // namespace avx512
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif

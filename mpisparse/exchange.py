@@ -1,0 +1,188 @@
+"""Messages between ranks: the only module that imports mpi4py.
+
+Importing it starts MPI (mpi4py initialises on import of MPI), so the package imports it late. All methods of Exchange
+are collective unless they say otherwise. A message larger than `segment_nbytes` travels in several rounds, so that no
+count or displacement reaches MPI's 2^31.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from mpisparse.errors import ConfigurationError
+
+Bytes = NDArray[np.uint8]
+Ints = NDArray[np.int64]
+
+
+class Exchange:
+    """A private duplicate of a communicator, with the few patterns that a step needs and a count of their bytes."""
+
+    def __init__(self, comm: Any = None, segment_nbytes: int = 1 << 30) -> None:
+        self.comm: MPI.Intracomm = (MPI.COMM_WORLD if comm is None else comm).Dup()
+        self.rank: int = self.comm.Get_rank()
+        self.size: int = self.comm.Get_size()
+        self.segment_nbytes = segment_nbytes
+        self.nbytes_sent = 0
+        self.nbytes_received = 0
+
+    def close(self) -> None:
+        """Give the communicator back."""
+        if self.comm != MPI.COMM_NULL:
+            self.comm.Free()
+
+    def reset_counters(self) -> None:
+        """Begin counting bytes anew; local."""
+        self.nbytes_sent = self.nbytes_received = 0
+
+    def allgather(self, row: Ints) -> Ints:
+        """Gather one row of equal length from every rank; row r of the result is rank r's."""
+        rows = np.empty((self.size, len(row)), dtype=np.int64)
+        self.comm.Allgather(row, rows)
+        self._count(row.nbytes * (self.size - 1), row.nbytes * (self.size - 1))
+        return rows
+
+    def allreduce_(self, values: NDArray[Any], op: str = "sum") -> NDArray[Any]:
+        """Sum (or take the maximum, or the bitwise or) over ranks in place, in segments."""
+        step = max(1, self.segment_nbytes // values.itemsize)
+        for start in range(0, len(values), step):
+            self.comm.Allreduce(MPI.IN_PLACE, values[start : start + step], op=_OPS[op])
+        self._count_reduction(values.nbytes)
+        return values
+
+    def allreduce(self, source: NDArray[Any], result: NDArray[Any]) -> None:
+        """Sum over ranks from one array into another, in segments."""
+        step = max(1, self.segment_nbytes // source.itemsize)
+        for start in range(0, len(source), step):
+            self.comm.Allreduce(source[start : start + step], result[start : start + step], op=MPI.SUM)
+        self._count_reduction(source.nbytes)
+
+    def allgatherv(self, payload: Bytes, counts: Sequence[int], places: Sequence[int]) -> Bytes:
+        """Gather payloads of known byte counts; rank r's lies at byte places[r] of the result."""
+        gathered = np.empty(sum(counts), dtype=np.uint8)
+        share = max(1, self.segment_nbytes // self.size)
+        if sum(counts) <= self.segment_nbytes:
+            self.comm.Allgatherv(payload, [gathered, (counts, places), MPI.BYTE])
+        else:
+            for start in range(0, max(counts), share):
+                part = [min(max(count - start, 0), share) for count in counts]
+                packed = np.empty(sum(part), dtype=np.uint8)
+                self.comm.Allgatherv(payload[start : start + share], [packed, (part, _starts(part)), MPI.BYTE])
+                _unpack(packed, part, gathered, [place + start for place in places])
+        mine = counts[self.rank]
+        self._count(mine * (self.size - 1), sum(counts) - mine)
+        return gathered
+
+    def alltoallv(self, payload: Bytes, counts: Sequence[int], places: Sequence[int]) -> Bytes:
+        """Send counts[q] bytes from places[q] on to rank q, where every rank sends q as many; returns the rows received."""
+        mine = counts[self.rank]
+        received = np.empty(mine * self.size, dtype=np.uint8)
+        share = max(1, self.segment_nbytes // self.size)
+        if max(counts, default=0) <= share:
+            rows = [r * mine for r in range(self.size)]
+            self.comm.Alltoallv([payload, (counts, places), MPI.BYTE], [received, ([mine] * self.size, rows), MPI.BYTE])
+        else:
+            for start in range(0, max(counts), share):
+                part = [min(max(count - start, 0), share) for count in counts]
+                here = part[self.rank]
+                sent = np.concatenate([payload[p + start : p + start + n] for p, n in zip(places, part, strict=True)])
+                packed = np.empty(here * self.size, dtype=np.uint8)
+                rows = [r * here for r in range(self.size)]
+                self.comm.Alltoallv([sent, (part, _starts(part)), MPI.BYTE], [packed, ([here] * self.size, rows), MPI.BYTE])
+                _unpack(packed, [here] * self.size, received, [r * mine + start for r in range(self.size)])
+        self._count(sum(counts) - mine, mine * (self.size - 1))
+        return received
+
+    def broadcast_(self, data: Bytes, root: int = 0) -> None:
+        """Overwrite bytes with the root's, in segments."""
+        for start in range(0, len(data), self.segment_nbytes):
+            self.comm.Bcast(data[start : start + self.segment_nbytes], root=root)
+
+    def gather_texts(self, text: str) -> list[str]:
+        """Gather a text of any length from every rank."""
+        payload = np.frombuffer(text.encode(), dtype=np.uint8)
+        counts = self.allgather(np.array([len(payload)], dtype=np.int64))[:, 0].tolist()
+        starts = _starts(counts)
+        gathered = self.allgatherv(payload, counts, starts)
+        return [gathered[s : s + n].tobytes().decode() for s, n in zip(starts, counts, strict=True)]
+
+    def mean(self, value: float) -> float:
+        """Average a number over ranks, summed in rank order."""
+        gathered = self.allgather(np.array([value], dtype=np.float64).view(np.int64))
+        return float(sum(gathered.view(np.float64)[:, 0].tolist()) / self.size)
+
+    def raise_together(self, error: BaseException | None) -> None:
+        """Raise on every rank if any rank has an error: the first such rank's, with its rank."""
+        texts = self.gather_texts("" if error is None else str(error) or type(error).__name__)
+        for rank, text in enumerate(texts):
+            if text:
+                raise ConfigurationError(f"r{rank} | {text}") from (error if rank == self.rank else None)
+
+    def _count(self, sent: int, received: int) -> None:
+        self.nbytes_sent += sent
+        self.nbytes_received += received
+
+    def _count_reduction(self, nbytes: int) -> None:
+        """A reduction's bytes depend on MPI's algorithm: count what the bandwidth-optimal one moves."""
+        moved = 2 * nbytes * (self.size - 1) // self.size
+        self._count(moved, moved)
+
+
+_OPS = {"sum": MPI.SUM, "max": MPI.MAX, "or": MPI.BOR}
+
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    return [0, *np.cumsum(counts[:-1]).tolist()] if counts else []
+
+
+def _unpack(packed: Bytes, counts: Sequence[int], target: Bytes, places: Sequence[int]) -> None:
+    for start, count, place in zip(_starts(counts), counts, places, strict=True):
+        target[place : place + count] = packed[start : start + count]
+
+
+def library() -> dict[str, str]:
+    """Name and version of MPI, and the thread level it gave; local."""
+    levels = {
+        MPI.THREAD_SINGLE: "single",
+        MPI.THREAD_FUNNELED: "funneled",
+        MPI.THREAD_SERIALIZED: "serialized",
+        MPI.THREAD_MULTIPLE: "multiple",
+    }
+    name, version = MPI.get_vendor()
+    return {
+        "name": name,
+        "version": ".".join(map(str, version)),
+        "standard": ".".join(map(str, MPI.Get_version())),
+        "threads": levels[MPI.Query_thread()],
+    }
+
+
+def end_job_on_uncaught_exception() -> None:
+    """From now on an uncaught exception prints its traceback and ends all ranks; local, once for a process.
+
+    Without it the other ranks wait for ever in their next collective call.
+    """
+    if MPI.COMM_WORLD.Get_size() == 1 or getattr(sys.excepthook, "ends_mpi_job", False):
+        return
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> NoReturn:
+        try:
+            previous(kind, error, trace)
+        except Exception:
+            traceback.print_exception(kind, error, trace)
+        print(f"r{MPI.COMM_WORLD.Get_rank()} | uncaught {kind.__name__}: ending all ranks", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(1)
+        raise SystemExit(1)
+
+    hook.ends_mpi_job = True  # type: ignore[attr-defined]
+    sys.excepthook = hook

@@ -1,0 +1,216 @@
+"""A model's parameters as one flat vector: where each lies, where its gradient is read from, where its mean is published.
+
+A parameter's elements lie in the flat vector in the order in which they lie in memory (its strides), so that a
+gradient of the usual layout, a channels_last one too, is read and published without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mpisparse.errors import ConfigurationError
+from mpisparse.reference import BF16, FP16, FP32, FP64
+
+KINDS = {torch.float32: FP32, torch.float16: FP16, torch.bfloat16: BF16, torch.float64: FP64}
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place: elements [begin, end) of the flat vector, in the order of `stride`."""
+
+    name: str
+    begin: int
+    end: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def kind(self) -> int:
+        return KINDS[self.dtype]
+
+    def view(self, flat: torch.Tensor, begin: int = 0) -> torch.Tensor:
+        """This parameter's part of a flat tensor that starts at element `begin`, in the parameter's shape."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.begin - begin)
+
+    def matches(self, grad: torch.Tensor) -> bool:
+        """Tell whether a gradient's memory is in this slot's order."""
+        if grad.stride() == self.stride:
+            return True
+        sized = [(s, t) for n, s, t in zip(self.shape, grad.stride(), self.stride, strict=True) if n > 1]
+        return all(s == t for s, t in sized)
+
+
+class Layout:
+    """The slots of all trainable parameters, in the order of model.parameters()."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if not trainable:
+            raise ConfigurationError(
+                f"{type(model).__name__} has no parameter that requires a gradient; nothing would be exchanged"
+            )
+        self.params: list[torch.nn.Parameter] = [p for _, p in trainable]
+        self.frozen = [p for p in model.parameters() if not p.requires_grad]
+        self.slots: list[Slot] = []
+        at = 0
+        for name, p in trainable:
+            _check_parameter(name, p)
+            self.slots.append(Slot(name, at, at + p.numel(), tuple(p.shape), memory_order(p), p.dtype))
+            at += p.numel()
+        self.size = at
+        if at == 0:
+            raise ConfigurationError(f"the trainable parameters of {type(model).__name__} have no elements")
+        self.ends: Ints = np.array([slot.end for slot in self.slots], dtype=np.int64)
+        self.kinds = np.array([FP32 if s.kind == FP64 else s.kind for s in self.slots], dtype=np.uint8)
+
+    def describe(self) -> list[str]:
+        """One line for each parameter; equal on all ranks if and only if the layouts are."""
+        return [f"{s.name} {list(s.shape)} {str(s.dtype).removeprefix('torch.')} {list(s.stride)}" for s in self.slots]
+
+    def name_at(self, index: int) -> str:
+        """The name of the parameter that holds a flat index."""
+        return self.slots[int(np.searchsorted(self.ends, index, side="right"))].name
+
+
+def _check_parameter(name: str, p: torch.nn.Parameter) -> None:
+    if isinstance(p, torch.nn.UninitializedParameter):
+        raise ConfigurationError(f"parameter {name} is not initialised; run one forward pass of the model first")
+    if p.dtype not in KINDS:
+        known = ", ".join(str(d).removeprefix("torch.") for d in KINDS)
+        raise ConfigurationError(f"parameter {name} is {p.dtype}; supported are {known}")
+    if p.device.type != "cpu":
+        raise ConfigurationError(f"parameter {name} is on {p.device}; move the model to the CPU, GPUs are not supported yet")
+
+
+def memory_order(p: torch.Tensor) -> tuple[int, ...]:
+    """The parameter's own strides if it fills its memory without gaps, else those of a contiguous copy."""
+    return tuple(torch.empty_like(p, device="meta", memory_format=torch.preserve_format).stride())
+
+
+@dataclass
+class Gradients:
+    """The fresh gradients of a step as addresses in flat order, and the tensors that must live as long."""
+
+    pointers: NDArray[np.uint64]
+    ends: Ints
+    kinds: NDArray[np.uint8]
+    sparse: list[tuple[Slot, torch.Tensor]] = field(default_factory=list)
+    alive: list[torch.Tensor] = field(default_factory=list)
+
+    def first_nonfinite(self, backend: Any) -> int:
+        """Read all gradients; the first flat index that is not finite, or -1."""
+        for slot, grad in self.sparse:
+            if not bool(torch.isfinite(grad.values()).all()):
+                return slot.begin
+        return int(backend.first_nonfinite(self.pointers, self.ends, self.kinds))
+
+
+def collect(layout: Layout, grads: Iterable[torch.Tensor | None]) -> Gradients:
+    """Find each gradient's memory; None is an absent one. Copies only what lies in another order or type."""
+    pointers = np.zeros(len(layout.slots), dtype=np.uint64)
+    found = Gradients(pointers, layout.ends, layout.kinds)
+    for i, (slot, grad) in enumerate(zip(layout.slots, grads, strict=True)):
+        if grad is None:
+            continue
+        if grad.layout is not torch.strided:
+            found.sparse.append((slot, grad.coalesce()))
+            continue
+        source = in_order(slot, grad)
+        pointers[i] = source.data_ptr()
+        found.alive.append(source)
+    return found
+
+
+def in_order(slot: Slot, grad: torch.Tensor) -> torch.Tensor:
+    """The gradient with its memory in the slot's order, float64 as float32; the same tensor where it already is."""
+    dtype = torch.float32 if grad.dtype == torch.float64 else grad.dtype
+    if slot.matches(grad) and dtype == grad.dtype:
+        return grad
+    return torch.empty_strided(slot.shape, slot.stride, dtype=dtype).copy_(grad)
+
+
+def add_sparse_(residual: torch.Tensor, slot: Slot, grad: torch.Tensor) -> int:
+    """Add a coalesced sparse gradient into its slot; a flat index of the slot if something there is not finite, else -1."""
+    target = slot.view(residual)
+    if grad.sparse_dim() == 1:
+        target.index_add_(0, grad.indices()[0], grad.values().float())
+        touched = target[grad.indices()[0]]
+    else:
+        touched = target.add_(grad.to_dense().float())
+    return -1 if bool(torch.isfinite(touched).all()) else slot.begin
+
+
+@dataclass
+class Run:
+    """A stretch of parameters of one type, whose published gradients share one buffer."""
+
+    begin: int
+    end: int
+    buffer: torch.Tensor
+
+    @property
+    def kind(self) -> int:
+        return KINDS[self.buffer.dtype]
+
+
+class Published:
+    """The mean gradient: zero but at the last union, as one buffer for each run of equal types, with a view a parameter.
+
+    Only the positions of the last and the new union are written, unless someone else wrote into the views (torch
+    counts that in `_version`): then the whole buffer is cleared.
+    """
+
+    def __init__(self, layout: Layout, backend: Any) -> None:
+        self.backend = backend
+        self.runs: list[Run] = []
+        run_of: list[Run] = []
+        for slot in layout.slots:
+            if not self.runs or self.runs[-1].buffer.dtype != slot.dtype:
+                self.runs.append(Run(slot.begin, slot.begin, torch.empty(0, dtype=slot.dtype)))
+            self.runs[-1].end = slot.end
+            run_of.append(self.runs[-1])
+        for run in self.runs:
+            run.buffer = torch.zeros(run.end - run.begin, dtype=run.buffer.dtype)
+        self.views = [slot.view(run.buffer, run.begin) for slot, run in zip(layout.slots, run_of, strict=True)]
+        self.union: Ints = np.empty(0, dtype=np.int64)
+        self.version = self.written()
+
+    def written(self) -> int:
+        """How often anyone but this object wrote into the buffers."""
+        return sum(run.buffer._version for run in self.runs)
+
+    def clear(self) -> None:
+        """Make every element zero."""
+        if self.written() != self.version:
+            for run in self.runs:
+                run.buffer.zero_()
+            self.version = self.written()
+        else:
+            for run, index in self._split(self.union):
+                self.backend.zero_at(run.buffer.data_ptr(), run.kind, len(run.buffer), index)
+        self.union = np.empty(0, dtype=np.int64)
+
+    def write(self, union: Ints, mean: NDArray[np.float32]) -> bool:
+        """Write the mean at the union (the buffer is clear); mean keeps what rounding left. True if it rounded."""
+        self.union = union
+        start = 0
+        for run, index in self._split(union):
+            values = mean[start : start + len(index)]
+            self.backend.publish_at(run.buffer.data_ptr(), run.kind, len(run.buffer), index, values)
+            start += len(index)
+        return any(run.kind in (FP16, BF16) for run in self.runs)
+
+    def _split(self, union: Ints) -> list[tuple[Run, Ints]]:
+        """The union's share of every run, as positions in the run's buffer."""
+        if len(self.runs) == 1:
+            return [(self.runs[0], union)]
+        cuts = np.searchsorted(union, [run.begin for run in self.runs[1:]])
+        return [(run, part - run.begin) for run, part in zip(self.runs, np.split(union, cuts), strict=True)]

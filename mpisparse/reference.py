@@ -1,0 +1,207 @@
+"""Every kernel in plain NumPy: the oracle of the tests, and the backend where no compiler was found.
+
+Gradients arrive as addresses of dense memory in their parameter's own element order; `kinds` are the element types
+below. `ends` are the parameters' ends in the flat vector; address 0 is an absent gradient.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+FP32, FP16, BF16, FP64 = 0, 1, 2, 3
+ITEMSIZE = {FP32: 4, FP16: 2, BF16: 2, FP64: 8}
+STORED: dict[int, Any] = {FP32: np.float32, FP16: np.uint16, BF16: np.uint16, FP64: np.float64}
+GROUP = 256
+
+name = "numpy"
+
+
+def memory(address: int, kind: int, count: int) -> NDArray[Any]:
+    """An array over foreign memory, 16-bit types as their bit patterns."""
+    raw = (ctypes.c_uint8 * (count * ITEMSIZE[kind])).from_address(address)
+    return np.ctypeslib.as_array(raw).view(STORED[kind])
+
+
+def widen(values: NDArray[Any], kind: int) -> Floats:
+    """Exact float32 values of what memory() returned."""
+    if kind == FP16:
+        return values.view(np.float16).astype(np.float32)
+    if kind == BF16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32, copy=False)
+
+
+def round_to(values: Floats, kind: int) -> NDArray[Any]:
+    """The nearest finite values of a type, as memory() stores it."""
+    if kind == FP16:
+        with np.errstate(over="ignore"):
+            return np.clip(values.astype(np.float16), -65504, 65504).view(np.uint16)
+    if kind == BF16:
+        bits = values.view(np.uint32)
+        halves = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        infinite = (halves & 0x7FFF) == 0x7F80
+        return np.where(infinite, (halves & 0x8000) | 0x7F7F, halves).astype(np.uint16)
+    return values.astype(STORED[kind])
+
+
+def _first_bad(values: Floats, base: int = 0) -> int:
+    bad = np.flatnonzero(~np.isfinite(values))
+    return base + int(bad[0]) if len(bad) else -1
+
+
+def _add(acc: Floats, pointers: NDArray[np.uint64], ends: Ints, kinds: NDArray[np.uint8]) -> int:
+    begin, bad = 0, -1
+    for pointer, end, kind in zip(pointers.tolist(), ends.tolist(), kinds.tolist(), strict=True):
+        if pointer:
+            part = acc[begin:end]
+            with np.errstate(over="ignore", invalid="ignore"):
+                part += widen(memory(pointer, kind, end - begin), kind)
+            bad = _first_bad(part, begin) if bad < 0 else bad
+        begin = end
+    return bad
+
+
+def accumulate_select(
+    acc: Floats, pointers: NDArray[np.uint64], ends: Ints, kinds: NDArray[np.uint8], lo: int, hi: int, floor: float
+) -> tuple[Ints, Floats, int]:
+    """Add the gradients into acc; return index and magnitude of what reaches the floor in acc[lo:hi], ascending, and the
+    first non-finite index or -1."""
+    bad = _add(acc, pointers, ends, kinds)
+    index, magnitude, inside = select(acc, lo, hi, floor)
+    bads = [b for b in (bad, inside) if b >= 0]
+    return index, magnitude, min(bads, default=-1)
+
+
+def select(acc: Floats, lo: int, hi: int, floor: float) -> tuple[Ints, Floats, int]:
+    """Return index and magnitude of what reaches the floor in acc[lo:hi], and its first non-finite index or -1."""
+    magnitude = np.abs(acc[lo:hi])
+    at = np.flatnonzero(~(magnitude < np.float32(floor)))
+    return at.astype(np.int64) + lo, magnitude[at], _first_bad(magnitude, lo)
+
+
+def accumulate(acc: Floats, pointer: int, kind: int) -> int:
+    """Add one gradient into its slice of the accumulator; return the first non-finite index or -1."""
+    return _add(acc, np.array([pointer], np.uint64), np.array([len(acc)]), np.array([kind], np.uint8))
+
+
+def first_nonfinite(pointers: NDArray[np.uint64], ends: Ints, kinds: NDArray[np.uint8]) -> int:
+    """Read the gradients only: the first non-finite flat index, or -1."""
+    begin = 0
+    for pointer, end, kind in zip(pointers.tolist(), ends.tolist(), kinds.tolist(), strict=True):
+        bad = _first_bad(widen(memory(pointer, kind, end - begin), kind), begin) if pointer else -1
+        if bad >= 0:
+            return bad
+        begin = end
+    return -1
+
+
+def histogram(acc: Floats, lo: int, hi: int) -> Ints:
+    """Count magnitudes by exponent and three bits of mantissa: bin b holds bit patterns [b << 20, (b + 1) << 20)."""
+    bins = (acc[lo:hi].view(np.uint32) & 0x7FFFFFFF) >> 20
+    return np.bincount(bins, minlength=2048).astype(np.int64)
+
+
+def tail_counts(magnitudes: Floats, rungs: Floats) -> Ints:
+    """Count, for every rung (ascending), the magnitudes that reach it; NaN reaches none."""
+    reached = np.searchsorted(rungs, magnitudes[~np.isnan(magnitudes)], side="right")
+    counts = np.bincount(reached, minlength=len(rungs) + 1)
+    return np.cumsum(counts[::-1])[::-1][1:].astype(np.int64)
+
+
+def compress_rows(
+    index: Ints, magnitude: Floats, threshold: float, lo: int, row: int, rows: int
+) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
+    """Compressed sparse rows of the candidates that reach the threshold: counts for each row, columns inside it."""
+    offset = index[magnitude >= np.float32(threshold)] - lo
+    counts = np.bincount(offset // row, minlength=rows).astype(np.uint32)
+    return counts, (offset % row).astype(np.uint16)
+
+
+def expand_rows(counts: NDArray[np.uint32], columns: NDArray[np.uint16], lo: int, row: int, out: Ints) -> bool:
+    """Write the flat indices of compressed rows to out; False if the counts do not add up to it."""
+    if int(counts.sum()) != len(out) or len(columns) != len(out):
+        return False
+    out[:] = lo + np.repeat(np.arange(len(counts)), counts) * row + columns
+    return True
+
+
+def take(acc: Floats, index: Ints, out: Floats) -> None:
+    """Move the values at index out of acc, leaving zeros."""
+    out[:] = acc[index]
+    acc[index] = 0.0
+
+
+def put(acc: Floats, index: Ints, values: Floats) -> None:
+    """Set the values at index."""
+    acc[index] = values
+
+
+def add_at(acc: Floats, index: Ints, values: Floats) -> None:
+    """Add to the values at index (no index twice)."""
+    acc[index] += values
+
+
+def zero_at(address: int, kind: int, count: int, index: Ints) -> None:
+    """Clear the elements at index in a published buffer of count elements."""
+    memory(address, kind, count)[index] = 0
+
+
+def publish_at(address: int, kind: int, count: int, index: Ints, values: Floats) -> None:
+    """Write values at index in the buffer's own type; values keep what rounding left over."""
+    rounded = round_to(values, kind)
+    memory(address, kind, count)[index] = rounded
+    values -= widen(rounded, kind)
+
+
+def _groups(x: Floats) -> Floats:
+    padded = np.zeros(-(-len(x) // GROUP) * GROUP, np.float32)
+    padded[: len(x)] = x
+    return padded.reshape(-1, GROUP)
+
+
+def encode_int8(x: Floats, scales: Floats, q: NDArray[np.int8]) -> None:
+    """Send q * scale for each group of 256; x keeps the rest."""
+    scales[:] = np.abs(_groups(x)).max(axis=1, initial=0.0) / np.float32(127)
+    scale = np.repeat(scales, GROUP)[: len(x)]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        steps = np.where(scale > 0, np.rint(x / scale), np.float32(0))
+    q[:] = np.clip(steps, -127, 127)
+    x -= q.astype(np.float32) * scale
+
+
+def decode_int8(scales: Floats, q: NDArray[np.int8], x: Floats) -> None:
+    """The values that encode_int8 sent."""
+    x[:] = q.astype(np.float32) * np.repeat(scales, GROUP)[: len(x)]
+
+
+def encode_fp16(x: Floats, scales: Floats, h: NDArray[np.uint16]) -> None:
+    """Send fp16(x / scale) * scale, scale a power of two for each group of 256; x keeps the rest."""
+    most = np.abs(_groups(x)).max(axis=1, initial=0.0)
+    exponent = np.clip(np.frexp(most)[1] - 15, -126, 127)
+    scales[:] = np.where(most > 0, np.ldexp(np.float32(1), exponent), np.float32(1))
+    scale = np.repeat(scales, GROUP)[: len(x)]
+    h[:] = round_to(x / scale, FP16)
+    x -= widen(h, FP16) * scale
+
+
+def decode_fp16(scales: Floats, h: NDArray[np.uint16], x: Floats) -> None:
+    """The values that encode_fp16 sent."""
+    x[:] = widen(h, FP16) * np.repeat(scales, GROUP)[: len(x)]
+
+
+def encode_bf16(x: Floats, h: NDArray[np.uint16]) -> None:
+    """Send the nearest finite bfloat16; x keeps the rest."""
+    h[:] = round_to(x, BF16)
+    x -= widen(h, BF16)
+
+
+def decode_bf16(h: NDArray[np.uint16], x: Floats) -> None:
+    """The values that encode_bf16 sent."""
+    x[:] = widen(h, BF16)

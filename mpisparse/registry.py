@@ -1,0 +1,28 @@
+"""How many parameters were registered in any torch module so far: tells cheaply whether a model may have changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+_count = 0
+_watching = False
+
+
+def _note(module: Any, name: str, registered: Any) -> None:
+    global _count
+    _count += 1
+
+
+def parameters_registered() -> int:
+    """The number of registrations of parameters and of modules since the first call."""
+    global _watching
+    if not _watching:
+        register_module_parameter_registration_hook(_note)
+        register_module_module_registration_hook(_note)
+        _watching = True
+    return _count

@@ -1,0 +1,363 @@
+"""GradientSync: what a torch user touches."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpisparse.device import load_backend
+from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError
+from mpisparse.exchange import Exchange, end_job_on_uncaught_exception
+from mpisparse.flat import Layout, Published, add_sparse_, collect, in_order
+from mpisparse.registry import parameters_registered
+from mpisparse.schemes import Options, Parts, check_density, configure
+from mpisparse.step import NO_BACKWARD, NONFINITE, STALE, DensityDiffers, Inputs, Stats, StepRefused, note_nonfinite
+from mpisparse.watch import GradientWatch
+
+STATE_FORMAT = 1
+
+
+class GradientSync:
+    """Averages a model's gradients over MPI ranks, sparsely, keeping what was not sent for later steps.
+
+    Collective: construct it on all ranks of `comm` (default: all of them) with the same model and options. Parameters
+    and buffers are set to those of rank 0. Then, in place of a plain optimizer step:
+
+        loss.backward()
+        sync.step()         # p.grad is now the averaged gradient
+        optimizer.step()
+
+    None for density or codec is the scheme's own default. Further options are the scheme's: see mpisparse.schemes.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        scheme: str = "exdyna",
+        density: float | None = None,
+        codec: str | None = None,
+        comm: Any = None,
+        **scheme_options: Any,
+    ) -> None:
+        end_job_on_uncaught_exception()
+        self._exchange = Exchange(comm)
+        error: ConfigurationError | None = None
+        try:
+            self._options: Options = configure(scheme, density=density, codec=codec, **scheme_options)
+            self._layout = Layout(model)
+            self._backend = load_backend()
+        except ConfigurationError as caught:
+            error = caught
+        self._exchange.raise_together(error)
+        self.scheme = scheme
+        self._model = model
+        self._check_alike()
+        self._exchange.segment_nbytes = self._options.segment_nbytes
+        self._broadcast()
+        self._registered = parameters_registered()
+        self._residual = torch.zeros(self._layout.size, dtype=torch.float32)
+        self._published = Published(self._layout, self._backend)
+        self._step = self._options.build(Parts(self._residual, self._published, self._exchange, self._backend))
+        in_backward = self._options.accumulate == "backward"
+        self._watch = GradientWatch(self._layout, self._published, self._accumulate if in_backward else None)
+        self._density = float(self._options.density)
+        self._stats: Stats | None = None
+        self._syncing = True
+        self._bad = -1
+        self._damaged: str | None = None
+
+    # What a training loop calls
+
+    def step(self) -> None:
+        """Exchange the gradients since the last step and publish their mean as p.grad; collective."""
+        self._check_ready()
+        self._exchange.reset_counters()
+        inputs = self._inputs()
+        if self._options.nonfinite == "skip" and self._skip(inputs):
+            return
+        try:
+            outcome = self._step.run(inputs)
+        except StepRefused as refused:
+            raise self._refusal(refused) from None
+        except DensityDiffers as differing:
+            raise ConfigurationError(
+                f"r{self._exchange.rank} | density must be the same on all ranks; they select {differing.args[0]} elements: "
+                "set sync.density on all ranks alike"
+            ) from None
+        self._stats = outcome.stats
+        self._publish(outcome.used)
+        self._watch.restart()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients only: backward inside adds up, and step() is refused until the block is left."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def observe(self, metric: float) -> float:
+        """Tell the scheme a validation metric; returns its mean over ranks. Collective."""
+        return self._exchange.mean(metric)
+
+    def agree_any(self, flag: bool) -> bool:
+        """Tell whether the flag is set on any rank; collective."""
+        return bool(self._exchange.allreduce_(np.array([flag], dtype=np.int64), "max")[0])
+
+    def synchronize(self) -> None:
+        """Finish what is in flight, so that replicas are equal; collective. Nothing is, in a synchronous scheme."""
+
+    def close(self) -> None:
+        """Take the hooks off the model and free the communicator; collective."""
+        self._watch.remove()
+        self._exchange.close()
+
+    # What it tells
+
+    @property
+    def rank(self) -> int:
+        """This process's rank among those that exchange."""
+        return self._exchange.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that exchange."""
+        return self._exchange.size
+
+    @property
+    def options(self) -> Options:
+        """The scheme's options as they were set at construction."""
+        return self._options
+
+    @property
+    def stats(self) -> Stats:
+        """What the last step did."""
+        if self._stats is None:
+            raise RuntimeError(f"r{self.rank} | there are no statistics before the first step()")
+        return self._stats
+
+    @property
+    def residual(self) -> torch.Tensor:
+        """This rank's accumulator: one flat float32 tensor in the order of model.parameters() that require gradients."""
+        return self._residual
+
+    @property
+    def density(self) -> float:
+        """The set density; may be changed between steps, on all ranks alike."""
+        return self._density
+
+    @density.setter
+    def density(self, value: float) -> None:
+        self._density = float(dataclasses.replace(self._options, density=check_density(value)).density)
+
+    @property
+    def k(self) -> int:
+        """The number of elements that the set density asks for."""
+        return max(1, math.floor(self._density * self._layout.size + 1e-6))
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on, as tensors and scalars; local, a copy."""
+        state = {
+            key: torch.from_numpy(v.copy()) if isinstance(v, np.ndarray) else v for key, v in self._step.state().items()
+        }
+        return {
+            "format": STATE_FORMAT,
+            "scheme": self.scheme,
+            "options": json.dumps(dataclasses.asdict(self._options), sort_keys=True),
+            "rank": self.rank,
+            "size": self.size,
+            "density": self._density,
+            "residual": self._residual.clone(),
+            **{f"step.{key}": value for key, value in state.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take a state that state_dict() gave on the same rank of as many ranks; collective, all or none."""
+        error: Exception | None = None
+        try:
+            self._check_state(state)
+        except (ConfigurationError, KeyError) as caught:
+            error = caught if isinstance(caught, ConfigurationError) else ConfigurationError(f"the state has no {caught}")
+        self._exchange.raise_together(error)
+        self._residual.copy_(torch.as_tensor(state["residual"]))
+        step = {key.removeprefix("step."): value for key, value in state.items() if key.startswith("step.")}
+        self._step.load({key: v.numpy() if isinstance(v, torch.Tensor) else v for key, v in step.items()})
+        self._density = float(state["density"])
+        self._damaged, self._bad = None, -1
+        self._published.clear()
+        self._watch.restart()
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        expected = {"format": STATE_FORMAT, "scheme": self.scheme, "size": self.size, "rank": self.rank}
+        for key, value in expected.items():
+            if state[key] != value:
+                raise ConfigurationError(f"the state was saved with {key} {state[key]!r}, this is {key} {value!r}")
+        saved, here = json.loads(state["options"]), dataclasses.asdict(self._options)
+        for key in here:
+            if key not in ("density", "segment_nbytes", "nonfinite") and saved.get(key) != here[key]:
+                raise ConfigurationError(f"the state was saved with {key}={saved.get(key)!r}, this is {key}={here[key]!r}")
+        if len(state["residual"]) != self._layout.size:
+            raise ConfigurationError(
+                f"the state is of a model with {len(state['residual'])} trainable elements, this one has {self._layout.size}"
+            )
+
+    # Construction
+
+    def _check_alike(self) -> None:
+        """Raise on all ranks, with the first difference, unless all have the same options and the same model."""
+        tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
+        lines = [
+            f"scheme {self.scheme} {json.dumps(dataclasses.asdict(self._options), sort_keys=True)}",
+            *(f"parameter {line}" for line in self._layout.describe()),
+            *(f"tensor {name} {list(t.shape)} {t.dtype}" for name, t in tensors),
+        ]
+        text = "\n".join(lines)
+        if len(set(self._exchange.gather_texts(hashlib.sha256(text.encode()).hexdigest()))) == 1:
+            return
+        texts = [t.split("\n") for t in self._exchange.gather_texts(text)]
+        other = next(rank for rank, t in enumerate(texts) if t != texts[0])
+        first, second = texts[0], texts[other]
+        at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+        here, there = (t[at] if at < len(t) else "nothing more" for t in (first, second))
+        raise ConfigurationError(
+            f"r{self.rank} | the ranks differ: rank 0 has {here!r}, rank {other} has {there!r}; "
+            "build the same model with the same options on every rank"
+        )
+
+    def _broadcast(self) -> None:
+        """Set parameters and buffers to those of rank 0."""
+        with torch.no_grad():
+            for tensor in [*self._model.parameters(), *self._model.buffers()]:
+                dense = tensor.detach().contiguous()
+                self._exchange.broadcast_(dense.reshape(-1).view(torch.uint8).numpy())
+                if dense.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(dense)
+
+    # A step
+
+    def _check_ready(self) -> None:
+        if self._watch.removed:
+            raise RuntimeError(f"r{self.rank} | this GradientSync was closed, or another was made for the same model")
+        if not self._syncing:
+            raise RuntimeError(f"r{self.rank} | step() inside no_sync(): leave the block before the step that exchanges")
+        if self._damaged is not None:
+            raise GradientError(
+                f"r{self.rank} | the residual is damaged since an earlier error ({self._damaged}); load a saved state"
+            )
+        if self._registered != parameters_registered():
+            self._check_parameters()
+        for p in self._layout.frozen:
+            if p.requires_grad:
+                raise self._changed("a frozen parameter requires a gradient now")
+
+    def _check_parameters(self) -> None:
+        now = [p for p in self._model.parameters() if p.requires_grad]
+        known = {id(p) for p in self._layout.params}
+        if any(id(p) not in known for p in now):
+            raise self._changed("the model has parameters that it did not have")
+        self._registered = parameters_registered()
+
+    def _changed(self, what: str) -> GradientError:
+        return GradientError(
+            f"r{self.rank} | {what} when GradientSync was constructed: its gradient would not be exchanged and the ranks "
+            "would drift apart; construct GradientSync (and the optimizer) after the change"
+        )
+
+    def _inputs(self) -> Inputs:
+        if self._options.accumulate == "backward":
+            inputs = Inputs(None, self.k, ~self._watch.fresh)
+            note_nonfinite(inputs, self._bad)
+        else:
+            grads = self._watch.grads()
+            unused = np.fromiter((g is None for g in grads), dtype=bool, count=len(grads))
+            inputs = Inputs(collect(self._layout, grads), self.k, unused)
+        if inputs.unused.all():
+            inputs.status = NO_BACKWARD
+        elif self._watch.unzeroed:
+            inputs.status, inputs.detail = STALE, self._layout.slots[min(self._watch.unzeroed)].begin
+        return inputs
+
+    def _accumulate(self, i: int) -> None:
+        """Path "backward": add parameter i's gradient into the residual and drop it."""
+        slot, p = self._layout.slots[i], self._layout.params[i]
+        grad = p.grad
+        assert grad is not None
+        if grad.layout is not torch.strided:
+            bad = add_sparse_(self._residual, slot, grad.coalesce())
+        else:
+            source = in_order(slot, grad)
+            part = self._residual[slot.begin : slot.end].numpy()
+            bad = self._backend.accumulate(part, source.data_ptr(), int(self._layout.kinds[i]))
+            bad = bad + slot.begin if bad >= 0 else bad
+        if bad >= 0 and self._bad < 0:
+            self._bad = bad
+        p.grad = None
+
+    def _skip(self, inputs: Inputs) -> bool:
+        """Tell whether any rank has a non-finite gradient; then drop all gradients and change nothing else."""
+        assert inputs.gradients is not None
+        bad = inputs.gradients.first_nonfinite(self._backend)
+        if not self.agree_any(bad >= 0):
+            return False
+        for p in self._layout.params:
+            p.grad = None
+        self._watch.restart()
+        last = self._stats.threshold if self._stats else 0.0
+        self._stats = Stats(
+            step=int(self._step.state()["step"]),
+            density=0.0,
+            set_density=self.k / self._layout.size,
+            selected=0,
+            threshold=last,
+            bytes_sent=self._exchange.nbytes_sent,
+            bytes_received=self._exchange.nbytes_received,
+            imbalance=0.0,
+            seconds={},
+            skipped=True,
+        )
+        return True
+
+    def _publish(self, used: np.ndarray[Any, np.dtype[np.bool_]] | None) -> None:
+        """Make the published views p.grad; a parameter without a gradient on any rank, and nothing selected, keeps None."""
+        silent = np.zeros(len(self._layout.slots), dtype=bool)
+        if used is not None:
+            starts = np.array([slot.begin for slot in self._layout.slots])
+            here = np.searchsorted(self._published.union, [starts, self._layout.ends])
+            silent = ~used & (here[0] == here[1])
+        for i, (p, view) in enumerate(zip(self._layout.params, self._published.views, strict=True)):
+            if silent[i]:
+                p.grad = None
+            elif p.grad is not view:
+                p.grad = view
+
+    def _refusal(self, refused: StepRefused) -> Exception:
+        """The error that all ranks raise: of the first rank with the gravest trouble."""
+        me = f"r{self.rank} | "
+        by_status = {status: (rank, detail) for rank, (status, detail) in reversed(list(enumerate(refused.statuses)))}
+        if NONFINITE in by_status:
+            rank, index = by_status[NONFINITE]
+            found = f"rank {rank} has a non-finite gradient in {self._layout.name_at(index)} (flat index {index})"
+            self._damaged = found
+            return NonFiniteGradientError(
+                f'{me}{found}; lower the learning rate, clip, or pass nonfinite="skip" to skip such steps'
+            )
+        if STALE in by_status:
+            rank, index = by_status[STALE]
+            return GradientError(
+                f"{me}on rank {rank} backward added to the gradient that the last step published in "
+                f"{self._layout.name_at(index)}; call zero_grad() after each optimizer step"
+            )
+        ranks = [rank for rank, (status, _) in enumerate(refused.statuses) if status == NO_BACKWARD]
+        return GradientError(f"{me}step() with no new gradient on rank {', '.join(map(str, ranks))}; call backward() first")

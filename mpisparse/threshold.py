@@ -1,0 +1,181 @@
+"""Density control: which magnitude to select from, so that k elements are selected. Pure functions and records.
+
+A controller proposes a ladder of rungs (ascending thresholds; the lowest is the floor of the pass that collects
+candidates). When the counts at every rung, summed over ranks, are known, it answers with the rung to use, with a finer
+ladder inside the same candidates, or with neither: then k lies below the floor and a histogram of all magnitudes
+places a new ladder. Decisions depend on integer counts alone, so all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rungs = NDArray[np.float32]
+Counts = NDArray[np.int64]
+
+RUNGS = 256
+TOLERANCE = 0.01
+TINY = float(np.uint32(1).view(np.float32))
+HUGE = float(np.finfo(np.float32).max)
+HISTOGRAM_SHIFT = 20
+
+SPAN_LEAST, SPAN_MOST = math.log(1.6), math.log(8.0)
+SLOPE_LEAST, SLOPE_MOST = 0.5, 64.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A rung to select from; or a finer ladder to count next; or neither: k lies below the ladder."""
+
+    rung: int | None = None
+    finer: Rungs | None = None
+
+
+class Controller(Protocol):
+    """Density control, as data in and data out; `after` returns the controller of the next step."""
+
+    def ladder(self, k: int) -> Rungs: ...
+    def choose(self, rungs: Rungs, counts: Counts, k: int) -> Choice: ...
+    def locate(self, histogram: Counts, k: int) -> Rungs: ...
+    def after(self, rungs: Rungs, counts: Counts, rung: int, k: int) -> Controller: ...
+    def state(self) -> dict[str, float]: ...
+
+
+def spread(low: float, high: float, count: int = RUNGS) -> Rungs:
+    """Space rungs geometrically from low to high; low itself is the first."""
+    low = max(low, TINY)
+    high = min(max(high, low), HUGE)
+    exponents = np.linspace(math.log(low), math.log(high), count)
+    rungs = np.exp(exponents).astype(np.float32)
+    np.clip(rungs, np.float32(low), np.float32(high), out=rungs)
+    rungs[0] = low
+    return np.unique(rungs)
+
+
+def nearest_rung(counts: Counts, k: int) -> int:
+    """The rung whose count is nearest to k; of two equally near the one that selects more."""
+    return int(np.argmin(np.abs(counts - k)))
+
+
+def is_close(count: int, k: int) -> bool:
+    """Tell whether a count is as near to k as control aims for."""
+    return abs(count - k) <= max(1.0, TOLERANCE * k)
+
+
+def choose_rung(rungs: Rungs, counts: Counts, k: int) -> Choice:
+    """Take the rung that gives k, or narrow the ladder to the two around it."""
+    if len(rungs) == 0 or (counts[0] < k and not is_close(int(counts[0]), k) and rungs[0] > TINY):
+        return Choice()
+    best = nearest_rung(counts, k)
+    if is_close(int(counts[best]), k) or counts[0] <= k:
+        return Choice(rung=best)
+    below = int(np.searchsorted(-counts, -k, side="right")) - 1
+    low = float(rungs[below])
+    high = float(rungs[below + 1]) if below + 1 < len(rungs) else HUGE
+    finer = spread(low, high)
+    if len(finer) <= 2 and below + 1 < len(rungs):
+        return Choice(rung=best)
+    return Choice(finer=finer)
+
+
+def locate_rungs(histogram: Counts, k: int) -> Rungs:
+    """Place a ladder by the histogram of all magnitudes: from the bin below which k is certain, one bin and a half up."""
+    tails = np.cumsum(histogram[::-1])[::-1]
+    enough = np.flatnonzero(tails >= k)
+    top = int(enough[-1]) if len(enough) else 0
+    if top == 0:
+        return spread(TINY, _bin_edge(1))
+    return spread(_bin_edge(top), _bin_edge(min(top + 2, len(histogram) - 1)))
+
+
+def _bin_edge(index: int) -> float:
+    return min(float(np.uint32(index << HISTOGRAM_SHIFT).view(np.float32)), HUGE)
+
+
+@dataclass(frozen=True)
+class TailAware:
+    """Ladder around the last threshold, spaced by the tail's slope and as wide as the threshold has been moving.
+
+    Rungs are placed so that counts, not thresholds, are evenly spaced: near k the count falls as threshold ** -slope.
+    """
+
+    threshold: float = 0.0
+    slope: float = 3.0
+    drift: float = 0.1
+    last_k: int = 0
+
+    def ladder(self, k: int) -> Rungs:
+        if self.threshold <= 0.0:
+            return np.empty(0, dtype=np.float32)
+        centre = self.threshold * (self.last_k / k) ** (1.0 / self.slope)
+        span = min(max(SPAN_LEAST, 3.0 * self.drift * self.slope), SPAN_MOST) / self.slope
+        return spread(centre * math.exp(-span), centre * math.exp(span))
+
+    def choose(self, rungs: Rungs, counts: Counts, k: int) -> Choice:
+        return choose_rung(rungs, counts, k)
+
+    def locate(self, histogram: Counts, k: int) -> Rungs:
+        return locate_rungs(histogram, k)
+
+    def after(self, rungs: Rungs, counts: Counts, rung: int, k: int) -> TailAware:
+        chosen = float(rungs[rung])
+        moved = self.drift
+        if self.threshold > 0.0 and self.last_k == k:
+            moved = 0.8 * self.drift + 0.2 * min(abs(math.log(chosen / self.threshold)), 1.0)
+        return replace(self, threshold=chosen, slope=self._measured_slope(rungs, counts, rung), drift=moved, last_k=k)
+
+    def _measured_slope(self, rungs: Rungs, counts: Counts, rung: int) -> float:
+        """Fit the tail between the rungs that select up to half as many again and a third fewer."""
+        here = int(counts[rung])
+        near = np.flatnonzero((counts <= here + here // 2) & (counts >= here - here // 3) & (counts > 0))
+        if here < 8 or len(near) < 2:
+            return self.slope
+        low, high = int(near[0]), int(near[-1])
+        width = math.log(float(rungs[high]) / float(rungs[low]))
+        if width <= 0.0 or counts[low] == counts[high]:
+            return self.slope
+        slope = math.log(int(counts[low]) / int(counts[high])) / width
+        return min(max(0.5 * self.slope + 0.5 * slope, SLOPE_LEAST), SLOPE_MOST)
+
+    def state(self) -> dict[str, float]:
+        return {"threshold": self.threshold, "slope": self.slope, "drift": self.drift, "last_k": self.last_k}
+
+
+@dataclass(frozen=True)
+class Paper:
+    """The paper's online threshold scaling: one rung, scaled by a fixed factor after each step."""
+
+    threshold: float = 0.0
+
+    def ladder(self, k: int) -> Rungs:
+        start = 1.0 / (2.0 * math.sqrt(k))
+        return np.array([self.threshold or start], dtype=np.float32)
+
+    def choose(self, rungs: Rungs, counts: Counts, k: int) -> Choice:
+        return Choice(rung=0)
+
+    def locate(self, histogram: Counts, k: int) -> Rungs:
+        raise AssertionError("the paper's controller always has a threshold")
+
+    def after(self, rungs: Rungs, counts: Counts, rung: int, k: int) -> Paper:
+        return Paper(threshold=float(rungs[0]) * paper_factor(int(counts[0]) / k))
+
+    def state(self) -> dict[str, float]:
+        return {"threshold": self.threshold}
+
+
+def paper_factor(ratio: float) -> float:
+    """The factor on the threshold for actual over wanted count, with the in-band test against 1."""
+    if ratio > 1.1:
+        return 1.005
+    if ratio > 1.0:
+        return 1.00125
+    return 0.9987 if ratio > 0.909 else 0.995
+
+
+CONTROLLERS: dict[str, type[TailAware] | type[Paper]] = {"tail": TailAware, "paper": Paper}
