@@ -228,25 +228,48 @@ NumPy<int64_t> histogram(Array<float> acc, int64_t lo, int64_t hi, int threads) 
     return to_numpy(std::move(counts));
 }
 
+// Rungs between the first and the last, found through a table of equal cells over the bit patterns in between: cells are
+// narrow against rungs, so that few steps remain after the look-up.
+class Ladder {
+public:
+    Ladder(const float* rungs, int64_t count) : count_(count), bits_(count) {
+        for (int64_t r = 0; r < count; ++r) bits_[r] = magnitude_bits(rungs[r]);
+        const uint32_t span = uint32_t(bits_.back() - bits_.front());
+        while ((span >> shift_) >= CELLS) ++shift_;
+        first_.resize((span >> shift_) + 1);
+        for (size_t cell = 0; cell < first_.size(); ++cell)
+            first_[cell] = reached_from(cell ? first_[cell - 1] : 0, bits_.front() + int32_t(cell << shift_));
+    }
+    // How many rungs a magnitude reaches.
+    int64_t reached(float magnitude) const {
+        const int32_t x = int32_t(bits_of(magnitude));
+        if (x < bits_.front() || x > INFINITE) return 0;
+        if (x >= bits_.back()) return count_;
+        return reached_from(first_[uint32_t(x - bits_.front()) >> shift_], x);
+    }
+
+private:
+    static constexpr uint32_t CELLS = 4096;
+    int64_t reached_from(int64_t r, int32_t x) const {
+        while (r < count_ && bits_[r] <= x) ++r;
+        return r;
+    }
+    int64_t count_;
+    std::vector<int32_t> bits_;
+    std::vector<int64_t> first_;
+    int shift_ = 0;
+};
+
 NumPy<int64_t> tail_counts(Array<const float> magnitudes, Array<const float> rungs) {
     const int64_t n = int64_t(rungs.size());
     std::vector<int64_t> counts(n + 1, 0);
-    {
+    if (n) {
         nb::gil_scoped_release released;
-        const float* ladder = rungs.data();
-        for (size_t i = 0; i < magnitudes.size(); ++i) {
-            const float x = magnitudes.data()[i];
-            const float* at = ladder;
-            for (int64_t span = n; span > 1;) {  // branch-free: random magnitudes would mispredict every comparison
-                const int64_t half = span / 2;
-                at += (at[half - 1] <= x) * half;
-                span -= half;
-            }
-            ++counts[(at - ladder) + (n && *at <= x)];
-        }
+        const Ladder ladder(rungs.data(), n);
+        for (size_t i = 0; i < magnitudes.size(); ++i) ++counts[ladder.reached(magnitudes.data()[i])];
         for (int64_t r = n - 1; r > 0; --r) counts[r] += counts[r + 1];
-        counts.erase(counts.begin());
     }
+    counts.erase(counts.begin());
     return to_numpy(std::move(counts));
 }
 

@@ -42,10 +42,10 @@ class Exchange:
         """Begin counting bytes anew; local."""
         self.nbytes_sent = self.nbytes_received = 0
 
-    def allgather(self, row: Ints) -> Ints:
+    def allgather(self, row: NDArray[Any]) -> NDArray[Any]:
         """Gather one row of equal length from every rank; row r of the result is rank r's."""
-        rows = np.empty((self.size, len(row)), dtype=np.int64)
-        self.comm.Allgather(row, rows)
+        rows = np.empty((self.size, len(row)), dtype=row.dtype)
+        self.comm.Allgather([row, MPI.BYTE], [rows, MPI.BYTE])
         self._count(row.nbytes * (self.size - 1), row.nbytes * (self.size - 1))
         return rows
 

@@ -7,7 +7,7 @@ gradient of the usual layout, a channels_last one too, is read and published wit
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -42,8 +42,6 @@ class Slot:
 
     def matches(self, grad: torch.Tensor) -> bool:
         """Tell whether a gradient's memory is in this slot's order."""
-        if grad.stride() == self.stride:
-            return True
         sized = [(s, t) for n, s, t in zip(self.shape, grad.stride(), self.stride, strict=True) if n > 1]
         return all(s == t for s, t in sized)
 
@@ -95,6 +93,11 @@ def memory_order(p: torch.Tensor) -> tuple[int, ...]:
     return tuple(torch.empty_like(p, device="meta", memory_format=torch.preserve_format).stride())
 
 
+def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """A flat tensor of zeros in NumPy's memory: it asks for huge pages, which scattered reads and writes need."""
+    return torch.from_numpy(np.zeros(count * dtype.itemsize, dtype=np.uint8)).view(dtype)
+
+
 @dataclass
 class Gradients:
     """The fresh gradients of a step as addresses in flat order, and the tensors that must live as long."""
@@ -102,8 +105,8 @@ class Gradients:
     pointers: NDArray[np.uint64]
     ends: Ints
     kinds: NDArray[np.uint8]
-    sparse: list[tuple[Slot, torch.Tensor]] = field(default_factory=list)
-    alive: list[torch.Tensor] = field(default_factory=list)
+    sparse: list[tuple[Slot, torch.Tensor]]
+    alive: list[torch.Tensor]
 
     def first_nonfinite(self, backend: Any) -> int:
         """Read all gradients; the first flat index that is not finite, or -1."""
@@ -115,25 +118,24 @@ class Gradients:
 
 def collect(layout: Layout, grads: Iterable[torch.Tensor | None]) -> Gradients:
     """Find each gradient's memory; None is an absent one. Copies only what lies in another order or type."""
-    pointers = np.zeros(len(layout.slots), dtype=np.uint64)
-    found = Gradients(pointers, layout.ends, layout.kinds)
-    for i, (slot, grad) in enumerate(zip(layout.slots, grads, strict=True)):
-        if grad is None:
-            continue
-        if grad.layout is not torch.strided:
-            found.sparse.append((slot, grad.coalesce()))
-            continue
-        source = in_order(slot, grad)
-        pointers[i] = source.data_ptr()
-        found.alive.append(source)
-    return found
+    pointers, sparse, alive = [], [], []
+    for slot, grad in zip(layout.slots, grads, strict=True):
+        pointer = 0
+        if grad is not None and grad.layout is torch.strided:
+            source = in_order(slot, grad)
+            pointer = source.data_ptr()
+            alive.append(source)
+        elif grad is not None:
+            sparse.append((slot, grad.coalesce()))
+        pointers.append(pointer)
+    return Gradients(np.array(pointers, dtype=np.uint64), layout.ends, layout.kinds, sparse, alive)
 
 
 def in_order(slot: Slot, grad: torch.Tensor) -> torch.Tensor:
     """The gradient with its memory in the slot's order, float64 as float32; the same tensor where it already is."""
-    dtype = torch.float32 if grad.dtype == torch.float64 else grad.dtype
-    if slot.matches(grad) and dtype == grad.dtype:
+    if grad.dtype is not torch.float64 and (grad.stride() == slot.stride or slot.matches(grad)):
         return grad
+    dtype = torch.float32 if grad.dtype is torch.float64 else grad.dtype
     return torch.empty_strided(slot.shape, slot.stride, dtype=dtype).copy_(grad)
 
 
@@ -178,7 +180,7 @@ class Published:
             self.runs[-1].end = slot.end
             run_of.append(self.runs[-1])
         for run in self.runs:
-            run.buffer = torch.zeros(run.end - run.begin, dtype=run.buffer.dtype)
+            run.buffer = zeros(run.end - run.begin, run.buffer.dtype)
         self.views = [slot.view(run.buffer, run.begin) for slot, run in zip(layout.slots, run_of, strict=True)]
         self.union: Ints = np.empty(0, dtype=np.int64)
         self.version = self.written()
@@ -197,6 +199,10 @@ class Published:
             for run, index in self._split(self.union):
                 self.backend.zero_at(run.buffer.data_ptr(), run.kind, len(run.buffer), index)
         self.union = np.empty(0, dtype=np.int64)
+
+    def filled(self) -> None:
+        """Every element was written from outside: the next clear must be of the whole."""
+        self.version = self.written() - 1
 
     def write(self, union: Ints, mean: NDArray[np.float32]) -> bool:
         """Write the mean at the union (the buffer is clear); mean keeps what rounding left. True if it rounded."""

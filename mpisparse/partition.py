@@ -8,6 +8,7 @@ in every partition once.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,79 +62,39 @@ def block_counts(union: Ints, edges: Ints) -> Ints:
     return np.diff(np.searchsorted(union, edges)).astype(np.int64)
 
 
-def best_borders(work: Ints, edges: Ints, size: int, longest: int | None = None) -> Ints:
-    """Find the contiguous partition whose heaviest part is lightest, none longer than `longest` elements if given.
+def best_borders(work: Sequence[Ints], edges: Ints, longest: int | None = None) -> Ints:
+    """Find the borders that make the heaviest part lightest, none longer than `longest` elements if given.
 
-    A bound on the heaviest part is feasible if filling the parts greedily up to it needs no more than `size` of them; the
-    least feasible bound is found by bisection. Among the partitions with that bound, cuts are taken as near to the even
-    shares as they can be. `longest` is widened to what `size` runs of whole blocks can always meet.
+    work[p][b] is what block b would cost in partition p (its owner's count). A bound on the heaviest part is feasible if
+    filling the parts greedily up to it reaches the end; the least feasible bound is found by bisection. `longest` is
+    widened to what runs of whole blocks can always meet.
     """
-    blocks = len(work)
-    total = int(work.sum())
-    limit = _feasible_length(edges, size, longest)
-    if total == 0:
-        return even_borders(blocks, size) if limit is None else _cut(work, edges, size, 0, limit)
-    low = max(-(-total // size), int(work.max()))
-    high = total
+    size, blocks = len(work), len(edges) - 1
+    ends = edges.tolist()
+    limit = max(longest or ends[-1], -(-ends[-1] // size) + int(np.diff(edges).max()))
+    sums = {id(w): [0, *np.cumsum(w).tolist()] for w in work}
+    prefixes = [sums[id(w)] for w in work]
+
+    def fill(bound: int) -> list[int]:
+        borders = [0]
+        for prefix in prefixes:
+            start = borders[-1]
+            stop = bisect_right(prefix, prefix[start] + bound) - 1
+            if limit < ends[-1]:
+                stop = min(stop, bisect_right(ends, ends[start] + limit) - 1)
+            borders.append(stop)
+        return borders
+
+    low, high = 0, max(prefix[-1] for prefix in prefixes)
+    if high == 0:
+        return even_borders(blocks, size)
     while low < high:
         middle = (low + high) // 2
-        if _greedy(work, edges, size, middle, limit) is None:
+        if fill(middle)[-1] < blocks:
             low = middle + 1
         else:
             high = middle
-    return _cut(work, edges, size, low, limit)
-
-
-def _feasible_length(edges: Ints, size: int, longest: int | None) -> int | None:
-    if longest is None:
-        return None
-    block = int(np.diff(edges).max()) if len(edges) > 1 else 0
-    return max(longest, -(-int(edges[-1]) // size) + block)
-
-
-def _reach(prefix: list[int], ends: list[int], start: int, bound: int, limit: int | None) -> int:
-    """Tell how far a part from block `start` may go with at most `bound` work and `limit` elements."""
-    stop = bisect_right(prefix, prefix[start] + bound) - 1
-    if limit is not None:
-        stop = min(stop, bisect_right(ends, ends[start] + limit) - 1)
-    return stop
-
-
-def _greedy(work: Ints, edges: Ints, size: int, bound: int, limit: int | None) -> list[int] | None:
-    """Fill the parts from the left; None if `size` of them do not reach the end."""
-    prefix, ends = _prefix(work), edges.tolist()
-    borders = [0]
-    for _ in range(size):
-        borders.append(_reach(prefix, ends, borders[-1], bound, limit))
-    return borders if borders[-1] == len(work) else None
-
-
-def _cut(work: Ints, edges: Ints, size: int, bound: int, limit: int | None) -> Ints:
-    """Choose every border as near to its even share as the bound allows on both sides."""
-    prefix, ends = _prefix(work), edges.tolist()
-    latest = _greedy(work, edges, size, bound, limit)
-    earliest = _earliest(work, edges, size, bound, limit)
-    if latest is None or earliest is None:
-        raise AssertionError("no partition meets its own bound")
-    borders = [0]
-    for p in range(1, size):
-        share = bisect_right(prefix, prefix[-1] * p // size) - 1 if bound else p * len(work) // size
-        least = max(earliest[p], borders[-1])
-        most = min(latest[p], _reach(prefix, ends, borders[-1], bound, limit))
-        borders.append(min(max(share, least), most))
-    return np.array([*borders, len(work)], dtype=np.int64)
-
-
-def _earliest(work: Ints, edges: Ints, size: int, bound: int, limit: int | None) -> list[int] | None:
-    """The leftmost place each border can have: the greedy filling of the mirrored vector."""
-    mirrored = (edges[-1] - edges)[::-1]
-    filled = _greedy(work[::-1], mirrored, size, bound, limit)
-    return None if filled is None else [len(work) - b for b in reversed(filled)]
-
-
-def _prefix(work: Ints) -> list[int]:
-    sums: list[int] = [0, *np.cumsum(work).tolist()]
-    return sums
+    return np.array(fill(low), dtype=np.int64)
 
 
 def paper_borders(borders: Ints, counts: Ints, edges: Ints, blocks: int = PAPER_BLOCKS) -> Ints:

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-import torch
-
+from mpisparse.agree import Inputs
 from mpisparse.codecs import CODECS
 from mpisparse.errors import ConfigurationError, check_choice, suggest
-from mpisparse.flat import Published
 from mpisparse.selector import PARTITIONERS, ExclusiveSelector
-from mpisparse.step import DenseStep, Inputs, Outcome, SparseStep
+from mpisparse.step import DenseStep, Outcome, Parts, SparseStep
 from mpisparse.threshold import CONTROLLERS
-
-if TYPE_CHECKING:
-    from mpisparse.exchange import Exchange
 
 SEGMENT_NBYTES = 1 << 30
 
@@ -27,16 +22,6 @@ class Step(Protocol):
     def run(self, inputs: Inputs) -> Outcome: ...
     def state(self) -> dict[str, Any]: ...
     def load(self, state: dict[str, Any]) -> None: ...
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a scheme builds its step from."""
-
-    residual: torch.Tensor
-    published: Published
-    exchange: Exchange
-    backend: Any
 
 
 def check_density(density: object) -> float:
@@ -102,7 +87,7 @@ class Dense(Options):
             raise ConfigurationError(f'scheme "dense" sends float32 only: codec must be "fp32", got {self.codec!r}')
 
     def build(self, parts: Parts) -> Step:
-        return DenseStep(parts.residual, parts.published, parts.exchange, parts.backend)
+        return DenseStep(parts)
 
 
 @dataclass(frozen=True)
@@ -137,17 +122,10 @@ class Exdyna(Options):
             controller=self.controller,
             partitioner=self.partitioner,
             blocks=self.blocks,
-            longest=-(-2 * n // size) if self.accumulate == "backward" else None,
+            reads_region=self.accumulate == "backward",
         )
-        return SparseStep(
-            parts.residual,
-            parts.published,
-            parts.exchange,
-            parts.backend,
-            selector=selector,
-            codec=self.codec,
-            reduce=self.reduce,
-        )
+        codec = CODECS[self.codec] if self.reduce == "owner" else None
+        return SparseStep(parts, selector=selector, codec=codec)
 
 
 SCHEMES: dict[str, type[Options]] = {"dense": Dense, "exdyna": Exdyna}

@@ -1,7 +1,14 @@
-"""Where a rank may choose: exclusive partitions, rotated over ranks and re-balanced by what was selected in them."""
+"""Where a rank may choose: exclusive partitions, rotated over ranks and re-balanced by what is selected in them.
+
+What a rank selects depends on its own batch, so last step's counts foretell this step's balance badly (on four ranks
+the busiest was half as busy again as the mean). Where the pass covers the whole vector anyway, the counts of this step
+decide instead: `in_step`. Each rank then collects candidates everywhere, and the borders are drawn when all ranks'
+block counts are known. Elsewhere the borders follow a moving average of past counts.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +21,10 @@ from mpisparse.threshold import CONTROLLERS, Controller
 Ints = NDArray[np.int64]
 
 PARTITIONERS = ("best", "paper")
+IN_STEP_RANKS = 16  # up to so many ranks the block counts of all are gathered in every step
+FRACTION = 8  # bits behind the point of the moving average
+SMOOTHING = 2  # it moves by 2^-2 of the difference at each step
+READS_PER_SELECTED = 128  # elements that one can read in the time that handling a selected one takes
 
 
 @dataclass(frozen=True)
@@ -26,14 +37,16 @@ class Region:
 
 
 class ExclusiveSelector:
-    """Partitions and threshold of one run; equal on all ranks, because it sees only what all ranks saw."""
+    """Partitions and threshold of one run; equal on all ranks, because it sees only what all ranks saw.
 
-    SMOOTHING = 2  # work moves by 2^-2 of the difference at each step
+    `reads_region`: a rank reads its own region only (accumulate="backward"), so that a region's length costs too.
+    """
 
-    def __init__(self, n: int, size: int, *, controller: str, partitioner: str, blocks: int | None, longest: int | None):
+    def __init__(self, n: int, size: int, *, controller: str, partitioner: str, blocks: int | None, reads_region: bool):
         self.size = size
         self.partitioner = partitioner
-        self.longest = longest
+        self.reads_region = reads_region
+        self.in_step = partitioner == "best" and not reads_region and 1 < size <= IN_STEP_RANKS
         if partitioner == "paper":
             self.blocks = blocks or partition.PAPER_BLOCKS
             self.edges = partition.paper_edges(n, self.blocks)
@@ -50,25 +63,43 @@ class ExclusiveSelector:
         bounds = self.edges[self.borders].tolist()
         return [Region(partition.owner(p, self.step, self.size), bounds[p], bounds[p + 1]) for p in range(self.size)]
 
+    def scope(self, rank: int) -> tuple[int, int]:
+        """Where a rank collects candidates: everywhere if borders are still to be drawn, else in its own region."""
+        if self.in_step:
+            return 0, int(self.edges[-1])
+        mine = partition.partition_of(rank, self.step, self.size)
+        lo, hi = self.edges[self.borders[mine : mine + 2]].tolist()
+        return lo, hi
+
+    def draw(self, counts: Sequence[Ints]) -> None:
+        """Set this step's borders by every rank's block counts (in rank order)."""
+        owners = [partition.owner(p, self.step, self.size) for p in range(self.size)]
+        self.borders = partition.best_borders([counts[owner] for owner in owners], self.edges)
+
     def adapt(self, union: Ints, controller: Controller) -> None:
-        """Re-balance by the indices that all ranks selected, and go on to the next step."""
+        """Go on to the next step, with borders by the indices that all ranks selected unless they are drawn in it."""
         self.controller = controller
         counts = partition.block_counts(union, self.edges)
         if self.partitioner == "paper":
             loads = np.add.reduceat(np.append(counts, 0), self.borders[:-1]) * (np.diff(self.borders) > 0)
             self.borders = partition.paper_borders(self.borders, loads, self.edges, self.blocks)
-        elif self.size > 1:
+        elif self.size > 1 and not self.in_step:
             self._smooth(counts)
-            self.borders = partition.best_borders(self.work, self.edges, self.size, self.longest)
+            self.borders = self._balanced()
         self.step += 1
 
     def _smooth(self, counts: Ints) -> None:
         """Average the work over recent steps in fixed point: the same integers on any machine."""
-        scaled = counts << 8
-        if self.step == 0:
-            self.work = scaled
-        else:
-            self.work = self.work + ((scaled - self.work) >> self.SMOOTHING)
+        scaled = counts << FRACTION
+        self.work = scaled if self.step == 0 else self.work + ((scaled - self.work) >> SMOOTHING)
+
+    def _balanced(self) -> Ints:
+        """The best borders by the averaged work; where selecting is a pass of its own, by its reading too."""
+        if not self.reads_region:
+            return partition.best_borders([self.work] * self.size, self.edges)
+        cost = self.work * READS_PER_SELECTED + (np.diff(self.edges) << FRACTION)
+        longest = -(-2 * int(self.edges[-1]) // self.size)
+        return partition.best_borders([cost] * self.size, self.edges, longest)
 
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on."""
@@ -80,6 +111,6 @@ class ExclusiveSelector:
         self.step = int(state["step"])
         self.borders = np.array(state["borders"], dtype=np.int64)
         self.work = np.array(state["work"], dtype=np.int64)
-        fields = {key.removeprefix("controller."): value for key, value in state.items() if key.startswith("controller.")}
         known = self.controller.state()
-        self.controller = type(self.controller)(**{key: type(known[key])(fields[key]) for key in known})
+        fields = {key: type(value)(state[f"controller.{key}"]) for key, value in known.items()}
+        self.controller = type(self.controller)(**fields)

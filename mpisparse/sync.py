@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpisparse.agree import NO_BACKWARD, NONFINITE, STALE, DensityDiffers, Inputs, StepRefused
 from mpisparse.device import load_backend
 from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError
 from mpisparse.exchange import Exchange, end_job_on_uncaught_exception
-from mpisparse.flat import Layout, Published, add_sparse_, collect, in_order
+from mpisparse.flat import Layout, Published, add_sparse_, collect, in_order, zeros
 from mpisparse.registry import parameters_registered
-from mpisparse.schemes import Options, Parts, check_density, configure
-from mpisparse.step import NO_BACKWARD, NONFINITE, STALE, DensityDiffers, Inputs, Stats, StepRefused, note_nonfinite
+from mpisparse.schemes import Options, check_density, configure
+from mpisparse.step import Parts, Stats
 from mpisparse.watch import GradientWatch
 
 STATE_FORMAT = 1
@@ -64,7 +65,7 @@ class GradientSync:
         self._exchange.segment_nbytes = self._options.segment_nbytes
         self._broadcast()
         self._registered = parameters_registered()
-        self._residual = torch.zeros(self._layout.size, dtype=torch.float32)
+        self._residual = zeros(self._layout.size, torch.float32)
         self._published = Published(self._layout, self._backend)
         self._step = self._options.build(Parts(self._residual, self._published, self._exchange, self._backend))
         in_backward = self._options.accumulate == "backward"
@@ -278,7 +279,7 @@ class GradientSync:
     def _inputs(self) -> Inputs:
         if self._options.accumulate == "backward":
             inputs = Inputs(None, self.k, ~self._watch.fresh)
-            note_nonfinite(inputs, self._bad)
+            inputs.note_nonfinite(self._bad)
         else:
             grads = self._watch.grads()
             unused = np.fromiter((g is None for g in grads), dtype=bool, count=len(grads))

@@ -8,6 +8,7 @@ places a new ladder. Decisions depend on integer counts alone, so all ranks deci
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -99,22 +100,26 @@ def _bin_edge(index: int) -> float:
 
 @dataclass(frozen=True)
 class TailAware:
-    """Ladder around the last threshold, spaced by the tail's slope and as wide as the threshold has been moving.
+    """Ladder around the threshold that the last ones lead to, spaced by the tail's slope, as wide as they have been wrong.
 
     Rungs are placed so that counts, not thresholds, are evenly spaced: near k the count falls as threshold ** -slope.
     """
 
     threshold: float = 0.0
     slope: float = 3.0
-    drift: float = 0.1
+    trend: float = 0.0
+    error: float = 0.1
     last_k: int = 0
 
     def ladder(self, k: int) -> Rungs:
         if self.threshold <= 0.0:
             return np.empty(0, dtype=np.float32)
-        centre = self.threshold * (self.last_k / k) ** (1.0 / self.slope)
-        span = min(max(SPAN_LEAST, 3.0 * self.drift * self.slope), SPAN_MOST) / self.slope
+        centre = self._expected(k)
+        span = min(max(SPAN_LEAST, 2.5 * self.error * self.slope), SPAN_MOST) / self.slope
         return spread(centre * math.exp(-span), centre * math.exp(span))
+
+    def _expected(self, k: int) -> float:
+        return self.threshold * math.exp(self.trend + math.log(self.last_k / k) / self.slope)
 
     def choose(self, rungs: Rungs, counts: Counts, k: int) -> Choice:
         return choose_rung(rungs, counts, k)
@@ -124,10 +129,12 @@ class TailAware:
 
     def after(self, rungs: Rungs, counts: Counts, rung: int, k: int) -> TailAware:
         chosen = float(rungs[rung])
-        moved = self.drift
-        if self.threshold > 0.0 and self.last_k == k:
-            moved = 0.8 * self.drift + 0.2 * min(abs(math.log(chosen / self.threshold)), 1.0)
-        return replace(self, threshold=chosen, slope=self._measured_slope(rungs, counts, rung), drift=moved, last_k=k)
+        slope = self._measured_slope(rungs, counts, rung)
+        if self.threshold <= 0.0 or self.last_k != k:
+            return replace(self, threshold=chosen, slope=slope, last_k=k)
+        miss = min(abs(math.log(chosen / self._expected(k))), 1.0)
+        move = max(-1.0, min(1.0, math.log(chosen / self.threshold)))
+        return TailAware(chosen, slope, 0.7 * self.trend + 0.3 * move, 0.8 * self.error + 0.2 * miss, k)
 
     def _measured_slope(self, rungs: Rungs, counts: Counts, rung: int) -> float:
         """Fit the tail between the rungs that select up to half as many again and a third fewer."""
@@ -143,7 +150,7 @@ class TailAware:
         return min(max(0.5 * self.slope + 0.5 * slope, SLOPE_LEAST), SLOPE_MOST)
 
     def state(self) -> dict[str, float]:
-        return {"threshold": self.threshold, "slope": self.slope, "drift": self.drift, "last_k": self.last_k}
+        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True)

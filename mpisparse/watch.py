@@ -2,7 +2,7 @@
 
 After a step p.grad is a view of the published buffer. A backward that adds into it without zero_grad would feed the
 mean back as if it were a gradient. torch counts writes (`_version`) but does not say whose they were, so a few
-non-zero published elements serve as witnesses: if someone wrote and they are zero, the buffer was zeroed.
+published elements serve as witnesses: if someone wrote and all of them are zero, the buffer was zeroed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class GradientWatch:
         self.unzeroed: set[int] = set()
         self.seen = published.written()
         self.zeroed = True
-        self.witnesses: list[tuple[int, torch.Tensor]] = []
+        self.witnesses: list[int] = []
         mine = {id(p) for p in layout.params}
         for other in list(_watches):
             if not mine.isdisjoint(id(p) for p in other.layout.params):
@@ -59,7 +59,8 @@ class GradientWatch:
         self.unzeroed.clear()
         self.zeroed = False
         self.seen = self.published.written()
-        self.witnesses = self._pick_witnesses()
+        union = self.published.union
+        self.witnesses = union[:: max(1, len(union) // WITNESSES)][:WITNESSES].tolist()
 
     def remove(self) -> None:
         """Take the hooks off the parameters; also done when another watch takes one of them over."""
@@ -77,26 +78,18 @@ class GradientWatch:
 
     def _check_zeroed(self, i: int) -> None:
         version = self.published.written()
+        slot = self.layout.slots[i]
         if version != self.seen + 1:  # others wrote besides this accumulation: did they zero?
-            self.zeroed = not any(bool(value != 0) for owner, value in self.witnesses if owner != i)
+            self.zeroed = not any(self._is_set(index) for index in self.witnesses if not slot.begin <= index < slot.end)
         self.seen = version
         if self.zeroed:
             self.unzeroed.discard(i)
         else:
             self.unzeroed.add(i)
 
-    def _pick_witnesses(self) -> list[tuple[int, torch.Tensor]]:
-        union = self.published.union
-        if len(union) == 0:
-            return []
-        picked = []
-        for index in union[:: max(1, len(union) // WITNESSES)][:WITNESSES].tolist():
-            i = int(np.searchsorted(self.layout.ends, index, side="right"))
-            run = next(r for r in self.published.runs if r.begin <= index < r.end)
-            value = run.buffer[index - run.begin]
-            if bool(value != 0):
-                picked.append((i, value))
-        return picked
+    def _is_set(self, index: int) -> bool:
+        run = next(r for r in self.published.runs if r.begin <= index < r.end)
+        return bool(run.buffer[index - run.begin] != 0)
 
 
 def _notify(watch: weakref.ref[GradientWatch], i: int, _: torch.Tensor) -> None:

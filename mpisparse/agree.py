@@ -1,0 +1,178 @@
+"""What all ranks must know before anything is sent: that each can go on, and the threshold that gives k."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpisparse.threshold import Controller, Rungs
+
+if TYPE_CHECKING:
+    from mpisparse.exchange import Exchange
+    from mpisparse.flat import Gradients
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+FINE, NONFINITE, NO_BACKWARD, STALE = range(4)
+GATHERED_LADDERS = 16  # up to so many ranks ladders are gathered with their owners; beyond, summed
+
+
+class StepRefused(Exception):  # noqa: N818 - not an error yet: sync.py turns it into one with the parameters' names
+    """Some rank cannot go on; known to all ranks. `statuses` holds (status, detail) of every rank."""
+
+    def __init__(self, statuses: Sequence[tuple[int, int]]) -> None:
+        super().__init__(statuses)
+        self.statuses = statuses
+
+
+class DensityDiffers(Exception):  # noqa: N818 - as above
+    """The ranks were set to different densities; carries each rank's k."""
+
+
+@dataclass
+class Inputs:
+    """What a rank brings to a step; gradients are None where they are in the accumulator already."""
+
+    gradients: Gradients | None
+    k: int
+    unused: NDArray[np.bool_]
+    status: int = FINE
+    detail: int = 0
+
+    def note_nonfinite(self, index: int) -> None:
+        """Remember the first non-finite element for the agreement that follows."""
+        if index >= 0 and self.status == FINE:
+            self.status, self.detail = NONFINITE, index
+
+
+@dataclass(frozen=True)
+class Found:
+    """Candidates of this rank, ascending; `bad` is the first non-finite index, or -1."""
+
+    index: Ints
+    magnitude: Floats
+    bad: int = -1
+
+    def within(self, lo: int, hi: int) -> Found:
+        """The candidates in [lo, hi)."""
+        a, b = np.searchsorted(self.index, (lo, hi))
+        return Found(self.index[a:b], self.magnitude[a:b])
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A threshold that all ranks know: its rung, the counts at every rung, and how it was found."""
+
+    found: Found
+    rungs: Rungs
+    rung: int
+    total: Ints
+    workloads: Ints
+    some_unused: bool
+    reselected: int = 0
+    refined: int = 0
+
+    @property
+    def threshold(self) -> float:
+        return float(self.rungs[self.rung])
+
+
+def share_status(exchange: Exchange, inputs: Inputs, counts: Ints, n: int) -> tuple[Ints, bool]:
+    """Gather status, k and counts (of at most n) from all ranks; raise everywhere if any rank cannot go on. Collective.
+
+    Returns a row of counts for each rank, and whether some rank has parameters without a gradient.
+    """
+    kind = np.uint32 if n < 2**32 else np.uint64
+    header = np.array([inputs.status, inputs.detail, inputs.k, int(inputs.unused.any())], dtype=np.int64)
+    rows = exchange.allgather(np.concatenate([header.view(np.uint8), counts.astype(kind).view(np.uint8)]))
+    headers = np.ascontiguousarray(rows[:, : header.nbytes]).view(np.int64)
+    if headers[:, 0].any():
+        raise StepRefused([(int(status), int(detail)) for status, detail in headers[:, :2]])
+    if (headers[:, 2] != inputs.k).any():
+        raise DensityDiffers(headers[:, 2].tolist())
+    gathered = np.ascontiguousarray(rows[:, header.nbytes :]).view(kind).astype(np.int64)
+    return gathered.reshape(exchange.size, len(counts)), bool(headers[:, 3].any())
+
+
+def share_used(exchange: Exchange, inputs: Inputs, some_unused: bool) -> NDArray[np.bool_] | None:
+    """Which parameters had a gradient on some rank; asked only if some rank lacked one. Collective."""
+    if not some_unused:
+        return None
+    bits = exchange.allreduce_(np.packbits(~inputs.unused), "or")
+    return np.unpackbits(bits, count=len(inputs.unused)).astype(bool)
+
+
+def harmonic(rows: Ints) -> Ints:
+    """Foretell how many elements are selected once borders are drawn, from what each rank would select everywhere.
+
+    Balanced parts are as long as their owners are frugal, so that the harmonic mean over ranks counts.
+    """
+    mean: Ints = np.rint(len(rows) / (1.0 / np.maximum(rows, 0.5)).sum(axis=0)).astype(np.int64)
+    return mean
+
+
+class Settlement:
+    """The search for the rung that gives k over all ranks, in messages of a ladder's counts each; collective."""
+
+    def __init__(self, exchange: Exchange, backend: Any, acc: Floats, controller: Controller, inputs: Inputs) -> None:
+        self.exchange = exchange
+        self.backend = backend
+        self.acc = acc
+        self.controller = controller
+        self.inputs = inputs
+
+    def settle(self, scope: tuple[int, int], rungs: Rungs, found: Found, *, everywhere: bool = False) -> Settled:
+        """Find the rung for the candidates that the ranks collected in their scopes (`everywhere`: in all there is).
+
+        Where k lies between rungs, counts a finer ladder; where it lies below, places a new one by a histogram and
+        selects again.
+        """
+        k = self.inputs.k
+        everything = k >= len(self.acc)
+        reselected = refined = attempts = 0
+        while True:
+            counts = self.backend.tail_counts(found.magnitude, rungs)
+            total, workload_at, some_unused = self._share_counts(counts, everywhere)
+            choice = None if everything else self.controller.choose(rungs, total, k)
+            if choice is None or choice.rung is not None:
+                rung = 0 if choice is None or choice.rung is None else choice.rung
+                return Settled(found, rungs, rung, total, workload_at(rung), some_unused, reselected, refined)
+            if choice.finer is not None:
+                refined += 1
+                rungs = choice.finer
+                continue
+            reselected += len(rungs) > 0
+            wanted = (k << attempts) * (self.exchange.size if everywhere else 1)
+            attempts += 1
+            histogram = self.exchange.allreduce_(self.backend.histogram(self.acc, *scope))
+            rungs = self.controller.locate(histogram, wanted)
+            found = Found(*self.backend.select(self.acc, *scope, float(rungs[0])))
+
+    def _share_counts(self, counts: Ints, everywhere: bool) -> tuple[Ints, Callable[[int], Ints], bool]:
+        """Combine the ladders over ranks; beyond 16 ranks by a sum, and each rank's share at the rung by another message."""
+        n = len(self.acc)
+        if self.exchange.size <= GATHERED_LADDERS:
+            rows, some_unused = share_status(self.exchange, self.inputs, counts, n)
+            return harmonic(rows) if everywhere else rows.sum(axis=0), lambda rung: rows[:, rung], some_unused
+        _, some_unused = share_status(self.exchange, self.inputs, counts[:0], n)
+        total = self.exchange.allreduce_(counts.copy())
+        return total, lambda rung: self.exchange.allgather(counts[rung : rung + 1])[:, 0], some_unused
+
+
+def share_block_counts(exchange: Exchange, found: Found, threshold: float, edges: Ints) -> list[Ints]:
+    """Every rank's count in every block above the threshold, in rank order; collective."""
+    above = found.index[found.magnitude >= np.float32(threshold)]
+    longest = int(np.diff(edges).max())
+    kind = np.uint8 if longest < 2**8 else np.uint16 if longest < 2**16 else np.uint32
+    counts = np.diff(np.searchsorted(above, edges)).astype(kind)
+    return list(exchange.allgather(counts).astype(np.int64))
+
+
+def both(first: Settled, second: Settled) -> Settled:
+    """The second, with the first's effort added."""
+    return replace(second, reselected=first.reselected + second.reselected, refined=first.refined + second.refined)

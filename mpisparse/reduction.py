@@ -1,0 +1,68 @@
+"""The mean at the union: through the regions' owners with any codec, or by MPI's own reduction."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from mpisparse.codecs import Codec
+    from mpisparse.exchange import Exchange
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+Span = tuple[int, int]
+
+
+def reduce_by_mpi(exchange: Exchange, values: Floats) -> Floats:
+    """The mean by one Allreduce, summed in MPI's order; values become zero, since all is sent. Collective."""
+    mean = exchange.allreduce_(values.copy())
+    values.fill(0.0)
+    mean /= np.float32(exchange.size)
+    return mean
+
+
+def reduce_by_owner(exchange: Exchange, backend: Any, codec: Codec, values: Floats, spans: list[Span]) -> Floats:
+    """Send each span to its rank, sum there in rank order, send the sum to all; returns the mean. Collective.
+
+    `values` becomes what this rank must keep: what it did not send and, in its own span, what it did not return.
+    """
+    nbytes = [codec.nbytes(stop - start) for start, stop in spans]
+    places = _places(nbytes, spans)
+    payload = np.empty(sum(nbytes), dtype=np.uint8)
+    for (start, stop), place, count in zip(spans, places, nbytes, strict=True):
+        codec.encode(backend, values[start:stop], payload[place : place + count])
+    received = exchange.alltoallv(payload, nbytes, places)
+    start, stop = spans[exchange.rank]
+    total = _sum_rows(exchange.size, backend, codec, received, stop - start)
+    back = np.empty(nbytes[exchange.rank], dtype=np.uint8)
+    codec.encode(backend, total, back)
+    values[start:stop] += total
+    gathered = exchange.allgatherv(back, nbytes, places)
+    mean = np.empty(len(values), dtype=np.float32)
+    for (start, stop), place, count in zip(spans, places, nbytes, strict=True):
+        codec.decode(backend, gathered[place : place + count], mean[start:stop])
+    mean /= np.float32(exchange.size)
+    return mean
+
+
+def _sum_rows(size: int, backend: Any, codec: Codec, rows: Bytes, count: int) -> Floats:
+    """Decode and add the ranks' payloads in rank order."""
+    nbytes = codec.nbytes(count)
+    total, term = np.empty((2, count), dtype=np.float32)
+    codec.decode(backend, rows[:nbytes], total)
+    for rank in range(1, size):
+        codec.decode(backend, rows[rank * nbytes : (rank + 1) * nbytes], term)
+        total += term
+    return total
+
+
+def _places(nbytes: list[int], spans: list[Span]) -> list[int]:
+    """Byte offsets of payloads laid one behind the other in the order of their spans."""
+    places, at = [0] * len(nbytes), 0
+    for rank in sorted(range(len(nbytes)), key=lambda rank: spans[rank]):
+        places[rank] = at
+        at += nbytes[rank]
+    return places
