@@ -26,6 +26,12 @@ def even_edges(n: int, blocks: int) -> Ints:
     return np.array([i * n // count for i in range(count + 1)], dtype=np.int64)
 
 
+def worked_edges(n: int, blocks: int, union: Ints) -> Ints:
+    """Cut half of the blocks evenly by elements and half by the indices selected last, so that no block holds many."""
+    share = max(1, len(union) // max(1, blocks // 2))
+    return np.unique(np.concatenate([even_edges(n, blocks - blocks // 2), union[share - 1 :: share]]))
+
+
 def paper_edges(n: int, blocks: int = PAPER_BLOCKS) -> Ints:
     """Cut as the paper does: blocks a multiple of 32 long, the remainder in the last; short vectors get shorter blocks."""
     count = max(1, min(blocks, n))

@@ -79,12 +79,13 @@ class ExclusiveSelector:
     def adapt(self, union: Ints, controller: Controller) -> None:
         """Go on to the next step, with borders by the indices that all ranks selected unless they are drawn in it."""
         self.controller = controller
-        counts = partition.block_counts(union, self.edges)
         if self.partitioner == "paper":
-            loads = np.add.reduceat(np.append(counts, 0), self.borders[:-1]) * (np.diff(self.borders) > 0)
+            loads = partition.block_counts(union, self.edges[self.borders])
             self.borders = partition.paper_borders(self.borders, loads, self.edges, self.blocks)
-        elif self.size > 1 and not self.in_step:
-            self._smooth(counts)
+        elif self.in_step:
+            self.edges = partition.worked_edges(int(self.edges[-1]), self.blocks, union)
+        elif self.size > 1:
+            self._smooth(partition.block_counts(union, self.edges))
             self.borders = self._balanced()
         self.step += 1
 
@@ -104,11 +105,12 @@ class ExclusiveSelector:
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on."""
         controller = {f"controller.{key}": value for key, value in self.controller.state().items()}
-        return {"step": self.step, "borders": self.borders.copy(), "work": self.work.copy(), **controller}
+        return {"step": self.step, "edges": self.edges, "borders": self.borders, "work": self.work, **controller}
 
     def load(self, state: dict[str, Any]) -> None:
         """Take what state() gave."""
         self.step = int(state["step"])
+        self.edges = np.array(state["edges"], dtype=np.int64)
         self.borders = np.array(state["borders"], dtype=np.int64)
         self.work = np.array(state["work"], dtype=np.int64)
         known = self.controller.state()

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float32]
 
+BALANCED, DRAWS = 0.1, 3  # borders are drawn anew until the imbalance is at most so much, at most so often
+
 
 @dataclass(frozen=True)
 class Stats:
@@ -101,6 +103,12 @@ class Parts:
         return found
 
 
+def imbalance(workloads: NDArray[np.int64]) -> float:
+    """How much more than the mean the busiest rank has selected, as a share of the mean."""
+    total = int(workloads.sum())
+    return int(workloads.max()) * len(workloads) / total - 1 if total else 0.0
+
+
 class SparseStep:
     """Selection inside exclusive regions, exchanged through the regions' owners (codec None: by MPI's reduction)."""
 
@@ -153,11 +161,14 @@ class SparseStep:
         exchange, selector = self.parts.exchange, self.selector
         settlement = Settlement(exchange, self.parts.backend, self.acc, selector.controller, inputs)
         settled = settlement.settle(scope, rungs, found, everywhere=selector.in_step)
-        if not selector.in_step:
-            return settled
-        selector.draw(share_block_counts(exchange, settled.found, settled.threshold, selector.edges))
-        mine = next((r.lo, r.hi) for r in selector.regions() if r.rank == exchange.rank)
-        return both(settled, settlement.settle(mine, settled.rungs, settled.found.within(*mine)))
+        everywhere = settled.found
+        for _ in range(DRAWS if selector.in_step else 0):
+            selector.draw(share_block_counts(exchange, everywhere, settled.threshold, selector.edges))
+            mine = next((r.lo, r.hi) for r in selector.regions() if r.rank == exchange.rank)
+            settled = both(settled, settlement.settle(mine, settled.rungs, everywhere.within(*mine)))
+            if imbalance(settled.workloads) <= BALANCED:
+                break
+        return settled
 
     def _stats(self, inputs: Inputs, regions: list[Region], settled: Settled, clock: Clock) -> Stats:
         exchange, n = self.parts.exchange, len(self.acc)
@@ -170,7 +181,7 @@ class SparseStep:
             threshold=settled.threshold,
             bytes_sent=exchange.nbytes_sent,
             bytes_received=exchange.nbytes_received,
-            imbalance=int(settled.workloads.max()) * exchange.size / selected - 1 if selected else 0.0,
+            imbalance=imbalance(settled.workloads),
             seconds=clock.seconds,
             reselected=settled.reselected,
             refined=settled.refined,
