@@ -7,6 +7,7 @@ count or displacement reaches MPI's 2^31.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import traceback
 from collections.abc import Sequence
@@ -162,6 +163,15 @@ def library() -> dict[str, str]:
         "standard": ".".join(map(str, MPI.Get_version())),
         "threads": levels[MPI.Query_thread()],
     }
+
+
+def cuda_support() -> str:
+    """What MPI says of device buffers: yes, no, or that it cannot be asked; local."""
+    try:
+        query = ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support
+    except (OSError, AttributeError):
+        return "unknown: this MPI has no MPIX_Query_cuda_support"
+    return "yes" if query() else "no"
 
 
 def end_job_on_uncaught_exception() -> None:

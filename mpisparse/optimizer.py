@@ -28,8 +28,8 @@ class Attachment:
             self._scaler.remove()
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Exchange now, or after each evaluation of the closure if there is one."""
-        closure = kwargs.get("closure", args[0] if args else None)
+        """Exchange now, or after each evaluation of the closure if there is one; args begin with the optimizer."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             if self._scaler is None or not self._scaler.found_inf():
                 self._sync.step()
@@ -37,7 +37,7 @@ class Attachment:
         wrapped = functools.partial(self._evaluate, closure)
         if "closure" in kwargs:
             return args, {**kwargs, "closure": wrapped}
-        return (wrapped, *args[1:]), kwargs
+        return (args[0], wrapped, *args[2:]), kwargs
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Evaluate, exchange, and return the loss averaged over ranks: optimizers that search by it must agree."""

@@ -1,0 +1,1 @@
+"""Small training loops to read and to run."""

@@ -1,0 +1,163 @@
+"""bench sync: one step of the exchange against dense all-reduce, in the same run, interleaved.
+
+Timed is step() alone, after a real backward. The gradients of backward are kept alive until the clock has stopped: torch
+frees them in zero_grad() with any kind of exchange, and so it is charged to none.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+import mpisparse
+from mpisparse.runtime.synthetic import SyntheticModel
+from mpisparse.runtime.table import show
+
+WARM_UP = 3
+COLUMNS = {
+    "what": "", "ms": ".2f", "times_faster": ".2f", "received_MB": ".3f", "bytes_per_element": ".2f", "density": ".6f",
+    "imbalance": ".3f",
+}  # fmt: skip
+
+
+def run(elements: int, density: float, codec: str, rounds: int, *, gloo: bool, as_json: bool) -> int:
+    """Measure and print on rank 0; collective."""
+    comm = MPI.COMM_WORLD
+    peers = _dense_peers(comm, elements, gloo=gloo)
+    model = SyntheticModel(elements, seed=100 + comm.rank)
+    syncs = {path: _Path(path, model, elements, density, codec) for path in ("step", "backward")}
+    times: dict[str, list[float]] = {}
+    for turn in range(WARM_UP + rounds):
+        for name, work in peers.items():
+            seconds = _timed(comm, work)
+            if turn >= WARM_UP:
+                times.setdefault(name, []).append(seconds)
+        for name, path in syncs.items():
+            path.backward()
+            seconds = _timed(comm, path.sync.step)
+            if turn >= WARM_UP:
+                times.setdefault(f"exdyna, {name}", []).append(seconds)
+                path.note()
+    if comm.rank == 0:
+        records = [_record(name, seconds, times["MPI Allreduce"]) for name, seconds in times.items()]
+        for path, record in zip(syncs.values(), records[len(peers) :], strict=True):
+            record.update(path.summary())
+        for record in records:
+            record.update(elements=elements, ranks=comm.size, set_density=density, codec=codec, rounds=rounds)
+        if not as_json:
+            print(f"{elements:,} float32, {comm.size} ranks, density {density:g}, {codec}; medians of {rounds} rounds")
+        show(records, COLUMNS, as_json=as_json)
+        if not as_json:
+            _explain(records, syncs)
+    if gloo and torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return 0
+
+
+class _Path:
+    """One way to accumulate, on parameters of its own that share the model's prepared gradients."""
+
+    def __init__(self, path: str, source: SyntheticModel, elements: int, density: float, codec: str) -> None:
+        self.model = SyntheticModel.__new__(SyntheticModel)
+        torch.nn.Module.__init__(self.model)
+        self.model.layers = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros_like(p)) for p in source.layers)
+        self.model.sets, self.model.turn = source.sets, 0
+        self.sync = mpisparse.GradientSync(self.model, density=density, codec=codec, accumulate=path)
+        self.held: list[torch.Tensor | None] = []
+        self.notes: list[mpisparse.Stats] = []
+
+    def backward(self) -> None:
+        self.model.zero_grad()
+        self.model.backward()
+        self.held = [p.grad for p in self.model.layers]
+
+    def note(self) -> None:
+        self.held.clear()
+        self.notes.append(self.sync.stats)
+
+    def summary(self) -> dict[str, Any]:
+        """Medians over the rounds; bytes are the mean, because they alternate with the regions."""
+        selected = statistics.mean(s.selected for s in self.notes)
+        received = statistics.mean(s.bytes_received for s in self.notes)
+        phases = {key: statistics.median(s.seconds[key] for s in self.notes) for key in self.notes[0].seconds}
+        return {
+            "received_MB": received / 1e6,
+            "bytes_per_element": received / selected,
+            "density": statistics.mean(s.density for s in self.notes),
+            "imbalance": statistics.mean(s.imbalance for s in self.notes),
+            "ms_by_phase": {key: round(1e3 * value, 3) for key, value in phases.items()},
+        }
+
+
+def _record(name: str, seconds: list[float], dense: list[float]) -> dict[str, Any]:
+    ratios = [d / s for d, s in zip(dense, seconds, strict=True)]
+    return {"what": name, "ms": 1e3 * statistics.median(seconds), "times_faster": statistics.median(ratios)}
+
+
+def _timed(comm: MPI.Intracomm, work: Callable[[], Any]) -> float:
+    """Seconds until the slowest rank is done, from a common start."""
+    comm.Barrier()
+    start = time.perf_counter()
+    work()
+    return float(comm.allreduce(time.perf_counter() - start, op=MPI.MAX))
+
+
+def _dense_peers(comm: MPI.Intracomm, elements: int, *, gloo: bool) -> dict[str, Callable[[], Any]]:
+    """Dense all-reduce of as many elements, and a plain in-place add of them: the least that a step must do."""
+    source = np.random.default_rng(comm.rank).standard_normal(elements, dtype=np.float32)
+    target, zeros = np.zeros_like(source), np.zeros_like(source)
+
+    def in_place() -> None:
+        comm.Allreduce(MPI.IN_PLACE, target)
+
+    peers: dict[str, Callable[[], Any]] = {
+        "MPI Allreduce": lambda: comm.Allreduce(source, target),
+        "MPI Allreduce, in place": in_place,
+    }
+    if gloo:
+        reason = _start_gloo(comm)
+        if reason is None:
+            tensor = torch.from_numpy(zeros)
+            peers["gloo all-reduce"] = lambda: torch.distributed.all_reduce(tensor)
+        elif comm.rank == 0:
+            print(f"r0 | no gloo peer: {reason}", file=sys.stderr)
+    peers["plain in-place add"] = lambda: np.add(target, zeros, out=target)
+    return peers
+
+
+def _start_gloo(comm: MPI.Intracomm) -> str | None:
+    """Join the ranks in a gloo group through rank 0's host; returns why not, the same on all ranks."""
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        return "this torch has no gloo"
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = comm.bcast(probe.getsockname()[1])
+    host = comm.bcast(socket.gethostname() if os.environ.get("GLOO_SOCKET_IFNAME") else "127.0.0.1")
+    if comm.Split_type(MPI.COMM_TYPE_SHARED).size < comm.size and host == "127.0.0.1":
+        host = comm.bcast(socket.gethostname())
+    error = None
+    try:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"tcp://{host}:{port}", rank=comm.rank, world_size=comm.size
+        )
+    except (RuntimeError, ValueError) as caught:
+        error = str(caught).splitlines()[0]
+    errors = [e for e in comm.allgather(error) if e]
+    return errors[0] if errors else None
+
+
+def _explain(records: list[dict[str, Any]], syncs: dict[str, _Path]) -> None:
+    add = next(r["ms"] for r in records if r["what"] == "plain in-place add")
+    for name, path in syncs.items():
+        record = next(r for r in records if r["what"] == f"exdyna, {name}")
+        phases = ", ".join(f"{key} {value:.2f}" for key, value in path.summary()["ms_by_phase"].items())
+        print(f'accumulate="{name}": {record["ms"] / add:.2f} times the plain in-place add; ms by phase: {phases}')

@@ -1,0 +1,80 @@
+"""The command line. Help and bad options need neither MPI nor torch: commands import what they use when they run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from mpisparse import __version__
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the parser of all commands."""
+    top = argparse.ArgumentParser(
+        prog="mpisparse", description="Sparse, error-compensated gradient exchange over MPI for torch models."
+    )
+    top.add_argument("--version", action="version", version=f"mpisparse {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    doctor = commands.add_parser("doctor", help="what MPI, kernels, GPUs and Slurm are here")
+    doctor.add_argument("--json", action="store_true", help="print one JSON record")
+    bench = commands.add_parser("bench", help="measure the exchange and its kernels")
+    _add_benches(bench.add_subparsers(dest="bench", required=True, metavar="WHAT"))
+    return top
+
+
+def _add_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    sync = benches.add_parser("sync", help="a whole step against dense all-reduce over MPI and gloo; run it under mpirun")
+    _add_common(sync)
+    sync.add_argument("--density", type=_density, default=0.001, help="share of elements selected (default %(default)s)")
+    sync.add_argument("--codec", choices=("fp32", "fp16", "bf16", "int8"), default="fp32", help="default %(default)s")
+    sync.add_argument("--no-gloo", action="store_true", help="leave the gloo peer out")
+    kernels = benches.add_parser("kernels", help="native kernels against plain memory passes of the same elements")
+    _add_common(kernels)
+    kernels.add_argument("--density", type=_density, default=0.001, help="share of elements selected (default %(default)s)")
+
+
+def _add_common(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--elements", type=_count, default=25_000_000, help="float32 elements (default %(default)s)")
+    command.add_argument("--rounds", type=_count, default=15, help="interleaved rounds, of which medians are taken")
+    command.add_argument("--json", action="store_true", help="print one record a line instead of a table")
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(float(text)) if "e" in text.lower() else int(text.replace("_", ""))
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number >= 1, got {text!r}")
+    return value
+
+
+def _density(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value <= 1.0:
+        raise argparse.ArgumentTypeError(f"expected a number in (0, 1], got {text!r}")
+    return value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    args = parser().parse_args(argv)
+    if args.command == "doctor":
+        from mpisparse.runtime.doctor import run as run_doctor
+
+        return run_doctor(as_json=args.json)
+    if args.bench == "kernels":
+        from mpisparse.runtime.bench_kernels import run as run_kernels
+
+        return run_kernels(args.elements, args.density, args.rounds, as_json=args.json)
+    from mpisparse.runtime.bench_sync import run as run_sync
+
+    return run_sync(args.elements, args.density, args.codec, args.rounds, gloo=not args.no_gloo, as_json=args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
