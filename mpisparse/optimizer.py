@@ -43,8 +43,9 @@ class Attachment:
         """Evaluate, exchange, and return the loss averaged over ranks: optimizers that search by it must agree."""
         loss = closure()
         self._sync.step()
-        mean = self._sync.observe(float(loss))
-        return torch.tensor(mean, dtype=loss.dtype) if isinstance(loss, torch.Tensor) else mean
+        if isinstance(loss, torch.Tensor):
+            return torch.tensor(self._sync.observe(loss.item()), dtype=loss.dtype)
+        return self._sync.observe(float(loss))
 
 
 class ScalerAgreement:
