@@ -14,6 +14,28 @@ inline float largest(const float* x, int64_t n) {
     return most;
 }
 
+// HDF5's checksum of an even number of bytes: running sums of big-endian 16-bit words, modulo 65535, never 0 but for 0.
+inline uint32_t fletcher32(const uint8_t* data, int64_t nbytes) {
+    uint64_t one = 0, two = 0;
+    bool any = false;
+    for (int64_t left = nbytes / 2; left > 0;) {
+        const int64_t count = std::min<int64_t>(left, 4096);
+        uint64_t sum = 0, weighted = 0;
+        for (int64_t i = 0; i < count; ++i) {
+            const uint32_t word = uint32_t(data[2 * i]) << 8 | data[2 * i + 1];
+            sum += word;
+            weighted += uint64_t(uint32_t(count - i) * word);  // below 2^28
+        }
+        two = (two + one * uint64_t(count) + weighted) % 65535;
+        one = (one + sum) % 65535;
+        any |= sum != 0;
+        data += 2 * count;
+        left -= count;
+    }
+    const auto fold = [any](uint64_t x) { return uint32_t(any && x == 0 ? 65535 : x); };
+    return fold(two) << 16 | fold(one);
+}
+
 // What is sent is q * scale in float32; x then becomes what was not sent, exactly (x and q * scale are within a factor
 // of two of each other, or q is 0).
 inline void encode_int8(float* x, int64_t n, float* scales, int8_t* q) {

@@ -391,6 +391,10 @@ NB_MODULE(_cpu, m) {
     m.def("add_at", &add_at);
     m.def("zero_at", &zero_at);
     m.def("publish_at", &publish_at);
+    m.def("fletcher32", [](Array<const uint8_t> data) {
+        nb::gil_scoped_release released;
+        return fletcher32(data.data(), int64_t(data.size()));
+    });
     m.def("encode_int8", [](Array<float> x, Array<float> scales, Array<int8_t> q) {
         nb::gil_scoped_release released;
         encode_int8(x.data(), int64_t(x.size()), scales.data(), q.data());

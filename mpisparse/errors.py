@@ -18,6 +18,10 @@ class NonFiniteGradientError(GradientError, FloatingPointError):
     """A gradient, or a sum with it, is infinite or not a number; raised on all ranks together."""
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; raised on all ranks together."""
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """Say which known name was probably meant, then list them all."""
     names = sorted(known)

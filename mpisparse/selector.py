@@ -108,11 +108,13 @@ class ExclusiveSelector:
         return {"step": self.step, "edges": self.edges, "borders": self.borders, "work": self.work, **controller}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take what state() gave."""
+        """Take what state() gave, also on another number of ranks."""
         self.step = int(state["step"])
-        self.edges = np.array(state["edges"], dtype=np.int64)
-        self.borders = np.array(state["borders"], dtype=np.int64)
-        self.work = np.array(state["work"], dtype=np.int64)
         known = self.controller.state()
         fields = {key: type(value)(state[f"controller.{key}"]) for key, value in known.items()}
         self.controller = type(self.controller)(**fields)
+        if len(state["borders"]) != self.size + 1:  # saved on another number of ranks: begin with even shares
+            return
+        self.edges = np.array(state["edges"], dtype=np.int64)
+        self.borders = np.array(state["borders"], dtype=np.int64)
+        self.work = np.array(state["work"], dtype=np.int64)

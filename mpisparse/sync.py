@@ -63,7 +63,7 @@ class GradientSync:
         self._model = model
         self._check_alike()
         self._exchange.segment_nbytes = self._options.segment_nbytes
-        self._broadcast()
+        self.broadcast_([*model.parameters(), *model.buffers()])
         self._registered = parameters_registered()
         self._residual = zeros(self._layout.size, torch.float32)
         self._published = Published(self._layout, self._backend)
@@ -114,6 +114,23 @@ class GradientSync:
     def agree_any(self, flag: bool) -> bool:
         """Tell whether the flag is set on any rank; collective."""
         return bool(self._exchange.allreduce_(np.array([flag], dtype=np.int64), "max")[0])
+
+    def gather_floats(self, row: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Gather a row of numbers from every rank; row r of the result is rank r's. Collective."""
+        return self._exchange.allgather(row)
+
+    def broadcast_(self, tensors: list[torch.Tensor]) -> None:
+        """Set tensors to those of rank 0; collective."""
+        with torch.no_grad():
+            for tensor in tensors:
+                dense = tensor.detach().contiguous()
+                self._exchange.broadcast_(dense.reshape(-1).view(torch.uint8).numpy())
+                if dense.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(dense)
+
+    def check_together(self, error: Exception | None) -> None:
+        """Raise on all ranks if any has an error; collective."""
+        self._exchange.raise_together(error)
 
     def synchronize(self) -> None:
         """Finish what is in flight, so that replicas are equal; collective. Nothing is, in a synchronous scheme."""
@@ -236,15 +253,6 @@ class GradientSync:
             f"r{self.rank} | the ranks differ: rank 0 has {here!r}, rank {other} has {there!r}; "
             "build the same model with the same options on every rank"
         )
-
-    def _broadcast(self) -> None:
-        """Set parameters and buffers to those of rank 0."""
-        with torch.no_grad():
-            for tensor in [*self._model.parameters(), *self._model.buffers()]:
-                dense = tensor.detach().contiguous()
-                self._exchange.broadcast_(dense.reshape(-1).view(torch.uint8).numpy())
-                if dense.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(dense)
 
     # A step
 

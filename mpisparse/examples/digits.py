@@ -32,6 +32,7 @@ def train(density: float, epochs: int, batch: int, out: Path | None) -> None:
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     training, testing = order[:TRAINING], order[TRAINING:]
 
+    torch.manual_seed(0)
     model = network()
     sync = mpisparse.GradientSync(model, density=density)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)

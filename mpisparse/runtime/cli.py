@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from mpisparse import __version__
+from mpisparse.errors import ConfigurationError
+from mpisparse.runtime.settings import add_arguments, resolve
 
 
 def parser() -> argparse.ArgumentParser:
@@ -16,6 +19,15 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"mpisparse {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="train a built-in workload or any torch model; run it under mpirun or srun")
+    add_arguments(train)
+    report = commands.add_parser("report", help="plots and a page from run directories")
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory")
+    report.add_argument("--out", type=Path, metavar="FILE.html", help="where to write (default: in the run's directory)")
+    inspect = commands.add_parser("inspect", help="what is inside a checkpoint")
+    inspect.add_argument("directory", type=Path, help="a checkpoint, a directory of checkpoints, or a run's directory")
+    inspect.add_argument("--verify", action="store_true", help="read everything and check all digests")
+    inspect.add_argument("--json", action="store_true", help="print one JSON record a checkpoint")
     doctor = commands.add_parser("doctor", help="what MPI, kernels, GPUs and Slurm are here")
     doctor.add_argument("--json", action="store_true", help="print one JSON record")
     bench = commands.add_parser("bench", help="measure the exchange and its kernels")
@@ -63,10 +75,40 @@ def _density(text: str) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     args = parser().parse_args(argv)
-    if args.command == "doctor":
-        from mpisparse.runtime.doctor import run as run_doctor
+    try:
+        return COMMANDS[args.command](args)
+    except ConfigurationError as error:
+        print(f"mpisparse {args.command}: {error}", file=sys.stderr)
+        return 2
 
-        return run_doctor(as_json=args.json)
+
+def _train(args: argparse.Namespace) -> int:
+    settings = resolve(vars(args))
+    from mpisparse.runtime.train import run
+
+    return run(settings)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from mpisparse.runtime.report import write
+
+    print(f"report: {write(args.runs, args.out)}")
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from mpisparse.runtime.inspect import run
+
+    return run(args.directory, verify=args.verify, as_json=args.json)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from mpisparse.runtime.doctor import run
+
+    return run(as_json=args.json)
+
+
+def _bench(args: argparse.Namespace) -> int:
     if args.bench == "kernels":
         from mpisparse.runtime.bench_kernels import run as run_kernels
 
@@ -74,6 +116,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from mpisparse.runtime.bench_sync import run as run_sync
 
     return run_sync(args.elements, args.density, args.codec, args.rounds, gloo=not args.no_gloo, as_json=args.json)
+
+
+COMMANDS = {"train": _train, "report": _report, "inspect": _inspect, "doctor": _doctor, "bench": _bench}
 
 
 if __name__ == "__main__":

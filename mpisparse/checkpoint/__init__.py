@@ -1,0 +1,241 @@
+"""Checkpoints in HDF5: everything a run depends on, whole or not at all, on any number of ranks.
+
+    mpisparse.checkpoint.save(directory, step=step, model=model, optimizer=optimizer, sync=sync)     # collective
+    step = mpisparse.checkpoint.load(directory, model=model, optimizer=optimizer, sync=sync)         # collective
+
+The directory must be on a file system that all ranks see. See docs/checkpoint.md for what is in it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpisparse import __version__
+from mpisparse.checkpoint import store, tree
+from mpisparse.checkpoint.h5file import Arrays, Damaged, FileRecord, read_file, write_file
+from mpisparse.checkpoint.state import Subjects, flatten_own, flatten_shared, resize, sources, split
+from mpisparse.errors import CheckpointError, ConfigurationError
+
+__all__ = ["CheckpointError", "Damaged", "Saving", "begin_save", "load", "save"]
+
+
+class Saving:
+    """A checkpoint that is being written; finish() makes it whole. Made by begin_save."""
+
+    def __init__(self, exchange: Any, directory: Path, place: Path, manifest: store.Manifest, keep: int | None) -> None:
+        self._exchange = exchange
+        self._directory = directory
+        self._place = place
+        self._manifest = manifest
+        self._keep = keep
+        self._records: list[FileRecord] = []
+        self._error: str | None = None
+        self._thread: threading.Thread | None = None
+
+    def _write(self, files: dict[str, tuple[Arrays, dict[str, str]]]) -> None:
+        try:
+            for name, (arrays, texts) in files.items():
+                self._records.append(write_file(self._place / name, arrays, texts))
+        except Exception as error:
+            self._error = f"{type(error).__name__}: {error}"
+
+    def _start(self, files: dict[str, tuple[Arrays, dict[str, str]]], *, background: bool) -> None:
+        if not background:
+            self._write(files)
+            return
+        self._thread = threading.Thread(target=self._write, args=(files,), name="mpisparse-checkpoint", daemon=False)
+        self._thread.start()
+
+    @property
+    def written(self) -> bool:
+        """Tell whether this rank's files are on disk; local."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def finish(self) -> Path:
+        """Wait for all ranks' files and make the checkpoint whole; collective. Raises CheckpointError on all ranks."""
+        if self._thread is not None:
+            self._thread.join()
+        report = {"error": self._error, "files": [asdict(record) for record in self._records]}
+        reports = [json.loads(text) for text in self._exchange.gather_texts(json.dumps(report))]
+        errors = [f"r{rank} | {r['error']}" for rank, r in enumerate(reports) if r["error"]]
+        outcome = ""
+        if self._exchange.rank == 0:
+            outcome = self._complete(reports, errors)
+        outcome = self._exchange.gather_texts(outcome)[0]
+        if outcome:
+            raise CheckpointError(
+                f"checkpoint {store.name_of(self._manifest.step)} could not be written ({outcome}); older ones are intact"
+            )
+        return self._directory / store.name_of(self._manifest.step)
+
+    def _complete(self, reports: list[dict[str, Any]], errors: list[str]) -> str:
+        """On rank 0: name the checkpoint, or remove it; returns what went wrong."""
+        try:
+            if not errors:
+                files = tuple(FileRecord(**record) for report in reports for record in report["files"])
+                manifest = store.Manifest(**{**self._manifest.__dict__, "files": files})
+                store.complete(self._directory, self._place, manifest, self._keep)
+                return ""
+        except OSError as error:
+            errors = [f"r0 | {error}"]
+        store.discard(self._place)
+        return "; ".join(errors)
+
+
+def begin_save(
+    directory: str | Path, *, step: int, model: Any, optimizer: Any = None, sync: Any = None, scheduler: Any = None,
+    scaler: Any = None, extra: dict[str, Any] | None = None, keep: int | None = None, background: bool = True,
+) -> Saving:  # fmt: skip
+    """Begin a checkpoint; collective. With `background` the state is copied and written by a thread while training goes on.
+
+    Call finish() on the result, on all ranks, before the next checkpoint.
+    """
+    subjects = Subjects(model, optimizer, sync, scheduler, scaler)
+    exchange = _exchange(sync)
+    error: Exception | None = None
+    place, files = Path(), {}
+    try:
+        if exchange.rank == 0:
+            place = store.begin(Path(directory), step)
+        files = _files(subjects, extra, exchange.rank, exchange.size)
+        if background:
+            files = {name: ({k: np.array(a) for k, a in arrays.items()}, texts) for name, (arrays, texts) in files.items()}
+    except (OSError, tree.UnsupportedError) as caught:
+        error = CheckpointError(f"cannot begin a checkpoint in {directory}: {caught}")
+    exchange.raise_together(error)
+    place = Path(exchange.gather_texts(str(place))[0])
+    manifest = store.Manifest(step, exchange.size, (), tuple(subjects.describe()), _origin(sync))
+    saving = Saving(exchange, Path(directory), place, manifest, keep)
+    saving._start(files, background=background)
+    return saving
+
+
+def save(
+    directory: str | Path, *, step: int, model: Any, optimizer: Any = None, sync: Any = None, scheduler: Any = None,
+    scaler: Any = None, extra: dict[str, Any] | None = None, keep: int | None = None,
+) -> Path:  # fmt: skip
+    """Write a checkpoint of `step` into directory/step-...; collective. Returns its path.
+
+    `extra` is a dict of tensors, arrays and scalars of this rank's own. `keep`: how many checkpoints to leave in the
+    directory. Raises CheckpointError on all ranks if any could not write; older checkpoints are then intact.
+    """
+    return begin_save(
+        directory, step=step, model=model, optimizer=optimizer, sync=sync, scheduler=scheduler, scaler=scaler,
+        extra=extra, keep=keep, background=False,
+    ).finish()  # fmt: skip
+
+
+def load(
+    directory: str | Path, *, model: Any, optimizer: Any = None, sync: Any = None, scheduler: Any = None,
+    scaler: Any = None, extra: dict[str, Any] | None = None,
+) -> int | None:  # fmt: skip
+    """Restore the newest whole checkpoint of a directory; collective. Returns its step, or None if there is none.
+
+    `extra` is filled with what was saved. A damaged or unfinished checkpoint is named in a warning, and the one before is
+    used. A checkpoint of another model or scheme is refused. On another number of ranks residuals are merged or split.
+    """
+    subjects = Subjects(model, optimizer, sync, scheduler, scaler)
+    exchange = _exchange(sync)
+    listed = json.dumps([str(p) for p in store.found(Path(directory))]) if exchange.rank == 0 else ""
+    for path in json.loads(exchange.gather_texts(listed)[0]):
+        damage, contents = "", None
+        try:
+            contents = _read(Path(path), exchange.rank, exchange.size)
+        except Damaged as error:
+            damage = str(error)
+        damages = [text for text in exchange.gather_texts(damage) if text]
+        if damages or contents is None:
+            if exchange.rank == 0:
+                warnings.warn(f"checkpoint {path} is not used: {damages[0]}", stacklevel=2)
+            continue
+        manifest, shared, own = contents
+        exchange.raise_together(_difference(manifest, subjects, path))
+        _warn_of_origin(manifest, sync, exchange.rank)
+        subjects.restore(shared, own)
+        if extra is not None:
+            extra.update(own["extra"])
+        return manifest.step
+    return None
+
+
+def _exchange(sync: Any) -> Any:
+    from mpisparse.exchange import Exchange
+
+    return sync._exchange if sync is not None else Exchange()
+
+
+def _files(
+    subjects: Subjects, extra: dict[str, Any] | None, rank: int, size: int
+) -> dict[str, tuple[Arrays, dict[str, str]]]:
+    """The two files that a rank writes: its own state, and its share of the replicated one."""
+    own_text, own = flatten_own(subjects.own(extra))
+    shared_text, shared = flatten_shared(subjects.shared())
+    texts = {"state": shared_text} if rank == 0 else {}
+    return {
+        store.rank_file(rank): (own, {"state": own_text}),
+        store.shared_file(rank): (split(shared, size)[rank], texts),
+    }
+
+
+def _read(path: Path, rank: int, size: int) -> tuple[store.Manifest, dict[str, Any], dict[str, Any]]:
+    """Read and verify all that a rank needs of a checkpoint; local."""
+    manifest = store.read_manifest(path)
+    arrays: Arrays = {}
+    texts: dict[str, str] = {}
+    for writer in range(manifest.ranks):
+        name = store.shared_file(writer)
+        part, words = read_file(path / name, manifest.record(name))
+        arrays |= part
+        texts |= words
+    owns = {}
+    needed = [rank] if manifest.ranks == size else sources(manifest.ranks, size, rank)
+    for old in needed:
+        name = store.rank_file(old)
+        own_arrays, own_texts = read_file(path / name, manifest.record(name))
+        owns[old] = tree.unflatten(own_texts["state"], own_arrays)
+    own = owns[rank] if manifest.ranks == size else resize(owns, manifest.ranks, size, rank)
+    return manifest, tree.unflatten(texts["state"], arrays), own
+
+
+def _difference(manifest: store.Manifest, subjects: Subjects, path: str) -> Exception | None:
+    """The first difference between the saved model and this one."""
+    here = subjects.describe()
+    for saved, line in zip((*manifest.model, "nothing more"), (*here, "nothing more"), strict=False):
+        if saved != line:
+            return ConfigurationError(f"{path} is of another model: it has {saved!r} where this one has {line!r}")
+    return None
+
+
+def _origin(sync: Any) -> dict[str, Any]:
+    import torch
+
+    from mpisparse.device import load_backend
+
+    backend = load_backend()
+    return {
+        "mpisparse": __version__,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "kernels": backend.isa() if backend.name == "native" else backend.name,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "scheme": sync.scheme if sync is not None else None,
+    }
+
+
+def _warn_of_origin(manifest: store.Manifest, sync: Any, rank: int) -> None:
+    """Warn on rank 0 of what may change bits: another torch, thread count or processor."""
+    here = _origin(sync)
+    for key, meaning in (("torch", "torch"), ("threads", "the number of threads"), ("cpu", "the CPU's capability")):
+        if manifest.origin[key] != here[key] and rank == 0:
+            warnings.warn(
+                f"{meaning} was {manifest.origin[key]} when the checkpoint was written and is {here[key]} now: "
+                "the run goes on, but its last bits may differ",
+                stacklevel=3,
+            )

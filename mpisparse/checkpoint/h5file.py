@@ -1,0 +1,117 @@
+"""One HDF5 file of flat arrays and texts, checked twice: HDF5's fletcher32 on every chunk, and a digest of its content.
+
+Chunks are written ready-made, with their checksum from our own kernel: HDF5's filter takes longer than the disk. What
+the digest covers is every array's name, type, length and bytes, and every text, in the order of their names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from mpisparse.device import load_backend
+
+Arrays = dict[str, NDArray[Any]]
+CHUNK_NBYTES = 1 << 22
+
+
+class Damaged(Exception):  # noqa: N818 - named for what it says of a file
+    """A file is not what was written: cut short, altered, or not a file of ours."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a manifest knows of a file."""
+
+    name: str
+    nbytes: int
+    digest: str
+
+
+def write_file(path: Path, arrays: Arrays, texts: dict[str, str]) -> FileRecord:
+    """Write arrays and texts to a new file and flush it to disk; local. The digest is taken from what is being written."""
+    digest = _Digest(texts)
+    with open(path, "w+b", buffering=0) as raw:
+        with h5py.File(raw, "w", libver="latest") as file:
+            for name, text in sorted(texts.items()):
+                file.create_dataset(f"texts/{name}", data=np.frombuffer(text.encode(), np.uint8), fletcher32=bool(text))
+            for name, array in sorted(arrays.items()):
+                digest.begin(name, array)
+                for _ in _write_array(file, f"arrays/{name}", array, digest):
+                    os.posix_fadvise(raw.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # the disk begins while we go on
+        raw.flush()
+        os.fsync(raw.fileno())
+        return FileRecord(path.name, raw.seek(0, os.SEEK_END), digest.hexdigest())
+
+
+def _write_array(file: h5py.File, name: str, array: NDArray[Any], digest: _Digest) -> Iterator[None]:
+    """Write an array chunk by chunk; yields after each."""
+    if array.size == 0:
+        file.create_dataset(name, data=array)
+        return
+    chunks = -(-array.nbytes // CHUNK_NBYTES)
+    length = -(-array.size // chunks)
+    dataset = file.create_dataset(name, shape=array.shape, dtype=array.dtype, chunks=(length,), fletcher32=True)
+    buffer = np.zeros(length * array.itemsize + 4, dtype=np.uint8)
+    fletcher32 = load_backend().fletcher32
+    for start in range(0, array.size, length):
+        part = array[start : start + length].view(np.uint8)
+        digest.update(part)
+        buffer[: len(part)] = part
+        buffer[len(part) : -4] = 0
+        buffer[-4:].view(np.uint32)[0] = fletcher32(buffer[:-4])
+        dataset.id.write_direct_chunk((start,), buffer)
+        yield
+
+
+class _Digest:
+    """sha256 over texts and arrays in the order in which they are given."""
+
+    def __init__(self, texts: dict[str, str]) -> None:
+        self.sha = hashlib.sha256(json.dumps(sorted(texts.items())).encode())
+
+    def begin(self, name: str, array: NDArray[Any]) -> None:
+        self.sha.update(json.dumps([name, array.dtype.str, array.size]).encode())
+
+    def update(self, part: Any) -> None:
+        self.sha.update(part)
+
+    def hexdigest(self) -> str:
+        return self.sha.hexdigest()
+
+
+def read_file(path: Path, record: FileRecord | None = None) -> tuple[Arrays, dict[str, str]]:
+    """Read a file whole, with HDF5's checksums and, if a record is given, its size and digest; raises Damaged; local."""
+    try:
+        if record is not None and path.stat().st_size != record.nbytes:
+            raise Damaged(f"{path} has {path.stat().st_size:,} bytes, {record.nbytes:,} were written")
+        with h5py.File(path, "r") as file:
+            texts = {name: bytes(data[()]).decode() for name, data in _members(file, "texts")}
+            arrays = {name: data[()] for name, data in _members(file, "arrays")}
+    except (OSError, KeyError, RuntimeError, ValueError, TypeError) as error:
+        raise Damaged(f"{path} cannot be read: {error}") from error
+    if record is not None:
+        digest = _Digest(texts)
+        for name, array in sorted(arrays.items()):
+            digest.begin(name, array)
+            digest.update(array.view(np.uint8))
+        if digest.hexdigest() != record.digest:
+            raise Damaged(f"{path} is not what was written: its digest differs from the manifest's")
+    return arrays, texts
+
+
+def _members(file: h5py.File, group: str) -> list[tuple[str, Any]]:
+    """All data sets below a group, by their names in it."""
+    found: list[tuple[str, Any]] = []
+    if group in file:
+        file[group].visititems(lambda name, item: found.append((name, item)) if isinstance(item, h5py.Dataset) else None)
+    return found

@@ -1,0 +1,136 @@
+"""What a checkpoint holds of a rank and of all: gathering it from torch objects, and giving it back."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from mpisparse.checkpoint import tree
+from mpisparse.checkpoint.h5file import Arrays
+
+if TYPE_CHECKING:
+    from mpisparse.sync import GradientSync
+
+
+@dataclass(frozen=True)
+class Subjects:
+    """The objects whose state is saved and restored; None is left out."""
+
+    model: torch.nn.Module
+    optimizer: Any = None
+    sync: GradientSync | None = None
+    scheduler: Any = None
+    scaler: Any = None
+
+    def describe(self) -> list[str]:
+        """One line for each parameter and buffer of the model."""
+        return [f"{name} {list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in self._tensors()]
+
+    def _tensors(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, t) for name, t in self.model.state_dict().items() if isinstance(t, torch.Tensor)]
+
+    def shared(self) -> dict[str, Any]:
+        """The state that is the same on all ranks."""
+        own = self._own_names()
+        state: dict[str, Any] = {"model": {k: v for k, v in self.model.state_dict().items() if k not in own}}
+        for name in ("optimizer", "scheduler", "scaler"):
+            if getattr(self, name) is not None:
+                state[name] = getattr(self, name).state_dict()
+        return state
+
+    def own(self, extra: dict[str, Any] | None) -> dict[str, Any]:
+        """The state of this rank alone: buffers, residual and scheme, random generators, and what the caller adds."""
+        names = self._own_names()
+        state: dict[str, Any] = {
+            "buffers": {k: v for k, v in self.model.state_dict().items() if k in names},
+            "random": random_state(),
+            "extra": dict(extra or {}),
+        }
+        if self.sync is not None:
+            state["sync"] = self.sync.state_dict()
+        return state
+
+    def _own_names(self) -> set[str]:
+        return {name for name, _ in self.model.named_buffers()}
+
+    def restore(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
+        """Give the objects their states back; collective if there is a sync."""
+        self.model.load_state_dict({**shared["model"], **own["buffers"]})
+        for p in self.model.parameters():
+            p.grad = None
+        for name in ("optimizer", "scheduler", "scaler"):
+            if getattr(self, name) is not None and name in shared:
+                getattr(self, name).load_state_dict(shared[name])
+        if self.sync is not None:
+            self.sync.load_state_dict(own["sync"])
+        set_random_state(own["random"])
+
+
+def random_state() -> dict[str, Any]:
+    """The states of torch's, NumPy's and Python's global generators."""
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": [name, np.asarray(keys), int(position), int(has_gauss), float(gauss)],
+        "python": random.getstate(),
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Give the global generators their states back."""
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(tuple(state["numpy"]))
+    random.setstate(state["python"])
+
+
+def split(arrays: Arrays, parts: int) -> list[Arrays]:
+    """Share arrays out so that the parts have about as many bytes; the same result on every rank."""
+    shares: list[Arrays] = [{} for _ in range(parts)]
+    loads = [0] * parts
+    for name in sorted(arrays, key=lambda name: (-arrays[name].nbytes, name)):
+        least = loads.index(min(loads))
+        shares[least][name] = arrays[name]
+        loads[least] += arrays[name].nbytes
+    return shares
+
+
+def merge_residuals(residuals: dict[int, torch.Tensor], old: int, new: int, rank: int) -> torch.Tensor:
+    """This rank's residual among `new` ranks, from those of `old`: (1 / ranks) x their sum is kept.
+
+    With fewer ranks, rank r takes over r, r + new, r + 2 new, ...; with more, an old rank's residual is shared evenly by
+    the new ranks r, r + old, ...; either way scaled by new / old. `residuals` holds those of sources().
+    """
+    total = torch.zeros_like(next(iter(residuals.values())), dtype=torch.float64)
+    for source in sources(old, new, rank):
+        sharers = len(range(source, new, old)) if new > old else 1
+        total += residuals[source].double() * (new / old / sharers)
+    return total.float()
+
+
+def sources(old: int, new: int, rank: int) -> list[int]:
+    """The old ranks from which a new rank's residual comes."""
+    return [rank % old] if new > old else list(range(rank, old, new))
+
+
+def resize(owns: dict[int, dict[str, Any]], old: int, new: int, rank: int) -> dict[str, Any]:
+    """This rank's own state on another number of ranks: residuals merged or split, the rest of the nearest old rank."""
+    first = owns[sources(old, new, rank)[0]]
+    if "sync" not in first:
+        return first
+    residuals = {source: own["sync"]["residual"] for source, own in owns.items()}
+    residual = merge_residuals(residuals, old, new, rank)
+    return {**first, "sync": {**first["sync"], "residual": residual, "rank": rank, "size": new}}
+
+
+def flatten_shared(state: dict[str, Any]) -> tuple[str, Arrays]:
+    """JSON and arrays of the replicated state."""
+    return tree.flatten(state, "shared")
+
+
+def flatten_own(state: dict[str, Any]) -> tuple[str, Arrays]:
+    """JSON and arrays of a rank's own state."""
+    return tree.flatten(state, "own")

@@ -1,0 +1,122 @@
+"""Checkpoints on disk: a directory `step-00000020` of files and a manifest, which is written last; local functions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mpisparse.checkpoint.h5file import Damaged, FileRecord
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+UNFINISHED, RETIRED = ".unfinished-", ".retired-"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What makes a checkpoint whole: its files with their digests, and where it came from."""
+
+    step: int
+    ranks: int
+    files: tuple[FileRecord, ...]
+    model: tuple[str, ...]
+    origin: dict[str, Any]
+
+    def record(self, name: str) -> FileRecord:
+        """The record of a file by name; raises Damaged if the manifest has none."""
+        for record in self.files:
+            if record.name == name:
+                return record
+        raise Damaged(f"the manifest of step {self.step} lists no file {name}")
+
+
+def name_of(step: int) -> str:
+    """The directory name of a step."""
+    return f"step-{step:08d}"
+
+
+def rank_file(rank: int) -> str:
+    """The name of a rank's own file."""
+    return f"rank-{rank:04d}.h5"
+
+
+def shared_file(rank: int) -> str:
+    """The name of the file with the share of the replicated state that a rank wrote."""
+    return f"shared-{rank:04d}.h5"
+
+
+def sync_directory(path: Path) -> None:
+    """Flush a directory's entries to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def begin(directory: Path, step: int) -> Path:
+    """Make the place where the files of a checkpoint are written, after removing what killed runs left."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for left in (*directory.glob(f"{UNFINISHED}*"), *directory.glob(f"{RETIRED}*")):
+        shutil.rmtree(left, ignore_errors=True)
+    place = directory / f"{UNFINISHED}{name_of(step)}"
+    place.mkdir()
+    return place
+
+
+def complete(directory: Path, place: Path, manifest: Manifest, keep: int | None) -> Path:
+    """Write the manifest, flush, and give the checkpoint its name; then remove the oldest beyond `keep`."""
+    body = {"format": FORMAT, **asdict(manifest)}
+    text = json.dumps({**body, "sha256": _digest(body)}, indent=1)
+    with open(place / MANIFEST, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(place)
+    target = directory / name_of(manifest.step)
+    if target.exists():
+        target.rename(directory / f"{RETIRED}{target.name}")
+    place.rename(target)
+    sync_directory(directory)
+    for old in [path for path in found(directory) if path != target][max(0, (keep or 10**9) - 1) :]:
+        old.rename(directory / f"{RETIRED}{old.name}")
+    for retired in directory.glob(f"{RETIRED}*"):
+        shutil.rmtree(retired, ignore_errors=True)
+    return target
+
+
+def discard(place: Path) -> None:
+    """Remove an unfinished checkpoint."""
+    shutil.rmtree(place, ignore_errors=True)
+
+
+def found(directory: Path) -> list[Path]:
+    """The checkpoints in a directory, newest first, whole or not."""
+    return sorted((p for p in directory.glob("step-[0-9]*") if p.is_dir()), reverse=True)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read a checkpoint's manifest; raises Damaged."""
+    try:
+        body = json.loads((path / MANIFEST).read_text())
+        digest = body.pop("sha256")
+        if digest != _digest(body):
+            raise Damaged(f"{path / MANIFEST} is not what was written: its digest differs")
+        version = body.pop("format")
+        if version != FORMAT:
+            raise Damaged(f"{path} has format {version}, this version reads {FORMAT}")
+        files = tuple(FileRecord(**record) for record in body.pop("files"))
+        return Manifest(files=files, model=tuple(body.pop("model")), **body)
+    except FileNotFoundError as error:
+        raise Damaged(f"{path} has no manifest: it was not finished") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{path / MANIFEST} cannot be read: {error}") from error
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,105 @@
+"""What a person sees while it trains: a live bar on a terminal, plain lines elsewhere; rank 0 only.
+
+mpirun puts a pipe between a rank and the terminal; MPISPARSE_PROGRESS=bar|plain overrides what is found.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any, Protocol
+
+PLAIN_SECONDS = 5.0
+
+
+class Progress(Protocol):
+    """Shows steps and messages."""
+
+    def step(self, step: int, facts: dict[str, str]) -> None: ...
+    def say(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class Silent:
+    """For all ranks but the first."""
+
+    def step(self, step: int, facts: dict[str, str]) -> None: ...
+    def say(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class Plain:
+    """A line every few seconds."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.shown = 0.0
+
+    def step(self, step: int, facts: dict[str, str]) -> None:
+        now = time.monotonic()
+        if now - self.shown >= PLAIN_SECONDS or step == self.total:
+            self.shown = now
+            self.say(f"step {step}/{self.total}  " + "  ".join(f"{key} {value}" for key, value in facts.items()))
+
+    def say(self, text: str) -> None:
+        print(f"r0 | {text}", flush=True)
+
+    def close(self) -> None: ...
+
+
+class Bar:
+    """A live bar by rich."""
+
+    def __init__(self, total: int, start: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+
+        self.console = Console(force_terminal=True, width=int(os.environ.get("COLUMNS", "110")))
+        columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[facts]}"))
+        self.bar = RichProgress(*columns, console=self.console, refresh_per_second=4)
+        self.task = self.bar.add_task("", total=total, completed=start, facts="")
+        self.bar.start()
+
+    def step(self, step: int, facts: dict[str, str]) -> None:
+        self.bar.update(self.task, completed=step, facts=" ".join(f"[dim]{k}[/] {v}" for k, v in facts.items()))
+
+    def say(self, text: str) -> None:
+        self.console.print(f"r0 | {text}", highlight=False, markup=False)
+
+    def close(self) -> None:
+        self.bar.stop()
+
+
+def make_progress(rank: int, total: int, start: int) -> Progress:
+    """The progress display for a rank."""
+    wanted = os.environ.get("MPISPARSE_PROGRESS") or ("bar" if sys.stdout.isatty() else "plain")
+    if rank:
+        return Silent()
+    return Bar(total, start) if wanted == "bar" else Plain(total)
+
+
+def human_bytes(count: float) -> str:
+    """A number of bytes for people."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def facts_of(fields: dict[str, Any], dense: float) -> dict[str, str]:
+    """What the bar shows of a step."""
+    received = fields["bytes_received"]["mean"]
+    seconds = fields["seconds"]
+    exchange = sum(v["mean"] for k, v in seconds.items() if k not in ("data", "compute", "optimizer"))
+    facts = {
+        "loss": f"{fields['loss']['mean']:.4f}",
+        "density": f"{fields['density']:.5f}",
+        "compute": f"{1e3 * seconds['compute']['mean']:.0f} ms",
+        "exchange": f"{1e3 * exchange:.1f} ms",
+    }
+    if dense:
+        facts["saved"] = f"{100 * (1 - received / dense):.1f} %"
+    return facts

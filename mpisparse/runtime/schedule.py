@@ -1,0 +1,65 @@
+"""Learning rate and density over a run, and which examples a step takes: pure functions of where the run is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def lr_factor(step: int, total: int, kind: str, warmup: int, drop_at: Sequence[float]) -> float:
+    """The share of the peak learning rate at a step (from 0)."""
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, total - warmup)
+    if kind == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    if kind == "step":
+        return float(0.1 ** sum(step >= point * total for point in drop_at))
+    return 1.0
+
+
+def density_at(step: int, density: float, start: float, warmup: int) -> float:
+    """The density at a step: from `start` geometrically down to the set one over `warmup` steps."""
+    if step >= warmup or start <= density:
+        return density
+    return float(start * (density / start) ** (step / warmup))
+
+
+@dataclass
+class Position:
+    """Where a run is in its data: `offset` examples of `epoch` are consumed, by all ranks together."""
+
+    epoch: int = 0
+    offset: int = 0
+
+
+class Order:
+    """The order of examples: shuffled by (seed, epoch), dealt to ranks by position alone."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.count = count
+        self.seed = seed
+        self._epoch = -1
+        self._order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
+    def take(self, position: Position, share: int, rank: int, size: int) -> tuple[NDArray[np.int64], int]:
+        """This rank's `share` examples of the next global batch and their epoch; moves the position on.
+
+        What is left of an epoch and does not fill a global batch is passed over.
+        """
+        if position.offset + share * size > self.count:
+            position.epoch, position.offset = position.epoch + 1, 0
+        if position.epoch != self._epoch:
+            generator = np.random.Generator(np.random.Philox(key=[self.seed, position.epoch]))
+            self._order, self._epoch = generator.permutation(self.count), position.epoch
+        start = position.offset + rank * share
+        position.offset += share * size
+        return self._order[start : start + share], position.epoch
+
+    def steps_an_epoch(self, share: int, size: int) -> int:
+        """How many global batches an epoch has."""
+        return self.count // (share * size)

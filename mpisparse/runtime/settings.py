@@ -1,0 +1,184 @@
+"""The settings of a run: from flags and a TOML file, checked, and written back as a TOML file. No torch, no MPI."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import tomllib
+import types
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from mpisparse.errors import ConfigurationError, check_choice, suggest
+
+OPTIMIZERS = ("sgd", "adam", "adamw")
+SCHEDULES = ("constant", "cosine", "step")
+
+
+def _setting(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that decides how a run goes. Every field is a flag and a key of the file."""
+
+    model: str = _setting("digits-cnn", "a built-in model, or package.module:factory")
+    data: str | None = _setting(None, "a built-in data set, a path, or package.module:factory (default: the model's own)")
+    out: str = _setting("runs/run", "the run's directory")
+    epochs: int | None = _setting(None, "passes over the data (default 5, unless --steps is given)")
+    steps: int | None = _setting(None, "optimizer steps, instead of epochs")
+    batch_size: int = _setting(32, "examples a rank and backward")
+    accumulation: int = _setting(1, "backwards a step")
+    seed: int = _setting(0, "of weights, order and augmentation")
+    optimizer: str = _setting("sgd", f"one of {', '.join(OPTIMIZERS)}")
+    lr: float = _setting(0.05, "peak learning rate")
+    momentum: float = _setting(0.9, "of sgd (Nesterov)")
+    weight_decay: float = _setting(0.0, "of the optimizer")
+    schedule: str = _setting("constant", f"of the learning rate: one of {', '.join(SCHEDULES)}")
+    warmup: int = _setting(0, "steps over which the learning rate rises to its peak")
+    drop_at: tuple[float, ...] = _setting((0.5, 0.75), "schedule step: where in the run the rate falls to a tenth")
+    clip: float | None = _setting(None, "largest norm of a rank's gradient")
+    bf16: bool = _setting(False, "compute in bfloat16 (autocast)")
+    scheme: str = _setting("exdyna", "how gradients are exchanged")
+    density: float | None = _setting(None, "share of the gradient that is sent (default: the scheme's)")
+    density_from: float = _setting(1.0, "where density warm-up begins")
+    density_warmup: int = _setting(0, "steps over which density falls to the set one")
+    codec: str | None = _setting(None, "how finely values are sent (default: the scheme's)")
+    options: dict[str, Any] = field(default_factory=dict, metadata={"help": "NAME=VALUE for the scheme; may be repeated"})
+    eval_every: int | None = _setting(None, "steps between evaluations (default: an epoch)")
+    target: float | None = _setting(None, "stop when the metric reaches this")
+    log_every: int = _setting(1, "steps between lines of metrics.jsonl")
+    checkpoint_every: int | None = _setting(None, "steps between checkpoints (one is always written at the end)")
+    background: bool = _setting(False, "write checkpoints while training goes on")
+    keep: int = _setting(2, "checkpoints to keep")
+    resume: str = _setting("auto", "auto, never, or a directory with checkpoints")
+    tensorboard: bool = _setting(False, "write TensorBoard events to the run's directory")
+
+    def __post_init__(self) -> None:
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        check_choice("schedule", self.schedule, SCHEDULES)
+        for name in ("epochs", "steps", "batch_size", "accumulation", "eval_every", "log_every", "checkpoint_every", "keep"):
+            self._at_least(name, 1)
+        for name in ("warmup", "density_warmup", "seed", "lr", "momentum", "weight_decay"):
+            self._at_least(name, 0)
+        if self.epochs is not None and self.steps is not None:
+            raise ConfigurationError("give epochs or steps, not both")
+        for name in ("density", "density_from"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value <= 1.0:
+                raise ConfigurationError(f"{name} must be in (0, 1], got {value!r}")
+        if self.clip is not None and self.clip <= 0:
+            raise ConfigurationError(f"clip must be above 0, got {self.clip!r}")
+        if self.clip is not None and self.options.get("accumulate") == "backward":
+            raise ConfigurationError('clip has no effect with accumulate="backward": leave one of them out')
+
+    def _at_least(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if value is not None and not value >= least:
+            raise ConfigurationError(f"{name} must be at least {least}, got {value!r}")
+
+
+TYPES: dict[str, Any] = get_type_hints(Settings)
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add a flag for every setting; a flag that is not given leaves no trace, so that the file counts."""
+    command.add_argument("--config", type=Path, metavar="FILE.toml", help="settings from a file; flags override it")
+    for entry in dataclasses.fields(Settings):
+        flag, text = f"--{entry.name.replace('_', '-')}", entry.metadata["help"]
+        kind = _plain(TYPES[entry.name])
+        if kind is bool:
+            command.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
+        elif kind is dict:
+            command.add_argument(
+                "--option", dest="options", action="append", default=argparse.SUPPRESS, metavar="NAME=VALUE", help=text
+            )
+        elif kind is tuple:
+            command.add_argument(flag, nargs="+", type=float, default=argparse.SUPPRESS, help=text)
+        else:
+            default = "" if entry.default is None else f" (default {entry.default})"
+            command.add_argument(
+                flag, type=kind, default=argparse.SUPPRESS, help=text + default, metavar=kind.__name__.upper()
+            )
+
+
+def _plain(kind: Any) -> Any:
+    """The type behind `X | None` and behind containers' parameters."""
+    if get_origin(kind) in (Union, types.UnionType):
+        kind = next(k for k in get_args(kind) if k is not type(None))
+    return get_origin(kind) or kind
+
+
+def resolve(given: dict[str, Any]) -> Settings:
+    """Settings from parsed flags, on top of the file that --config names."""
+    given = dict(given)
+    config = given.pop("config", None)
+    values = read_file(config) if config is not None else {}
+    flags = {key: value for key, value in given.items() if key in TYPES}
+    if "options" in flags:
+        flags["options"] = {**values.get("options", {}), **_parse_options(flags["options"])}
+    if "steps" in flags or "epochs" in flags:
+        values.pop("steps", None)
+        values.pop("epochs", None)
+    if "drop_at" in flags:
+        flags["drop_at"] = tuple(flags["drop_at"])
+    return Settings(**{**values, **flags})
+
+
+def _parse_options(pairs: list[str]) -> dict[str, Any]:
+    options = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals or not name:
+            raise ConfigurationError(f"an option of the scheme is NAME=VALUE, got {pair!r}")
+        try:
+            options[name] = json.loads(text)
+        except json.JSONDecodeError:
+            options[name] = text
+    return options
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Read settings from a TOML file, checked for unknown names and wrong types."""
+    try:
+        values = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the settings in {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} is not a TOML file: {error}") from error
+    for name, value in values.items():
+        if name not in TYPES:
+            raise ConfigurationError(f"{path}: unknown setting {name!r}; {suggest(name, TYPES)}")
+        values[name] = _typed(path, name, value)
+    return values
+
+
+def _typed(path: Path, name: str, value: Any) -> Any:
+    kind = _plain(TYPES[name])
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is tuple and isinstance(value, list):
+        return tuple(float(v) for v in value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ConfigurationError(f"{path}: {name} must be of type {kind.__name__}, got {value!r}")
+    return value
+
+
+def to_toml(settings: Settings) -> str:
+    """The settings as a TOML file that gives the same settings."""
+    lines, tables = [], []
+    for name, value in dataclasses.asdict(settings).items():
+        if isinstance(value, dict):
+            tables += [f"\n[{name}]", *(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items())]
+        elif value is not None:
+            lines.append(f"{name} = {_toml(value)}")
+    return "\n".join([*lines, *(tables if len(tables) > 1 else []), ""])
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_toml(v) for v in value)}]"
+    return json.dumps(value)

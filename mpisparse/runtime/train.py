@@ -1,0 +1,297 @@
+"""mpisparse train: trains, reports, checkpoints, survives being killed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import mpisparse
+from mpisparse import checkpoint
+from mpisparse.errors import CheckpointError, ConfigurationError
+from mpisparse.runtime.evaluate import evaluate, reached
+from mpisparse.runtime.metrics import MetricsFile, step_fields
+from mpisparse.runtime.progress import facts_of, human_bytes, make_progress
+from mpisparse.runtime.schedule import Order, Position, density_at, lr_factor
+from mpisparse.runtime.settings import Settings, to_toml
+from mpisparse.runtime.signals import INTERRUPTED, StopRequest
+from mpisparse.runtime.workloads import build
+from mpisparse.step import Clock
+
+PHASES = ("data", "compute", "accumulate", "agree", "unite", "reduce", "feedback", "publish", "adapt", "optimizer")
+DEFAULT_EPOCHS = 5
+
+
+def run(settings: Settings) -> int:
+    """Train as the settings say; collective. Returns the exit code: 0 when done, 85 when stopped by a signal."""
+    stop = StopRequest()
+    trainer = Trainer(settings, stop)
+    try:
+        return trainer.train()
+    finally:
+        stop.restore()
+        trainer.close()
+
+
+class Trainer:
+    """One run: its objects, where it is, and what it writes."""
+
+    def __init__(self, settings: Settings, stop: StopRequest) -> None:
+        self.settings = settings
+        self.stop = stop
+        self.model, self.data, self.task = build(settings.model, settings.data, seed=settings.seed)
+        self.sync = mpisparse.GradientSync(
+            self.model, scheme=settings.scheme, density=settings.density, codec=settings.codec, **settings.options
+        )
+        self.density = self.sync.density
+        self.optimizer = make_optimizer(self.model, settings)
+        self.order = Order(len(self.data.train), settings.seed)
+        self.position = Position()
+        self.step = 0
+        self.seconds = 0.0
+        self.total = self._total_steps()
+        torch.manual_seed(settings.seed * 1_000_003 + self.sync.rank + 1)
+        self.out = Path(settings.out)
+        self.resumed = self._resume()
+        self.saving: checkpoint.Saving | None = None
+        self.metrics = self._open_metrics()
+        self.progress = make_progress(self.sync.rank, self.total, self.step)
+        self.writer = self._open_tensorboard()
+        self.received = self.dense = 0.0
+
+    # Setting up
+
+    def _total_steps(self) -> int:
+        self.sync.check_together(self._too_few_examples())
+        return self.settings.steps or (self.settings.epochs or DEFAULT_EPOCHS) * self._steps_an_epoch()
+
+    def _steps_an_epoch(self) -> int:
+        return self.order.steps_an_epoch(self.settings.batch_size * self.settings.accumulation, self.sync.size)
+
+    def _too_few_examples(self) -> ConfigurationError | None:
+        if self._steps_an_epoch() > 0:
+            return None
+        needed = self.settings.batch_size * self.settings.accumulation * self.sync.size
+        return ConfigurationError(f"a step takes {needed} examples, the data has {self.order.count}; lower --batch-size")
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where this run's checkpoints are."""
+        return self.out / "checkpoints"
+
+    def _resume(self) -> bool:
+        """Take up where a checkpoint left off, as --resume says; collective."""
+        mode = self.settings.resume
+        source = self.checkpoints if mode in ("auto", "never") else Path(mode)
+        if mode not in ("auto", "never") and (source / "checkpoints").is_dir():
+            source = source / "checkpoints"
+        error: ConfigurationError | None = None
+        if mode == "never" and (self.out / "metrics.jsonl").exists():
+            error = ConfigurationError(
+                f"{self.out} holds a run already; choose another --out, or resume it with --resume auto"
+            )
+        elif mode not in ("auto", "never") and not source.is_dir():
+            error = ConfigurationError(f"there is no directory {source} to resume from")
+        self.sync.check_together(error)
+        if mode == "never":
+            return False
+        extra: dict[str, Any] = {}
+        step = checkpoint.load(source, model=self.model, optimizer=self.optimizer, sync=self.sync, extra=extra)
+        if step is None:
+            missing = None if mode == "auto" else ConfigurationError(f"{source} has no whole checkpoint to resume from")
+            self.sync.check_together(missing)
+            return False
+        self.step, self.seconds = step, float(extra["seconds"])
+        self.position = Position(int(extra["epoch"]), int(extra["offset"]))
+        return True
+
+    def _open_metrics(self) -> MetricsFile | None:
+        error: ConfigurationError | None = None
+        metrics = None
+        if self.sync.rank == 0:
+            try:
+                self.out.mkdir(parents=True, exist_ok=True)
+                (self.out / "config.toml").write_text(to_toml(self.settings))
+                metrics = MetricsFile(self.out / "metrics.jsonl")
+            except OSError as caught:
+                error = ConfigurationError(f"cannot write to {self.out}: {caught.strerror}")
+        self.sync.check_together(error)
+        return metrics
+
+    def _open_tensorboard(self) -> Any:
+        if not self.settings.tensorboard or self.sync.rank:
+            return None
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigurationError("--tensorboard needs the extra: pip install 'mpisparse[tensorboard]'") from error
+        return SummaryWriter(str(self.out / "tensorboard"))
+
+    # Training
+
+    def train(self) -> int:
+        """Run to the end, to the target, or to a signal."""
+        self._event(
+            "resume" if self.resumed else "start", f"{self.sync.size} ranks, {self.sync.residual.numel():,} parameters"
+        )
+        self.model.train()
+        while self.step < self.total:
+            asked = self._one_step()
+            done = self.step % self._eval_every() == 0 or self.step == self.total
+            hit = self._evaluate() if done else False
+            due = self.settings.checkpoint_every is not None and self.step % self.settings.checkpoint_every == 0
+            if asked or hit or due or self.step == self.total:
+                self._checkpoint(wait=asked or hit or self.step == self.total)
+            if asked:
+                self._event("signal", f"asked to stop; start the same command again to go on from step {self.step}")
+                return INTERRUPTED
+            if hit:
+                self._event("stop", f"target {self.settings.target:g} reached")
+                break
+        self._finish()
+        return 0
+
+    def _eval_every(self) -> int:
+        return self.settings.eval_every or self._steps_an_epoch()
+
+    def _one_step(self) -> bool:
+        """Do one optimizer step and report it; collective. Returns whether any rank was asked to stop."""
+        settings = self.settings
+        factor = lr_factor(self.step, self.total, settings.schedule, settings.warmup, settings.drop_at)
+        for group in self.optimizer.param_groups:
+            group["lr"] = settings.lr * factor
+        if settings.density_warmup:
+            self.sync.density = density_at(self.step, self.density, settings.density_from, settings.density_warmup)
+        clock = Clock()
+        loss = self._accumulate(clock)
+        self.sync.step()
+        clock.last = time.perf_counter()
+        self.optimizer.step()
+        clock.lap("optimizer")
+        self.step += 1
+        seconds = {**clock.seconds, **self.sync.stats.seconds}
+        return self._report(loss, settings.lr * factor, seconds)
+
+    def _accumulate(self, clock: Clock) -> float:
+        """Forward and backward over this step's micro-batches; returns their mean loss."""
+        settings, sync = self.settings, self.sync
+        self.optimizer.zero_grad()
+        total = 0.0
+        for _ in range(settings.accumulation):
+            indices, epoch = self.order.take(self.position, settings.batch_size, sync.rank, sync.size)
+            inputs, targets = self.data.train.batch(indices, seed=settings.seed, epoch=epoch, train=True)
+            clock.lap("data")
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=settings.bf16):
+                loss = self.task.loss(self.model(inputs), targets) / settings.accumulation
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+            clock.lap("compute")
+        if settings.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
+            clock.lap("compute")
+        return total
+
+    def _report(self, loss: float, lr: float, seconds: dict[str, float]) -> bool:
+        """Gather what ranks have to say of a step, write it on rank 0, finish a checkpoint that is written; collective."""
+        stats = self.sync.stats
+        flags = (self.stop.asked, self.saving is None or self.saving.written)
+        row = [*flags, loss, stats.bytes_sent, stats.bytes_received, *(seconds.get(phase, 0.0) for phase in PHASES)]
+        rows = self.sync.gather_floats(np.array(row, dtype=np.float64))
+        self.seconds += float(rows[:, 5:].sum(axis=1).max())
+        dense = 2 * 4 * self.sync.residual.numel() * (self.sync.size - 1) // self.sync.size
+        self.received += float(rows[:, 4].mean())
+        self.dense += dense
+        if self.metrics is not None:
+            fields = step_fields(stats, list(PHASES), rows[:, 2:])
+            if self.step % self.settings.log_every == 0:
+                every = {"every": self.settings.log_every} if self.settings.log_every > 1 else {}
+                place = {
+                    "step": self.step,
+                    "epoch": self.position.epoch,
+                    "time": self.seconds,
+                    "lr": lr,
+                    "bytes_dense": dense,
+                }
+                self.metrics.write("step", **place, **fields, **every)
+                self._tensorboard({"loss": fields["loss"]["mean"], "density": stats.density, "lr": lr})
+            self.progress.step(self.step, facts_of(fields, dense))
+        if self.saving is not None and bool(rows[:, 1].all()):
+            self._finish_saving()
+        return bool(rows[:, 0].any())
+
+    def _evaluate(self) -> bool:
+        """Measure on the test data and tell the scheme; collective. Returns whether the target is reached."""
+        loss, metric = evaluate(self.model, self.data, self.task, self.sync, self.settings.seed)
+        self.sync.observe(metric)
+        if self.metrics is not None:
+            names = {"metric_name": self.task.metric, "higher_is_better": self.task.higher_is_better}
+            self.metrics.write("eval", step=self.step, time=self.seconds, loss=loss, metric=metric, **names)
+            self._tensorboard({"test loss": loss, self.task.metric: metric})
+        self.progress.say(f"step {self.step}/{self.total}  test loss {loss:.4f}  {self.task.metric} {metric:.4f}")
+        return reached(metric, self.settings.target, self.task)
+
+    def _checkpoint(self, *, wait: bool) -> None:
+        """Begin a checkpoint, and finish it unless it may be written in the background; collective."""
+        self._finish_saving()
+        extra = {"epoch": self.position.epoch, "offset": self.position.offset, "seconds": self.seconds}
+        background = self.settings.background and not wait
+        try:
+            self.saving = checkpoint.begin_save(
+                self.checkpoints, step=self.step, model=self.model, optimizer=self.optimizer, sync=self.sync,
+                extra=extra, keep=self.settings.keep, background=background,
+            )  # fmt: skip
+        except ConfigurationError as error:
+            self._event("checkpoint failed", str(error))
+            return
+        if not background:
+            self._finish_saving()
+
+    def _finish_saving(self) -> None:
+        """Make the checkpoint that is being written whole, if there is one; collective. A full disk does not end the run."""
+        if self.saving is None:
+            return
+        saving, self.saving = self.saving, None
+        try:
+            self._event("checkpoint", str(saving.finish()))
+        except CheckpointError as error:
+            self._event("checkpoint failed", str(error))
+
+    def _finish(self) -> None:
+        saved = f"{human_bytes(self.received)} received a rank"
+        if self.dense:
+            saved += f", {100 * (1 - self.received / self.dense):.1f} % fewer than dense"
+        self._event("end", f"{self.step} steps in {self.seconds:.1f} s; {saved}")
+
+    def _event(self, event: str, text: str) -> None:
+        if self.metrics is not None:
+            self.metrics.write("event", step=self.step, time=self.seconds, event=event, text=text)
+        self.progress.say(f"{event}: {text}")
+
+    def _tensorboard(self, values: dict[str, float]) -> None:
+        if self.writer is not None:
+            for name, value in values.items():
+                self.writer.add_scalar(name, value, self.step)
+
+    def close(self) -> None:
+        """Close files and the bar; local."""
+        self.progress.close()
+        if self.metrics is not None:
+            self.metrics.close()
+        if self.writer is not None:
+            self.writer.close()
+
+
+def make_optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """The optimizer that the settings name."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if settings.optimizer == "sgd":
+        nesterov = settings.momentum > 0
+        return torch.optim.SGD(
+            parameters, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay, nesterov=nesterov,
+            foreach=False,
+        )  # fmt: skip
+    kind = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
+    return kind(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
