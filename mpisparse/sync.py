@@ -185,8 +185,8 @@ class GradientSync:
 
     # State
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on, as tensors and scalars; local, a copy."""
+    def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
+        """Everything that the next step depends on, as tensors and scalars; local. Without `copy` the residual is the live one."""
         state = {
             key: torch.from_numpy(v.copy()) if isinstance(v, np.ndarray) else v for key, v in self._step.state().items()
         }
@@ -197,7 +197,7 @@ class GradientSync:
             "rank": self.rank,
             "size": self.size,
             "density": self._density,
-            "residual": self._residual.clone(),
+            "residual": self._residual.clone() if copy else self._residual,
             **{f"step.{key}": value for key, value in state.items()},
         }
 

@@ -15,12 +15,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mpisparse import __version__
 from mpisparse.checkpoint import store, tree
 from mpisparse.checkpoint.h5file import Arrays, Damaged, FileRecord, read_file, write_file
-from mpisparse.checkpoint.state import Subjects, flatten_own, flatten_shared, resize, sources, split
+from mpisparse.checkpoint.state import Subjects, flatten_own, flatten_shared, resize, snapshot, sources, split
 from mpisparse.errors import CheckpointError, ConfigurationError
 
 __all__ = ["CheckpointError", "Damaged", "Saving", "begin_save", "load", "save"]
@@ -106,7 +104,7 @@ def begin_save(
             place = store.begin(Path(directory), step)
         files = _files(subjects, extra, exchange.rank, exchange.size)
         if background:
-            files = {name: ({k: np.array(a) for k, a in arrays.items()}, texts) for name, (arrays, texts) in files.items()}
+            files = {name: (snapshot(arrays), texts) for name, (arrays, texts) in files.items()}
     except (OSError, tree.UnsupportedError) as caught:
         error = CheckpointError(f"cannot begin a checkpoint in {directory}: {caught}")
     exchange.raise_together(error)

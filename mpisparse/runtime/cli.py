@@ -10,6 +10,7 @@ from pathlib import Path
 from mpisparse import __version__
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.settings import add_arguments, resolve
+from mpisparse.runtime.signals import StopRequest
 
 
 def parser() -> argparse.ArgumentParser:
@@ -41,6 +42,9 @@ def _add_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -
     sync.add_argument("--density", type=_density, default=0.001, help="share of elements selected (default %(default)s)")
     sync.add_argument("--codec", choices=("fp32", "fp16", "bf16", "int8"), default="fp32", help="default %(default)s")
     sync.add_argument("--no-gloo", action="store_true", help="leave the gloo peer out")
+    saving = benches.add_parser("checkpoint", help="writing a checkpoint against a plain write of the same bytes")
+    _add_common(saving)
+    saving.add_argument("--directory", type=Path, help="the file system to measure (default: that of temporary files)")
     kernels = benches.add_parser("kernels", help="native kernels against plain memory passes of the same elements")
     _add_common(kernels)
     kernels.add_argument("--density", type=_density, default=0.001, help="share of elements selected (default %(default)s)")
@@ -84,9 +88,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _train(args: argparse.Namespace) -> int:
     settings = resolve(vars(args))
+    stop = StopRequest()  # before the imports that take seconds: a signal must not find the default handler
     from mpisparse.runtime.train import run
 
-    return run(settings)
+    try:
+        return run(settings, stop)
+    finally:
+        stop.restore()
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -113,6 +121,10 @@ def _bench(args: argparse.Namespace) -> int:
         from mpisparse.runtime.bench_kernels import run as run_kernels
 
         return run_kernels(args.elements, args.density, args.rounds, as_json=args.json)
+    if args.bench == "checkpoint":
+        from mpisparse.runtime.bench_checkpoint import run as run_checkpoint
+
+        return run_checkpoint(args.elements, args.rounds, args.directory, as_json=args.json)
     from mpisparse.runtime.bench_sync import run as run_sync
 
     return run_sync(args.elements, args.density, args.codec, args.rounds, gloo=not args.no_gloo, as_json=args.json)

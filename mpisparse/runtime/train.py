@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,12 @@ PHASES = ("data", "compute", "accumulate", "agree", "unite", "reduce", "feedback
 DEFAULT_EPOCHS = 5
 
 
-def run(settings: Settings) -> int:
+def run(settings: Settings, stop: StopRequest) -> int:
     """Train as the settings say; collective. Returns the exit code: 0 when done, 85 when stopped by a signal."""
-    stop = StopRequest()
     trainer = Trainer(settings, stop)
     try:
         return trainer.train()
     finally:
-        stop.restore()
         trainer.close()
 
 
@@ -50,19 +49,25 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, settings)
         self.order = Order(len(self.data.train), settings.seed)
         self.position = Position()
+        self.received = self.dense = 0.0
         self.step = 0
         self.seconds = 0.0
         self.total = self._total_steps()
-        torch.manual_seed(settings.seed * 1_000_003 + self.sync.rank + 1)
+        self._seed(settings.seed * 1_000_003 + self.sync.rank + 1)
         self.out = Path(settings.out)
         self.resumed = self._resume()
         self.saving: checkpoint.Saving | None = None
         self.metrics = self._open_metrics()
         self.progress = make_progress(self.sync.rank, self.total, self.step)
         self.writer = self._open_tensorboard()
-        self.received = self.dense = 0.0
 
     # Setting up
+
+    def _seed(self, seed: int) -> None:
+        """Seed the global generators, which dropout and users' own code draw from, differently on every rank."""
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
 
     def _total_steps(self) -> int:
         self.sync.check_together(self._too_few_examples())
@@ -105,6 +110,7 @@ class Trainer:
             self.sync.check_together(missing)
             return False
         self.step, self.seconds = step, float(extra["seconds"])
+        self.received, self.dense = float(extra["received"]), float(extra["dense"])
         self.position = Position(int(extra["epoch"]), int(extra["offset"]))
         return True
 
@@ -237,6 +243,7 @@ class Trainer:
         """Begin a checkpoint, and finish it unless it may be written in the background; collective."""
         self._finish_saving()
         extra = {"epoch": self.position.epoch, "offset": self.position.offset, "seconds": self.seconds}
+        extra |= {"received": self.received, "dense": self.dense}
         background = self.settings.background and not wait
         try:
             self.saving = checkpoint.begin_save(
