@@ -186,7 +186,7 @@ class GradientSync:
     # State
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
-        """Everything that the next step depends on, as tensors and scalars; local. `copy=False` hands out the live residual."""
+        """Everything that the next step depends on, as tensors and scalars; local. copy=False: residual live."""
         state = {
             key: torch.from_numpy(v.copy()) if isinstance(v, np.ndarray) else v for key, v in self._step.state().items()
         }

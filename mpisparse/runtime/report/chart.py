@@ -1,0 +1,191 @@
+"""A chart: runs overlaid against one axis, each in its colour, with what happened as thin marks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from html import escape
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpisparse.runtime.report import svg
+from mpisparse.runtime.report.read import Run
+from mpisparse.runtime.report.scale import WIDE, Axis, fit
+from mpisparse.runtime.report.svg import Frame, Look
+from mpisparse.runtime.report.thin import Thinned, thin
+from mpisparse.runtime.report.units import say
+
+Floats = NDArray[np.float64]
+
+COLOURS = 8  # runs beyond them repeat the colours with broken lines
+QUIET = ("start", "checkpoint", "end")  # events that are marked by a short tick; others over the whole height
+TALL, OFTEN = 1.6, 98  # a peak is so many times this percentile of all
+BYTES_X, STEPS_X, TIME_X = "bytes", "steps", "time"
+NAMES = {
+    STEPS_X: ("count", "steps"),
+    TIME_X: ("seconds", "time of training"),
+    BYTES_X: ("bytes", "bytes received by a rank"),
+}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One series of one run: points, and where given how far around them the ranks lie. Style: run, eval or other."""
+
+    run: int
+    name: str
+    x: Floats
+    y: Floats
+    low: Floats | None = None
+    high: Floats | None = None
+    style: str = "run"
+
+    @property
+    def look(self) -> Look:
+        name = self.name if self.style == "run" else f"{self.name}, {self.style}"
+        return Look(f"{run_classes(self.run)} {self.style}", name)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What one chart shows. log None: the y axis is a log scale where values range widely; crosses: mark the non-finite.
+
+    cut: rare peaks end at the frame, lest they flatten all else.
+    """
+
+    title: str
+    note: str
+    along: str
+    kind: str
+    traces: Sequence[Trace]
+    log: bool | None = False
+    levels: tuple[tuple[float, str], ...] = ()
+    crosses: bool = False
+    cut: bool = False
+    empty: str = "no values"
+
+
+@dataclass
+class Sheet:
+    """The runs of a page, and what every chart of theirs shares: places along the axes, and how finely to draw."""
+
+    runs: Sequence[Run]
+    columns: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.columns = min(220, max(60, 900 // len(self.runs)))
+
+    def extent(self, axis: str) -> list[Floats]:
+        """Say how far each run reaches along an axis, lest charts side by side differ in it."""
+        return [self.along(run, axis, run.steps["step"], run.steps["time"])[[0, -1]] for run in self.runs]
+
+    def along(self, run: Run, axis: str, step: Floats, time: Floats) -> Floats:
+        """Say where steps of a run, taken at these times, lie along an axis."""
+        if axis == BYTES_X:
+            return np.interp(step, run.steps["step"], run.received())
+        return step if axis == STEPS_X else time
+
+    def traces(self, axis: str, name: str, *, spread: bool = False, exchanged: bool = False) -> list[Trace]:
+        """Take a column of every run's steps that has any value, with its minimum and maximum over ranks if it spreads."""
+        traces = []
+        for i, run in enumerate(self.runs):
+            column = f"{name}.mean" if spread else name
+            y = run.exchanged(column) if exchanged else run.steps[column]
+            x = self.along(run, axis, run.steps["step"], run.steps["time"])
+            around = (run.steps[f"{name}.min"], run.steps[f"{name}.max"]) if spread else (None, None)
+            traces.append(Trace(i, run.name, x, y, *around))
+        return [trace for trace in traces if not np.isnan(trace.y).all()]
+
+    def figure(self, chart: Chart) -> str:
+        """Draw a chart as a figure with its caption."""
+        frame = self._frame(chart)
+        if frame is None:
+            return figure(chart.title, chart.note, svg.nothing(chart.title, chart.empty))
+        thinned = [self._thin(frame, trace) for trace in chart.traces]
+        pairs = list(zip(chart.traces, thinned, strict=True))
+        drawn = [self._marks(frame, chart.along)]
+        drawn += [svg.draw_band(frame, points, trace.look) for trace, points in pairs if trace.style == "run"]
+        drawn += [svg.draw_level(frame, value, Look("", name)) for value, name in chart.levels]
+        drawn += [svg.draw_line(frame, points, trace.look) for trace, points in pairs]
+        if chart.crosses:
+            drawn += [svg.draw_crosses(frame, points.bad, trace.look) for trace, points in pairs]
+        return figure(chart.title, chart.note, svg.picture(chart.title, describe(chart), frame, drawn))
+
+    def _frame(self, chart: Chart) -> Frame | None:
+        edges = [v for trace in chart.traces for v in (trace.y, trace.low, trace.high) if v is not None]
+        if chart.cut and edges:
+            edges = [np.minimum(edge, peak(np.concatenate(edges))) for edge in edges]
+        x = x_axis(chart.along, self.extent(chart.along), [trace.x for trace in chart.traces])
+        y = fit([*edges, *(np.array([value]) for value, _ in chart.levels)] if chart.traces else [], log=chart.log, pad=0.05)
+        return Frame(x, replace(y, kind=chart.kind)) if x and y else None
+
+    def _thin(self, frame: Frame, trace: Trace) -> Thinned:
+        low, high = (trace.y if v is None else v for v in (trace.low, trace.high))
+        return thin(frame.x.place(trace.x), trace.y, low, high, self.columns)
+
+    def _marks(self, frame: Frame, axis: str) -> str:
+        return "".join(event_marks(self, run, frame, axis, Look(run_classes(i))) for i, run in enumerate(self.runs))
+
+
+def x_axis(axis: str, reach: Sequence[Floats], more: Sequence[Floats] = ()) -> Axis | None:
+    """Fit a horizontal axis from zero on to where the runs reach; one of bytes is a log scale where they differ widely."""
+    kind, name = NAMES[axis]
+    ends = [float(part[-1]) for part in reach if part[-1] > 0]
+    log = axis == BYTES_X and bool(ends) and max(ends) / min(ends) > WIDE
+    fitted = fit([*reach, *more] if log else [*reach, *more, np.zeros(1)], log=log)
+    empty = not ends if axis == BYTES_X else np.isnan(np.concatenate(reach)).all()
+    return None if empty or fitted is None else replace(fitted, kind=kind, name=name)
+
+
+def event_marks(sheet: Sheet, run: Run, frame: Frame, axis: str, look: Look) -> str:
+    """Draw a run's events along an axis."""
+    parts = []
+    for tall in (False, True):
+        events = [event for event in run.events if (event.kind in QUIET) != tall]
+        step = np.array([event.step for event in events], dtype=np.float64)
+        places = frame.x.place(sheet.along(run, axis, step, np.array([event.time for event in events], dtype=np.float64)))
+        parts.append(svg.draw_marks(frame, places, replace(look, classes=look.classes + " tall" * tall), tall=tall))
+    return "".join(parts)
+
+
+def run_classes(run: int) -> str:
+    """Give the CSS classes of a run: its colour, how its lines are broken, and itself, to be hidden by."""
+    return f"r{run} c{run % COLOURS}" + (f" b{run // COLOURS % 4}" if run >= COLOURS else "")
+
+
+def figure(title: str, note: str, picture: str, classes: str = "") -> str:
+    """Put a picture under its caption."""
+    caption = f"<figcaption><b>{escape(title)}</b> <span>{escape(note)}</span></figcaption>"
+    return (
+        f'<figure class="{classes}">{caption}{picture}</figure>\n' if classes else f"<figure>{caption}{picture}</figure>\n"
+    )
+
+
+def describe(chart: Chart) -> str:
+    """Say in words what a chart shows: each series from its first value to its last, and between what it lies."""
+    parts = [f"{chart.note}. Horizontal: {NAMES[chart.along][1]}."]
+    for trace in chart.traces:
+        values = trace.y[np.isfinite(trace.y)]
+        if len(values):
+            first, last, low, high = (say(chart.kind, float(v)) for v in (values[0], values[-1], values.min(), values.max()))
+            parts.append(f"{trace.look.name}: from {first} to {last}, between {low} and {high}.")
+        if chart.crosses and (bad := int(np.count_nonzero(~np.isfinite(trace.y)))):
+            parts.append(f"{trace.look.name}: {bad} not finite.")
+    return " ".join(parts)
+
+
+def peak(values: Floats) -> float:
+    """Give the height of a frame around values: all of them, unless few lie far above all others."""
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        return math.inf
+    often, highest = float(np.percentile(finite, OFTEN)), float(finite.max())
+    return 1.2 * often if highest > TALL * often > 0 else highest
+
+
+def ratio(above: Floats, below: Floats) -> Floats:
+    """Divide, NaN where there is nothing to divide by."""
+    divided: Floats = np.divide(above, below, out=np.full(len(above), math.nan), where=(below > 0) & (below < math.inf))
+    return divided

@@ -1,0 +1,221 @@
+"""Read run directories: config.toml, and metrics.jsonl as columns of numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpisparse.errors import ConfigurationError
+from mpisparse.runtime.report.rows import Rows
+
+Floats = NDArray[np.float64]
+
+SPREADS = {name: (f"{name}.min", f"{name}.mean", f"{name}.max") for name in ("loss", "bytes_received")}
+SINGLES = (
+    "step", "time", "lr", "density", "set_density", "threshold", "bytes_dense", "imbalance", "skipped", "every"
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened beside the steps: start, resume, checkpoint, signal, density, stop, end."""
+
+    step: float
+    time: float
+    kind: str
+    text: str
+
+
+@dataclass
+class Run:
+    """One run: what was set, what was measured, what happened. Evaluations are by the name of their metric."""
+
+    path: Path
+    name: str
+    settings: dict[str, object]
+    steps: Rows = field(default_factory=Rows)
+    evals: dict[str, Rows] = field(default_factory=dict)
+    higher_is_better: dict[str, bool] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    phases: list[str] = field(default_factory=list)
+    borders: list[array[float]] = field(default_factory=list)
+    workloads: list[array[float]] = field(default_factory=list)
+
+    @property
+    def metric(self) -> str | None:
+        """The name of the metric evaluated most often, if any was."""
+        return max(self.evals, key=lambda name: len(self.evals[name]), default=None)
+
+    def weights(self) -> Floats:
+        """How many steps each line stands for."""
+        every = self.steps["every"]
+        return np.where(np.isfinite(every), every, 1.0)
+
+    def received(self) -> Floats:
+        """Bytes that one rank has received from the start to each line."""
+        return self._summed("bytes_received.mean")
+
+    def dense(self) -> Floats:
+        """Bytes that one rank would have received by then in a dense exchange."""
+        return self._summed("bytes_dense")
+
+    def _summed(self, name: str) -> Floats:
+        return np.cumsum(np.nan_to_num(self.steps[name], posinf=0.0) * self.weights())
+
+    def exchanged(self, name: str) -> Floats:
+        """A column of the steps, NaN where the step was skipped and so has no such value."""
+        return np.where(self.steps["skipped"] == 1.0, math.nan, self.steps[name])
+
+    def add_step(self, record: dict[str, Any]) -> None:
+        """Add a step; one that is not after the last is a resumed run's: it and all later ones are lived again."""
+        row = {name: record[name] for name in SINGLES if name in record}
+        for name in SPREADS:
+            row |= _spread(name, record.get(name))
+        for phase, value in (record.get("seconds") or {}).items():
+            row["seconds." + phase] = value["mean"] if isinstance(value, dict) else value
+            if phase not in self.phases:
+                self.phases.append(phase)
+        borders, workloads = (array("d", record.get(name) or ()) for name in ("borders", "workloads"))
+        self._rewind(record["step"])
+        self.steps.append(row)
+        self.borders.append(borders)
+        self.workloads.append(workloads)
+
+    def add_eval(self, record: dict[str, Any]) -> None:
+        """Add an evaluation; it replaces one of the same step, and those of later ones."""
+        name = str(record.get("metric_name") or "metric")
+        rows = self.evals.setdefault(name, Rows())
+        rows.keep(rows.before(record["step"]))
+        rows.append({key: record.get(key) for key in ("step", "time", "loss", "metric")})
+        self.higher_is_better[name] = bool(record.get("higher_is_better", True))
+
+    def add_event(self, record: dict[str, Any]) -> None:
+        """Add an event; all are kept, for all happened."""
+        step, time = (math.nan if record.get(name) is None else float(record[name]) for name in ("step", "time"))
+        self.events.append(Event(step, time, str(record.get("event") or "event"), str(record.get("text") or "")))
+
+    def _rewind(self, step: float) -> None:
+        """Forget steps from this on, and evaluations after it."""
+        count = self.steps.before(step)
+        if count == len(self.steps):
+            return
+        self.steps.keep(count)
+        del self.borders[count:], self.workloads[count:]
+        for rows in self.evals.values():
+            rows.keep(rows.before(math.nextafter(step, math.inf)))
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read runs, each under a name of its own."""
+    if not paths:
+        raise ConfigurationError(
+            "expected at least one run directory, got none; name the --out directory of mpisparse train"
+        )
+    return [_read(path, name) for path, name in zip(paths, _names(paths), strict=True)]
+
+
+def _read(path: Path, name: str) -> Run:
+    metrics = path / "metrics.jsonl"
+    if not path.is_dir():
+        what = "a file" if path.exists() else "nothing that exists"
+        raise ConfigurationError(
+            f"expected a run directory, got {path}, which is {what}; name the --out directory of mpisparse train"
+        )
+    if not metrics.is_file():
+        raise ConfigurationError(
+            f"expected {metrics}, which mpisparse train writes, got no such file; name a directory that holds a run"
+        )
+    run = Run(path, name, _settings(path / "config.toml"))
+    _read_metrics(metrics, run)
+    if not len(run.steps):
+        raise ConfigurationError(
+            f"expected at least one step in {metrics}, got none; wait for the run's first or leave it out"
+        )
+    return run
+
+
+def _read_metrics(path: Path, run: Run) -> None:
+    """Add every line to the run. The last may be half written, for the run may have been killed or be running."""
+    broken: ConfigurationError | None = None
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            if broken:
+                raise broken
+            try:
+                record = json.loads(line)
+            except ValueError:
+                broken = _damage(path, number, line)
+                continue
+            try:
+                _add(record, run)
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+                raise _damage(path, number, line) from error
+
+
+def _damage(path: Path, number: int, line: bytes) -> ConfigurationError:
+    shown = line[:60].decode(errors="replace").strip()
+    return ConfigurationError(
+        f"expected a JSON object of a step, an eval or an event in line {number} of {path}, got {shown!r}; "
+        "remove that line to see the others"
+    )
+
+
+def _add(record: Any, run: Run) -> None:
+    kind = record["kind"]
+    if kind in ("step", "eval") and not math.isfinite(record["step"]):
+        raise ValueError("a step has a number")
+    match kind:
+        case "step":
+            run.add_step(record)
+        case "eval":
+            run.add_eval(record)
+        case "event":
+            run.add_event(record)
+
+
+def _spread(name: str, value: Any) -> dict[str, Any]:
+    least, mean, most = SPREADS[name]
+    if isinstance(value, dict):
+        return {least: value.get("min"), mean: value.get("mean"), most: value.get("max")}
+    return {least: value, mean: value, most: value}
+
+
+def _settings(path: Path) -> dict[str, object]:
+    """Read the settings, tables within them by dotted names; none where there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        return _flat(tomllib.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ConfigurationError(
+            f"expected TOML in {path}, got something else ({error}); mend or remove the file"
+        ) from error
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Name runs by as many last parts of their paths as tell them apart; the same path twice is numbered."""
+    full = [path.resolve() for path in paths]
+    deepest = max(len(path.parts) for path in full)
+    for depth in range(1, deepest + 1):
+        names = ["/".join(path.parts[-depth:]) for path in full]
+        if len(set(names)) == len(set(full)):
+            break
+    return [f"{name} ({names[: i + 1].count(name)})" if names.count(name) > 1 else name for i, name in enumerate(names)]

@@ -1,0 +1,565 @@
+"""The report: what it reads, the numbers it shows, and pages that stay whole whatever the run went through."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpisparse.errors import ConfigurationError
+from mpisparse.runtime import report
+from mpisparse.runtime.report import read, scale, thin, units
+
+ELEMENTS = 1_146_890
+EXCHANGE = {"accumulate": 2.1, "agree": 0.6, "unite": 0.8, "reduce": 1.4, "feedback": 0.1, "publish": 0.3, "adapt": 0.2}
+
+
+def spread(value: float, width: float = 0.1) -> dict[str, float]:
+    """Minimum, mean and maximum over ranks."""
+    return {"min": round(value * (1 - width), 7), "mean": round(value, 7), "max": round(value * (1 + width), 7)}
+
+
+def steps(count: int, *, ranks: int = 4, density: float = 0.001, seed: int = 0, every: int = 1) -> list[dict[str, Any]]:
+    """Fabricate plausible steps."""
+    rng = np.random.default_rng(seed)
+    noise = rng.standard_normal((count, 4))
+    wobble = rng.standard_normal((count, ranks)) * 0.04
+    drift = np.cumsum(rng.standard_normal((count, ranks)) * 0.3 / math.sqrt(count), axis=0) * 0.5
+    dense = ELEMENTS * 8 * (ranks - 1) // ranks
+    records = []
+    for i in range(count):
+        done = i / max(1, count - 1)
+        loss = 2.3 * math.exp(-4 * done) + 0.05 + 0.12 * abs(noise[i, 0]) * (1 - 0.6 * done)
+        chosen = max(density, 0.25 * math.exp(-done * 60)) if density < 0.25 else density
+        actual = chosen * (1 + 0.03 * noise[i, 1]) if density < 1 else 1.0
+        shares = np.maximum(1 + wobble[i], 0.2)
+        sizes = np.exp(drift[i])
+        received = ELEMENTS * actual * 6.5 if density < 1 else dense
+        slow = 20 if i == 0 else 1 + 0.1 * abs(noise[i, 2])
+        seconds = {phase: spread(ms * slow * 1e-3) for phase, ms in EXCHANGE.items()}
+        seconds |= {"compute": spread(0.018 * slow), "data": spread(0.0012 * slow)}
+        record = {
+            "kind": "step", "step": (i + 1) * every, "epoch": i * every // 100, "time": round((i + 1) * every * 0.026, 3),
+            "loss": spread(loss, 0.15), "lr": round(0.05 * (0.5 + 0.5 * math.cos(math.pi * done)), 6),
+            "density": actual, "set_density": chosen, "threshold": 0.03 * math.exp(-2 * done) * (1 + 0.05 * noise[i, 3]),
+            "selected": round(ELEMENTS * actual), "bytes_sent": spread(received), "bytes_received": spread(received, 0.03),
+            "bytes_dense": dense, "imbalance": float(shares.max() / shares.mean() - 1), "reselected": 0, "refined": 0,
+            "skipped": False, "seconds": seconds,
+            "workloads": np.round(ELEMENTS * actual * shares / ranks).astype(int).tolist(),
+            "borders": [0, *np.round(ELEMENTS * np.cumsum(sizes) / sizes.sum()).astype(int).tolist()],
+        }  # fmt: skip
+        records.append(record | {"every": every} if every > 1 else record)
+    return records
+
+
+def evals(records: list[dict[str, Any]], *, points: int = 25, top: float = 0.97) -> list[dict[str, Any]]:
+    """Evaluate now and then."""
+    chosen = records[:: max(1, len(records) // points)]
+    return [
+        {
+            "kind": "eval", "step": r["step"], "time": r["time"] + 0.01, "loss": r["loss"]["mean"] * 1.1,
+            "metric": top * (1 - math.exp(-6 * (i + 1) / len(chosen))), "metric_name": "accuracy", "higher_is_better": True,
+        }
+        for i, r in enumerate(chosen)
+    ]  # fmt: skip
+
+
+def events(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Start, checkpoint, be killed and resume, end."""
+    chosen = {0: "start", len(records) // 2: "signal", len(records) // 2 + 1: "resume", len(records) - 1: "end"}
+    chosen |= {i: "checkpoint" for i in range(0, len(records), max(1, len(records) // 12)) if i not in chosen}
+    return [
+        {
+            "kind": "event",
+            "step": records[i]["step"],
+            "time": records[i]["time"],
+            "event": event,
+            "text": f"{event} of the run",
+        }
+        for i, event in sorted(chosen.items())
+        if i < len(records)
+    ]
+
+
+def make_run(path: Path, records: list[dict[str, Any]], **settings: Any) -> Path:
+    """Write a run directory."""
+    path.mkdir(parents=True)
+    known = {"model": "digits-cnn", "data": "digits", "scheme": "exdyna", "density": 0.001, "codec": "fp32", "ranks": 4,
+             "seed": 1, "batch_size": 64, "optimizer": "sgd", "lr": 0.05, "checkpoint_every": 100} | settings  # fmt: skip
+    (path / "config.toml").write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in known.items()))
+    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def whole_run(path: Path, count: int, **options: Any) -> Path:
+    """Write a run with steps, evaluations and events."""
+    settings = {key: options.pop(key) for key in ("scheme", "codec") if key in options}
+    records = steps(count, **options)
+    shown = {key: options[key] for key in ("ranks", "density", "seed") if key in options}
+    return make_run(path, [*records, *evals(records), *events(records)], **settings, **shown)
+
+
+SECTIONS = ("summary", "settings", "loss", "metric", "density", "traffic", "time", "partitions", "events")
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+class Balanced(HTMLParser):
+    """Fails on a tag that is closed but was not opened, or the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open.append(tag)
+        self.ids += [value for name, value in attrs if name == "id" and value]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] not in ("script", "style"):
+            self.text += data
+
+
+class Page:
+    """A page that was read and found whole."""
+
+    def __init__(self, path: Path) -> None:
+        self.html = path.read_text(encoding="utf-8")
+        parser = Balanced()
+        parser.feed(self.html)
+        parser.close()
+        assert parser.open == []
+        assert len(parser.ids) == len(set(parser.ids))
+        self.ids, self.text = parser.ids, parser.text
+        self.root = ET.fromstring(self.html.removeprefix("<!DOCTYPE html>\n"))
+        self.figures = {self._title(figure): figure for figure in self.root.iter("figure")}
+        assert not re.search(r"""(?:src|href)=["'](?!data:)|url\(|@import|https?://(?!www\.w3\.org/2000/svg)""", self.html)
+        for picture in self.pictures():
+            check_picture(picture)
+
+    def pictures(self) -> Iterator[ET.Element]:
+        for figure in self.root.iter("figure"):
+            (picture,) = figure.findall(f"{SVG}svg")
+            yield picture
+
+    def table(self) -> dict[str, list[float | str]]:
+        """The headline: values where there are, else what is shown."""
+        rows = self.root.findall(".//section[@id='summary']//tbody/tr")
+        return {row.findtext("th", ""): [_value(cell) for cell in row.findall("td")] for row in rows}
+
+    def shown(self, label: str) -> list[str]:
+        """What a row of the headline says."""
+        rows = self.root.findall(".//section[@id='summary']//tbody/tr")
+        row = next(row for row in rows if row.findtext("th") == label)
+        return ["".join(cell.itertext()) for cell in row.findall("td")]
+
+    def lines(self, title: str) -> list[str]:
+        """The names of a chart's lines."""
+        paths = self.figures[title].iter(f"{SVG}path")
+        return [path.get("data-name", "") for path in paths if path.get("class", "").startswith("line ")]
+
+    @staticmethod
+    def _title(figure: ET.Element) -> str:
+        return figure.findtext("figcaption/b", "")
+
+
+def _value(cell: ET.Element) -> float | str:
+    data = cell.find("data")
+    return "".join(cell.itertext()) if data is None else float(data.get("value", ""))
+
+
+def check_picture(picture: ET.Element) -> None:
+    """A picture has a title, a description, and nothing but finite numbers in what it draws."""
+    alone = ET.fromstring(ET.tostring(picture))
+    assert alone.findtext(f"{SVG}title")
+    assert alone.findtext(f"{SVG}desc")
+    for element in alone.iter():
+        drawn = " ".join(value for name, value in element.items() if name in ("d", "x", "y", "width", "height", "viewBox"))
+        assert not re.search(r"nan|inf|e[+-]?\d", drawn), drawn[:200]
+        assert element.get("d", "M") != ""
+
+
+def render(*runs: Path, out: Path | None = None) -> Page:
+    return Page(report.write(runs, out or runs[0] / "page.html"))
+
+
+def test_sections_and_pictures(tmp_path: Path) -> None:
+    page = render(whole_run(tmp_path / "run", 300))
+    assert [name for name in SECTIONS if name not in page.ids] == []
+    assert len(list(page.pictures())) == 18
+    assert page.lines("Loss by steps") == ["run", "run, evaluation"]
+    assert "digits-cnn" in page.text
+    assert "checkpoint ×10" in page.text
+
+
+def by_hand(step: int, **changes: Any) -> dict[str, Any]:
+    """A step with round numbers."""
+    ranks = {"min": 900, "mean": 1000, "max": 1100}
+    return {
+        "kind": "step", "step": step, "time": step * 0.5, "loss": {"min": 0.5, "mean": 1.0, "max": 1.5}, "lr": 0.1,
+        "density": 0.011, "set_density": 0.01, "threshold": 0.5, "selected": 110, "bytes_sent": ranks,
+        "bytes_received": ranks, "bytes_dense": 40_000, "imbalance": 0.1, "skipped": False,
+        "seconds": {"reduce": {"min": 0, "mean": 0.001, "max": 1}}, "workloads": [50, 60], "borders": [0, 4000, 10_000],
+    } | changes  # fmt: skip
+
+
+def evaluation(step: int, metric: float, **changes: Any) -> dict[str, Any]:
+    record = {"kind": "eval", "step": step, "time": step * 0.5, "loss": 0.75, "metric": metric, "metric_name": "accuracy"}
+    return record | {"higher_is_better": True} | changes
+
+
+def test_headline_is_what_a_hand_computes(tmp_path: Path) -> None:
+    records = [
+        by_hand(1, density=0.009),
+        by_hand(2, bytes_received={"min": 1, "mean": 3000, "max": 9000}, imbalance=0.3),
+        evaluation(2, 0.9),
+        by_hand(3, loss={"min": 0, "mean": 0.25, "max": 1}, skipped=True, density=0.0, imbalance=0.0),
+        evaluation(3, 0.8, loss=0.5),
+    ]
+    page = render(make_run(tmp_path / "run", records))
+    table = {label: cells[0] for label, cells in page.table().items()}
+    assert table == {
+        "Final accuracy": 0.8,
+        "Best accuracy": 0.9,
+        "Final loss": 0.25,
+        "Final evaluation loss": 0.5,
+        "Steps": 3,
+        "Time of training": 1.5,
+        "Bytes received by a rank": 5000,
+        "Bytes of dense exchange": 120_000,
+        "Fewer bytes than dense": 24,
+        "Mean density": pytest.approx(0.010),  # the skipped step has none
+        "Mean imbalance": pytest.approx(0.2),
+        "Steps skipped": 1,
+    }
+    assert page.shown("Best accuracy") == ["0.9 at step 2"]
+    assert page.shown("Bytes of dense exchange") == ["120 kB"]
+    assert page.shown("Fewer bytes than dense") == ["24×"]
+    assert page.shown("Mean imbalance") == ["20 %"]
+
+
+def test_lines_that_stand_for_many_steps(tmp_path: Path) -> None:
+    """A line's bytes count for all its steps, and so does its density in the mean."""
+    records = [by_hand(10, every=10), by_hand(20, every=10), by_hand(21, density=0.0215)]
+    table = render(make_run(tmp_path / "run", records)).table()
+    assert table["Bytes received by a rank"] == [21_000]
+    assert table["Bytes of dense exchange"] == [840_000]
+    assert table["Mean density"] == [pytest.approx((20 * 0.011 + 0.0215) / 21)]
+
+
+def test_best_of_a_metric_that_should_be_low(tmp_path: Path) -> None:
+    low = {"metric_name": "perplexity", "higher_is_better": False}
+    records = [by_hand(1), *(evaluation(i, m, **low) for i, m in enumerate((90.0, math.nan, 30.0, 50.0), 1))]
+    page = render(make_run(tmp_path / "run", records))
+    assert page.table()["Best perplexity"] == [30]
+    assert page.table()["Final perplexity"] == [50]
+    assert "lower is better" in page.text
+
+
+def test_overlays_have_a_line_for_each_run(tmp_path: Path) -> None:
+    names = ["first", "second", "third"]
+    runs = [whole_run(tmp_path / name, 60 + 10 * i, seed=i, density=0.1**i) for i, name in enumerate(names, 1)]
+    page = render(*runs, out=tmp_path / "page.html")
+    overlaid = ["by steps", "by time", "by bytes received"]
+    for title in (*(f"{what} {by}" for what in ("Loss", "Accuracy") for by in overlaid), "Deviation of density", "Threshold",
+                  "Bytes of a step", "Imbalance", "Time of a step", "Learning rate"):  # fmt: skip
+        assert [name for name in page.lines(title) if "," not in name] == names, title
+    assert page.lines("Density") == [*(f"{name}, set" for name in names), *names]
+    for i, name in enumerate(names):
+        looks = {
+            p.get("class", "").split()[1:3] == [f"r{i}", f"c{i}"]
+            for p in page.root.iter(f"{SVG}path")
+            if p.get("data-name") == name
+        }
+        assert looks == {True}
+    assert page.table()["Steps"] == [70, 80, 90]
+    assert len(list(page.pictures())) == 15 + 3 * 3
+    assert page.root.find(".//input[@id='show-2']") is not None
+
+
+def last_values(run: Path) -> dict[str, Any]:
+    """What the reader takes from a run."""
+    (found,) = read.read_runs([run])
+    rows = found.evals.get("accuracy")
+    return {
+        "steps": found.steps["step"].tolist(),
+        "losses": found.steps["loss.mean"].tolist(),
+        "metrics": rows["metric"].tolist() if rows else [],
+        "borders": len(found.borders),
+        "bytes": found.received().tolist()[-1],
+    }
+
+
+def test_the_later_of_a_step_wins(tmp_path: Path) -> None:
+    """Killed after step 5, resumed after step 2, killed again after step 4: step 5 was never lived again."""
+    lost = {"min": 7.0, "mean": 7.0, "max": 7.0}
+    first = [
+        by_hand(1),
+        by_hand(2),
+        evaluation(2, 0.2),
+        by_hand(3, loss=lost),
+        by_hand(4, loss=lost),
+        evaluation(4, 0.1),
+        by_hand(5, loss=lost),
+    ]
+    resume = {"kind": "event", "step": 2, "time": 1.0, "event": "resume", "text": "on 2 ranks"}
+    run = make_run(tmp_path / "run", [*first, resume, by_hand(3), by_hand(4), evaluation(4, 0.4)])
+    assert last_values(run) == {
+        "steps": [1, 2, 3, 4],
+        "losses": [1.0] * 4,
+        "metrics": [0.2, 0.4],
+        "borders": 4,
+        "bytes": 4000,
+    }
+    page = render(run)
+    assert page.table()["Final accuracy"] == [0.4]
+    assert "on 2 ranks" in page.text
+
+
+def test_evaluations_of_a_lost_life_are_forgotten(tmp_path: Path) -> None:
+    records = [by_hand(1), evaluation(1, 0.1), by_hand(2), by_hand(3), evaluation(3, 0.9), by_hand(2)]
+    assert last_values(make_run(tmp_path / "run", records))["metrics"] == [0.1]
+
+
+@pytest.mark.parametrize("cut", [1, 15, -2])
+@pytest.mark.parametrize("end", ["", "\n", "\n\n"])
+def test_a_half_written_last_line_is_ignored(tmp_path: Path, cut: int, end: str) -> None:
+    run = make_run(tmp_path / "run", [by_hand(1), by_hand(2)])
+    with (run / "metrics.jsonl").open("a") as lines:
+        lines.write(json.dumps(by_hand(3))[:cut] + end)
+    assert last_values(run)["steps"] == [1, 2]
+
+
+def test_a_whole_last_line_without_an_end_counts(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [by_hand(1)])
+    with (run / "metrics.jsonl").open("a") as lines:
+        lines.write(json.dumps(by_hand(2)))
+    assert last_values(run)["steps"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ['{"kind": "step", "st', "[1, 2]", '{"step": 3}', '{"kind": "step"}', '{"kind": "step", "step": null}', "\udcff\udcfe",
+     json.dumps(by_hand(2, borders="abc")), json.dumps(by_hand(2, density="much")), json.dumps(by_hand(2, seconds=[1]))],
+)  # fmt: skip
+def test_a_damaged_line_is_named(tmp_path: Path, damage: str) -> None:
+    run = make_run(tmp_path / "run", [by_hand(1)])
+    text = json.dumps(by_hand(1)) + "\n\n" + damage + "\n" + json.dumps(by_hand(4)) + "\n"
+    (run / "metrics.jsonl").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigurationError, match=r"expected .* in line 3 of .*metrics\.jsonl, got .*; remove that line"):
+        report.write([run], None)
+    assert not (run / "report.html").exists()
+
+
+def test_unknown_kinds_and_fields_pass(tmp_path: Path) -> None:
+    records = [by_hand(1, novel={"a": [1]}), {"kind": "weather", "sky": "blue"}, by_hand(2, seconds={"dream": 0.5})]
+    page = render(make_run(tmp_path / "run", records, novel_setting=[1, 2]))
+    assert "dream" in page.text
+    assert "novel_setting" in page.text
+
+
+def test_runs_without_a_step_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"expected a run directory, got .*nowhere, which is nothing that exists; name"
+    ):
+        report.write([tmp_path / "nowhere"], None)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigurationError, match=r"expected .*metrics\.jsonl, .* got no such file; name"):
+        report.write([tmp_path / "empty"], None)
+    for name, records in (("none", []), ("only-start", [{"kind": "event", "step": 0, "time": 0, "event": "start"}])):
+        with pytest.raises(ConfigurationError, match=r"expected at least one step in .*, got none; wait"):
+            report.write([make_run(tmp_path / name, records)], None)
+    with pytest.raises(ConfigurationError, match="expected at least one run directory, got none"):
+        report.write([], None)
+    broken = make_run(tmp_path / "broken", [by_hand(1)])
+    (broken / "config.toml").write_text("model = = 3")
+    with pytest.raises(ConfigurationError, match=r"expected TOML in .*config\.toml"):
+        report.write([broken], None)
+
+
+def test_without_settings(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [by_hand(1)])
+    (run / "config.toml").unlink()
+    assert "settings" not in render(run).ids
+
+
+def test_losses_that_are_not_finite(tmp_path: Path) -> None:
+    """Axes stay where the finite values are; the others are crosses, and break the line."""
+    records = steps(90)
+    for i, bad in ((30, math.nan), (31, math.inf), (32, -math.inf), (33, 1e300), (89, math.nan)):
+        records[i]["loss"] = {"min": bad, "mean": bad, "max": bad}
+    finite = [r["loss"][part] for r in records for part in ("min", "max") if abs(r["loss"][part]) < 1e9]
+    page = render(make_run(tmp_path / "run", records))
+    assert page.table()["Final loss"] == ["NaN"]
+    figure = page.figures["Loss by steps"]
+    lo, hi = map(float, figure[1].get("data-y", "").split()[:2])
+    assert lo <= min(finite) < max(finite) <= hi < 2 * max(finite)
+    paths = {path.get("class", "").split()[0]: path.get("d", "") for path in figure.iter(f"{SVG}path")}
+    assert paths["line"].count("M") == 2
+    assert paths["cross"].count("M") == 5
+    assert "5 not finite" in "".join(figure.itertext())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, None])
+def test_nothing_finite_at_all(tmp_path: Path, bad: float | None) -> None:
+    fields = ("lr", "density", "set_density", "threshold", "imbalance", "bytes_dense")
+    spreads = {name: {"min": bad, "mean": bad, "max": bad} for name in ("loss", "bytes_received")}
+    records = [by_hand(i, **dict.fromkeys(fields, bad), **spreads, seconds={"reduce": {"mean": bad}}) for i in (1, 2, 3)]
+    page = render(make_run(tmp_path / "run", [*records, evaluation(3, math.nan, loss=bad)]))
+    assert "no loss is finite" in page.text
+
+
+def test_names_are_escaped(tmp_path: Path) -> None:
+    name = """<script>alert("1")</script> & 'x'""".replace("/", "∕")
+    settings = {"model": "<i>&", "<b>": "\\"}
+    run = make_run(
+        tmp_path / name, [by_hand(1), {"kind": "event", "step": 1, "time": 1, "event": "<u>", "text": "</table>&"}]
+    )
+    (run / "config.toml").write_text("".join(f"{json.dumps(k)} = {json.dumps(v)}\n" for k, v in settings.items()))
+    page = render(run, make_run(tmp_path / "b", [by_hand(1)]), out=tmp_path / "page.html")
+    assert name in page.text
+    assert name in page.lines("Loss by steps")
+    assert page.html.count("<script>") == 1
+    assert "</table>&" in page.text
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    a, b = (make_run(tmp_path / parent / "run", [by_hand(1)]) for parent in ("a", "b"))
+    assert [run.name for run in read.read_runs([a, b])] == ["a/run", "b/run"]
+    assert [run.name for run in read.read_runs([a, a])] == ["run (1)", "run (2)"]
+
+
+def test_where_the_page_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [make_run(tmp_path / name, [by_hand(1)]) for name in "ab"]
+    monkeypatch.chdir(tmp_path)
+    assert report.write(runs[:1], None) == runs[0] / "report.html"
+    assert report.write(runs, None) == Path("report.html")
+    assert report.write(runs, tmp_path / "x.html") == tmp_path / "x.html"
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "report.html", "x.html"}
+    before = (tmp_path / "x.html").read_bytes()
+    with pytest.raises(ConfigurationError, match=r"expected a file that can be written, got .*; choose another with --out"):
+        report.write(runs, tmp_path / "missing" / "x.html")
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(ConfigurationError, match="No space left"):
+        report.write(runs, tmp_path / "x.html")
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "report.html", "x.html"}
+    assert (tmp_path / "x.html").read_bytes() == before
+
+
+@pytest.mark.parametrize(("ranks", "lines", "images"), [(1, 1, 0), (2, 2, 0), (16, 16, 0), (17, 0, 1), (300, 0, 1)])
+def test_partitions_of_few_and_many_ranks(tmp_path: Path, ranks: int, lines: int, images: int) -> None:
+    page = render(whole_run(tmp_path / "run", 20, ranks=ranks))
+    workloads, borders = page.figures["Workload of each partition"], page.figures["Partition borders"]
+    assert len(page.lines("Workload of each partition")) == lines
+    assert len(list(workloads.iter(f"{SVG}image"))) == images
+    assert len(page.lines("Partition borders")) == max(0, lines - 1)
+    areas = [path for path in borders.iter(f"{SVG}path") if path.get("class", "").startswith("area")]
+    assert len(areas) == (ranks if ranks <= 32 else math.ceil(ranks / math.ceil(ranks / 32)))
+
+
+def test_rank_count_may_change(tmp_path: Path) -> None:
+    records = [*steps(10, ranks=4), *steps(30, ranks=2)[10:]]
+    page = render(make_run(tmp_path / "run", records))
+    assert page.lines("Partition borders") == ["border 1", "border 2", "border 3", "border 1"]
+
+
+def test_one_step(tmp_path: Path) -> None:
+    page = render(make_run(tmp_path / "zero", [by_hand(0, time=0.0)]), make_run(tmp_path / "one", [by_hand(1)]))
+    assert page.lines("Loss by steps") == ["zero", "one"]
+    assert render(tmp_path / "zero").lines("Loss by steps") == ["zero"]
+
+
+def test_a_hundred_thousand_steps(tmp_path: Path) -> None:
+    """The page stays small, and thinning loses no extreme."""
+    template = json.dumps(by_hand(1))
+    rng = np.random.default_rng(5)
+    losses = rng.uniform(1.0, 2.0, 100_000).round(6)
+    losses[77_777], losses[33_333] = 9.0, 0.5
+    run = make_run(tmp_path / "run", [])
+    head, tail = template.split('"step": 1,')
+    tail = tail.split('"loss": ')[1].split("}", 1)[1]
+    with (run / "metrics.jsonl").open("w") as lines:
+        for i, loss in enumerate(losses.tolist()):
+            spread = f'{{"min": {loss}, "mean": {loss}, "max": {loss}}}'
+            lines.write(f'{head}"step": {i}, "time": {i * 0.01:.2f}, "loss": {spread}{tail}\n')
+        lines.writelines(
+            json.dumps({"kind": "event", "step": i, "time": i * 0.01, "event": event, "text": "x"}) + "\n"
+            for i in range(0, 100_000, 50)
+            for event in ("checkpoint", "density")
+        )
+    path = report.write([run], None)
+    assert path.stat().st_size < 1_000_000
+    figure = Page(path).figures["Loss by steps"]
+    lo, hi = map(float, figure[1].get("data-y", "").split()[:2])
+    _, top, _, bottom = map(float, figure[1].get("data-box", "").split())
+    (band,) = (p.get("d", "") for p in figure.iter(f"{SVG}path") if p.get("class", "").startswith("band"))
+    heights = [float(pair.split()[1]) for pair in re.split("[MLz]", band) if pair]
+    reached = [lo + (hi - lo) * (bottom - height) / (bottom - top) for height in (max(heights), min(heights))]
+    assert reached == pytest.approx([0.5, 9.0], abs=0.05)
+
+
+def test_thinning_keeps_mean_and_extremes() -> None:
+    values = np.arange(1000.0)
+    values[500] = math.nan
+    thinned = thin.thin(np.linspace(0, 1, 1000), values, values - 1, values + 1, 10)
+    assert thinned.mean.shape == (10, 1)
+    assert thinned.mean[0, 0] == pytest.approx(49.5)
+    assert thinned.low[:, 0].tolist() == [-1, 99, 199, 299, 399, 500, 599, 699, 799, 899]
+    assert thinned.high[-1, 0] == 1000
+    assert thinned.bad.tolist() == [pytest.approx(500 / 999)]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (units.number(0.9722333), "0.9722"), (units.number(1234567.0), "1,234,567"), (units.number(3.2e-7), "3.2×10⁻⁷"),
+        (units.number(-12.5), "−12.5"), (units.number(100.0), "100"), (units.number(0.0), "0"),
+        (units.number(math.inf), "∞"),
+        (units.number(math.nan), "NaN"), (units.number(12345.6), "12,346"), (units.number(1e20), "10²⁰"),
+        (units.nbytes(2_293_780), "2.29 MB"), (units.nbytes(812), "812 B"), (units.nbytes(0), "0 B"),
+        (units.nbytes(3.78e9), "3.78 GB"), (units.nbytes(999_999), "1 MB"), (units.seconds(0.0082), "8.2 ms"),
+        (units.seconds(34.5), "34.5 s"), (units.seconds(725), "12 min 5 s"), (units.seconds(120), "2 min"),
+        (units.seconds(11_520), "3 h 12 min"), (units.seconds(2e-5), "20 µs"), (units.seconds(0), "0 s"),
+        (units.percent(0.0105, signed=True), "+1.05 %"), (units.percent(-0.2), "−20 %"),
+    ],
+)  # fmt: skip
+def test_numbers_for_people(text: str, said: str) -> None:
+    assert text == said
+
+
+@pytest.mark.parametrize(
+    ("axis", "labels"),
+    [
+        (scale.Axis(0, 1.02), ["0", "0.25", "0.50", "0.75", "1.00"]),
+        (scale.Axis(0, 3, kind="count"), ["0", "1", "2", "3"]),
+        (scale.Axis(0, 1, kind="count"), ["0", "1"]),
+        (scale.Axis(0, 50_000, kind="count"), ["0", "10k", "20k", "30k", "40k", "50k"]),
+        (scale.Axis(0, 1500, kind="seconds"), ["0", "5 min", "10 min", "15 min", "20 min", "25 min"]),
+        (scale.Axis(0, 2e6, kind="bytes"), ["0", "0.5 MB", "1.0 MB", "1.5 MB", "2.0 MB"]),
+        (scale.Axis(-0.05, 0.05, kind="percent"), ["−4 %", "−2 %", "0", "2 %", "4 %"]),
+        (scale.Axis(5e3, 2e7, log=True, kind="bytes"), ["10 kB", "100 kB", "1 MB", "10 MB"]),
+        (scale.Axis(1e-7, 1.0, log=True), ["10⁻⁶", "10⁻⁴", "0.01", "1"]),
+        (scale.Axis(0.003, 0.03, log=True), ["0.003", "0.01", "0.03"]),
+    ],
+)  # fmt: skip
+def test_ticks(axis: scale.Axis, labels: list[str]) -> None:
+    ticks = axis.ticks()
+    assert [label for _, label in ticks] == labels
+    places = axis.place(np.array([value for value, _ in ticks]))
+    assert (places >= -0.01).all()
+    assert (places <= 1.01).all()
