@@ -14,7 +14,7 @@ inline float largest(const float* x, int64_t n) {
     return most;
 }
 
-// HDF5's checksum of an even number of bytes: running sums of big-endian 16-bit words, modulo 65535, never 0 but for 0.
+// HDF5's checksum: running sums of big-endian 16-bit words (an odd last byte is a word's high one), modulo 65535, 0 only for 0.
 inline uint32_t fletcher32(const uint8_t* data, int64_t nbytes) {
     uint64_t one = 0, two = 0;
     bool any = false;
@@ -31,6 +31,11 @@ inline uint32_t fletcher32(const uint8_t* data, int64_t nbytes) {
         any |= sum != 0;
         data += 2 * count;
         left -= count;
+    }
+    if (nbytes % 2) {
+        any |= *data != 0;
+        one = (one + (uint64_t(*data) << 8)) % 65535;
+        two = (two + one) % 65535;
     }
     const auto fold = [any](uint64_t x) { return uint32_t(any && x == 0 ? 65535 : x); };
     return fold(two) << 16 | fold(one);

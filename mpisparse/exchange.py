@@ -119,12 +119,12 @@ class Exchange:
         gathered = self.allgather(np.array([value], dtype=np.float64).view(np.int64))
         return float(sum(gathered.view(np.float64)[:, 0].tolist()) / self.size)
 
-    def raise_together(self, error: BaseException | None) -> None:
-        """Raise on every rank if any rank has an error: the first such rank's, with its rank."""
+    def raise_together(self, error: BaseException | None, kind: type[Exception] = ConfigurationError) -> None:
+        """Raise on every rank if any rank has an error: the first such rank's, with its rank, as `kind`."""
         texts = self.gather_texts("" if error is None else str(error) or type(error).__name__)
         for rank, text in enumerate(texts):
             if text:
-                raise ConfigurationError(f"r{rank} | {text}") from (error if rank == self.rank else None)
+                raise kind(f"r{rank} | {text}") from (error if rank == self.rank else None)
 
     def _count(self, sent: int, received: int) -> None:
         self.nbytes_sent += sent

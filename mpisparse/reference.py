@@ -161,8 +161,8 @@ def publish_at(address: int, kind: int, count: int, index: Ints, values: Floats)
 
 
 def fletcher32(data: NDArray[np.uint8]) -> int:
-    """HDF5's checksum of an even number of bytes: sums of big-endian 16-bit words, modulo 65535, 0 only for 0."""
-    words = data.view(">u2").astype(np.uint64)
+    """HDF5's checksum: sums of big-endian 16-bit words (an odd last byte is a high one), modulo 65535, 0 only for 0."""
+    words = np.append(data, np.zeros(len(data) % 2, np.uint8)).view(">u2").astype(np.uint64)
     one, two = 0, 0
     for start in range(0, len(words), 4096):
         block = words[start : start + 4096]

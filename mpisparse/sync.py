@@ -205,9 +205,9 @@ class GradientSync:
         """Take a state that state_dict() gave on the same rank of as many ranks; collective, all or none."""
         error: Exception | None = None
         try:
-            self._check_state(state)
-        except (ConfigurationError, KeyError) as caught:
-            error = caught if isinstance(caught, ConfigurationError) else ConfigurationError(f"the state has no {caught}")
+            self.check_state(state)
+        except ConfigurationError as caught:
+            error = caught
         self._exchange.raise_together(error)
         self._residual.copy_(torch.as_tensor(state["residual"]))
         step = {key.removeprefix("step."): value for key, value in state.items() if key.startswith("step.")}
@@ -217,7 +217,11 @@ class GradientSync:
         self._published.clear()
         self._watch.restart()
 
-    def _check_state(self, state: dict[str, Any]) -> None:
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise ConfigurationError unless load_state_dict could take the state; local."""
+        missing = sorted(set(self.state_dict(copy=False)) - set(state))
+        if missing:
+            raise ConfigurationError(f"the state has no {missing[0]!r}")
         expected = {"format": STATE_FORMAT, "scheme": self.scheme, "size": self.size, "rank": self.rank}
         for key, value in expected.items():
             if state[key] != value:

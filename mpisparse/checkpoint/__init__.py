@@ -107,7 +107,9 @@ def begin_save(
             files = {name: (snapshot(arrays), texts) for name, (arrays, texts) in files.items()}
     except (OSError, tree.UnsupportedError) as caught:
         error = CheckpointError(f"cannot begin a checkpoint in {directory}: {caught}")
-    exchange.raise_together(error)
+        if exchange.rank == 0 and place != Path():
+            store.discard(place)
+    exchange.raise_together(error, CheckpointError)
     place = Path(exchange.gather_texts(str(place))[0])
     manifest = store.Manifest(step, exchange.size, (), tuple(subjects.describe()), _origin(sync))
     saving = Saving(exchange, Path(directory), place, manifest, keep)
@@ -154,7 +156,7 @@ def load(
                 warnings.warn(f"checkpoint {path} is not used: {damages[0]}", stacklevel=2)
             continue
         manifest, shared, own = contents
-        exchange.raise_together(_difference(manifest, subjects, path))
+        exchange.raise_together(_difference(manifest, subjects, path) or _misfit(subjects, shared, own, path))
         _warn_of_origin(manifest, sync, exchange.rank)
         subjects.restore(shared, own)
         if extra is not None:
@@ -208,6 +210,15 @@ def _difference(manifest: store.Manifest, subjects: Subjects, path: str) -> Exce
     for saved, line in zip((*manifest.model, "nothing more"), (*here, "nothing more"), strict=False):
         if saved != line:
             return ConfigurationError(f"{path} is of another model: it has {saved!r} where this one has {line!r}")
+    return None
+
+
+def _misfit(subjects: Subjects, shared: dict[str, Any], own: dict[str, Any], path: str) -> Exception | None:
+    """Why the states cannot be given to the objects."""
+    try:
+        subjects.check(shared, own)
+    except ConfigurationError as error:
+        return ConfigurationError(f"{path} cannot be restored here: {error}")
     return None
 
 

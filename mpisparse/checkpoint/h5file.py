@@ -7,6 +7,7 @@ the digest covers is every array's name, type, length and bytes, and every text,
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -41,16 +42,66 @@ def write_file(path: Path, arrays: Arrays, texts: dict[str, str]) -> FileRecord:
     """Write arrays and texts to a new file and flush it to disk; local. The digest is taken from what is being written."""
     digest = _Digest(texts)
     with open(path, "w+b", buffering=0) as raw:
-        with h5py.File(raw, "w", libver="latest") as file:
+        steady = _Steady(raw)
+        with h5py.File(steady, "w", libver="latest") as file:
             for name, text in sorted(texts.items()):
                 file.create_dataset(f"texts/{name}", data=np.frombuffer(text.encode(), np.uint8), fletcher32=bool(text))
             for name, array in sorted(arrays.items()):
                 digest.begin(name, array)
                 for _ in _write_array(file, f"arrays/{name}", array, digest):
                     os.posix_fadvise(raw.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # the disk begins while we go on
-        raw.flush()
+        if steady.error is not None:
+            raise steady.error
         os.fsync(raw.fileno())
         return FileRecord(path.name, raw.seek(0, os.SEEK_END), digest.hexdigest())
+
+
+class _Steady(io.RawIOBase):
+    """A file whose writes never fail towards HDF5, which does not survive that; the first error is kept for afterwards."""
+
+    def __init__(self, raw: io.FileIO) -> None:
+        self.raw = raw
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        done = 0
+        try:
+            while done < len(view) and self.error is None:
+                done += self.raw.write(view[done:])
+        except OSError as error:
+            self.error = error
+        if self.error is not None:
+            self.raw.seek(len(view) - done, os.SEEK_CUR)
+        return len(view)
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        view[:] = bytes(len(view))
+        self.raw.readinto(view)
+        return len(view)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self.raw.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self.raw.tell()
+
+    def truncate(self, size: int | None = None) -> int:
+        try:
+            return self.raw.truncate(size)
+        except OSError as error:
+            self.error = self.error or error
+            return size or 0
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
 
 
 def _write_array(file: h5py.File, name: str, array: NDArray[Any], digest: _Digest) -> Iterator[None]:

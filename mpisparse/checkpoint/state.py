@@ -11,6 +11,7 @@ import torch
 
 from mpisparse.checkpoint import tree
 from mpisparse.checkpoint.h5file import Arrays
+from mpisparse.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from mpisparse.sync import GradientSync
@@ -40,7 +41,27 @@ class Subjects:
         for name in ("optimizer", "scheduler", "scaler"):
             if getattr(self, name) is not None:
                 state[name] = getattr(self, name).state_dict()
+                state[f"{name}_kind"] = type(getattr(self, name)).__name__
         return state
+
+    def check(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
+        """Raise ConfigurationError unless the states fit the objects; changes nothing. Local."""
+        for name in ("optimizer", "scheduler", "scaler"):
+            here = getattr(self, name)
+            if here is None or name not in shared:
+                continue
+            if shared[f"{name}_kind"] != type(here).__name__:
+                raise ConfigurationError(f"the {name} was {shared[f'{name}_kind']}, this one is {type(here).__name__}")
+        if self.optimizer is not None and "optimizer" in shared:
+            saved, now = (
+                [len(g["params"]) for g in s["param_groups"]] for s in (shared["optimizer"], self.optimizer.state_dict())
+            )
+            if saved != now:
+                raise ConfigurationError(f"the optimizer had groups of {saved} parameters, this one has {now}")
+        if self.sync is not None:
+            if "sync" not in own:
+                raise ConfigurationError("it was saved without a GradientSync: there is no residual in it")
+            self.sync.check_state(own["sync"])
 
     def own(self, extra: dict[str, Any] | None) -> dict[str, Any]:
         """The state of this rank alone: buffers, residual and scheme, random generators, and what the caller adds."""

@@ -97,7 +97,8 @@ def discard(place: Path) -> None:
 
 def found(directory: Path) -> list[Path]:
     """The checkpoints in a directory, newest first, whole or not."""
-    return sorted((p for p in directory.glob("step-[0-9]*") if p.is_dir()), reverse=True)
+    named = [p for p in directory.glob("step-*") if p.is_dir() and p.name.removeprefix("step-").isdecimal()]
+    return sorted(named, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -32,6 +32,7 @@ def _encode(value: Any, prefix: str, arrays: Arrays, where: str) -> Any:
     if isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype in SCALARS:
         return {"scalar": [SCALARS[value.dtype], _number(value.item())]}
     if isinstance(value, torch.Tensor | np.ndarray):
+        _check_storable(value, where)
         name = f"{prefix}/{len(arrays)}"
         arrays[name] = as_array(value) if isinstance(value, torch.Tensor) else np.ascontiguousarray(value).reshape(-1)
         kind = str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else f"numpy:{value.dtype}"
@@ -57,6 +58,20 @@ SCALARS = {
     torch.int32: "int32",
     torch.bool: "bool",
 }
+
+
+def _check_storable(value: torch.Tensor | NDArray[Any], where: str) -> None:
+    """Refuse what has no plain array form: sparse tensors, types of torch alone, arrays of objects or texts."""
+    if isinstance(value, torch.Tensor):
+        plain = value.layout is torch.strided and (
+            value.dtype in BITS or hasattr(np, str(value.dtype).removeprefix("torch."))
+        )
+    else:
+        plain = value.dtype.kind in "biufc"
+    if not plain:
+        raise UnsupportedError(
+            f"cannot store {type(value).__name__} of {value.dtype} at {where or 'the top'}: only dense numbers"
+        )
 
 
 def _number(value: Any) -> Any:

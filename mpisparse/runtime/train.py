@@ -250,7 +250,7 @@ class Trainer:
                 self.checkpoints, step=self.step, model=self.model, optimizer=self.optimizer, sync=self.sync,
                 extra=extra, keep=self.settings.keep, background=background,
             )  # fmt: skip
-        except ConfigurationError as error:
+        except CheckpointError as error:
             self._event("checkpoint failed", str(error))
             return
         if not background:

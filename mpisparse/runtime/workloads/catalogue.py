@@ -1,0 +1,87 @@
+"""The built-in models and data by name: what they are, and where their code is. Imports none of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+_HOME = "mpisparse.runtime.workloads"
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """A model: factory(sizes, **options), the data it is for, and the sizes that data must give."""
+
+    description: str
+    factory: str
+    data: str
+    needs: tuple[str, ...]
+    options: dict[str, int] = field(default_factory=dict)
+    masked: bool = False
+
+
+@dataclass(frozen=True)
+class DataEntry:
+    """A data source: factory(**options), given `masked` too if it is text."""
+
+    description: str
+    factory: str
+    options: dict[str, str] = field(default_factory=dict)
+    text: bool = False
+
+
+def _image(description: str, factory: str, **options: int) -> ModelEntry:
+    return ModelEntry(description, f"{_HOME}.models.{factory}", "synthetic-images", ("classes", "channels"), options)
+
+
+def _bert(layers: int, width: int) -> ModelEntry:
+    description = f"masked language model: {layers} layers, {width} wide, {width // 64} heads"
+    options = {"layers": layers, "width": width}
+    return ModelEntry(
+        description, f"{_HOME}.models.bert:Bert", "python-words", ("vocabulary", "length"), options, masked=True
+    )
+
+
+MODELS: dict[str, ModelEntry] = {
+    "digits-cnn": ModelEntry(
+        "two convolutions and two linear layers, for small images",
+        f"{_HOME}.models.convnet:convnet",
+        "digits",
+        ("classes", "channels", "height", "width"),
+    ),
+    "resnet18": _image("residual net of 18 layers (basic blocks, CIFAR-style stem)", "resnet:resnet18"),
+    "resnet152": _image("residual net of 152 layers (bottlenecks, CIFAR-style stem)", "resnet:resnet152"),
+    "vgg16": _image("VGG of 16 layers with batch norm, CIFAR-style", "vgg:vgg", layers=16),
+    "vgg19": _image("VGG of 19 layers with batch norm, CIFAR-style", "vgg:vgg", layers=19),
+    "lstm": ModelEntry(
+        "language model of two LSTM layers, 512 wide; characters or words by the data",
+        f"{_HOME}.models.lstm:LanguageModel",
+        "python-text",
+        ("vocabulary",),
+    ),
+    "bert-mini": _bert(4, 256),
+    "bert-small": _bert(4, 512),
+    "bert-medium": _bert(8, 512),
+    "bert-base": _bert(12, 768),
+    "ncf": ModelEntry(
+        "neural collaborative filtering: matrix factorisation beside a perceptron",
+        f"{_HOME}.models.ncf:CollaborativeFilter",
+        "synthetic-ratings",
+        ("users", "items"),
+    ),
+}
+
+DATA: dict[str, DataEntry] = {
+    "digits": DataEntry("scikit-learn's 1,797 digits of 8 x 8 pixels", f"{_HOME}.data.images:digits"),
+    "synthetic-images": DataEntry(
+        "6,000 noisy 32 x 32 pictures of 10 patterns, made here", f"{_HOME}.data.images:synthetic_images"
+    ),
+    "python-text": DataEntry(
+        "the characters of Python's own source files", f"{_HOME}.data.corpus:python_source", {"unit": "characters"}, True
+    ),
+    "python-words": DataEntry(
+        "the words of Python's own source files", f"{_HOME}.data.corpus:python_source", {"unit": "words"}, True
+    ),
+    "synthetic-ratings": DataEntry(
+        "what 2,000 users liked of 1,000 items, made here", f"{_HOME}.data.ratings:synthetic_ratings"
+    ),
+}

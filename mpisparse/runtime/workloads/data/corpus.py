@@ -1,0 +1,107 @@
+"""Text from files, and from Python's own source, as characters (UTF-8 bytes) or words."""
+
+from __future__ import annotations
+
+import lzma
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpisparse.errors import ConfigurationError
+from mpisparse.runtime.workloads.data.text import LENGTH, MaskedTokens, NextTokens
+from mpisparse.runtime.workloads.records import Data
+
+HELD_OUT = 0.05  # of a text, at its end, for testing
+PYTHON_BYTES = 3_000_000
+WORDS = 8191  # in the vocabulary, the unknown one among them; the mask is one more
+SUFFIXES = (".txt", ".xz")
+
+# Marks that tokenised corpora have, such as <unk> and @-@, stay whole; so do runs of line ends.
+_WORD = re.compile(r"<\w+>|@[^\w\s]@|\w+|[^\w\s]|\n+")
+
+
+def load_text(path: Path, unit: str, masked: bool) -> Data:
+    """Load a file, or all .txt and .xz files of a directory; with files named train… and test… only these."""
+    if path.is_file():
+        return _text_data(str(path), [_read(path)], unit, masked)
+    paths = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    if not paths:
+        raise ConfigurationError(f"{path}: expected a directory with {' or '.join(SUFFIXES)} files; there is none in it")
+    parts = [[file for file in paths if file.name.split(".")[0] == name] for name in ("train", "test")]
+    if not all(parts):
+        parts = [paths]
+    return _text_data(str(path), [b"\n".join(map(_read, part)) for part in parts], unit, masked)
+
+
+def python_source(unit: str, masked: bool) -> Data:
+    """Load the first 3 MB of the standard library's modules, in alphabetical order."""
+    directory = Path(sysconfig.get_path("stdlib"))
+    text = b""
+    for path in sorted(directory.glob("[a-z]*.py")):
+        text += path.read_bytes()
+        if len(text) >= PYTHON_BYTES:
+            break
+    text = text[: text.rfind(b"\n", 0, PYTHON_BYTES) + 1]
+    if len(text) < PYTHON_BYTES // 10:
+        raise ConfigurationError(
+            f"Python's own source files were expected in {directory}, but there are only {len(text)} bytes of them;"
+            " give a text file as --data"
+        )
+    return _text_data(str(directory), [text], unit, masked)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return lzma.decompress(path.read_bytes()) if path.suffix.lower() == ".xz" else path.read_bytes()
+    except (OSError, lzma.LZMAError, EOFError) as error:
+        raise ConfigurationError(f"{path}: could not be read as {path.suffix.lstrip('.') or 'text'}: {error}") from error
+
+
+def _text_data(source: str, texts: Sequence[bytes], unit: str, masked: bool) -> Data:
+    """Make data of a training and a test text, or of one text whose end is held out."""
+    if unit == "words":
+        train, test, vocabulary = _number_words(*_hold_out(source, unit, [_split_words(source, text) for text in texts]))
+    else:
+        train, test = _hold_out(source, unit, [np.frombuffer(text, np.uint8) for text in texts])
+        vocabulary = 256
+    if masked:
+        sizes = {"vocabulary": vocabulary + 1, "length": LENGTH}
+        return Data(MaskedTokens(train, vocabulary + 1), MaskedTokens(test, vocabulary + 1), "masked-tokens", sizes)
+    return Data(NextTokens(train), NextTokens(test), "tokens", {"vocabulary": vocabulary, "length": LENGTH})
+
+
+def _hold_out(source: str, unit: str, parts: Sequence[Any]) -> tuple[Any, Any]:
+    """Give the training and the test part, the end of the text if there is only one."""
+    if len(parts) == 1:
+        cut = max(0, len(parts[0]) - max(LENGTH + 1, int(HELD_OUT * len(parts[0]))))
+        parts = [parts[0][:cut], parts[0][cut:]]
+    if min(map(len, parts)) <= LENGTH:
+        empty = "" if any(map(len, parts)) else " (the text is empty)"
+        raise ConfigurationError(
+            f"{source}: expected more than {LENGTH} {unit} to train on and as many to test,"
+            f" got {len(parts[0])} and {len(parts[1])}{empty}; give a longer text"
+        )
+    return parts[0], parts[1]
+
+
+def _split_words(source: str, text: bytes) -> list[str]:
+    try:
+        return _WORD.findall(text.decode())
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            f"{source}: words need text in UTF-8, but {error}; convert it, or add :characters"
+        ) from error
+
+
+def _number_words(train: Sequence[str], test: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any], int]:
+    """Number the most frequent training words from 1, equals in alphabetical order; 0 is any other word."""
+    ranked = sorted(Counter(train).items(), key=lambda entry: (-entry[1], entry[0]))
+    numbers = {word: number for number, (word, _) in enumerate(ranked[: WORDS - 1], start=1)}
+    coded = [np.fromiter((numbers.get(word, 0) for word in part), np.int32, len(part)) for part in (train, test)]
+    return coded[0], coded[1], len(numbers) + 1

@@ -1,0 +1,36 @@
+"""Which reader is for which file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mpisparse.errors import ConfigurationError
+from mpisparse.runtime.workloads.records import Data
+
+KINDS = "a path: images.npz, ratings.csv, text.txt, text.txt.xz or a directory of such texts (add :words or :characters)"
+_UNIT = re.compile(r"(.+):(words|characters)")
+
+
+def split_unit(data: str) -> tuple[Path, str | None]:
+    """Split `corpus.txt:words` into path and unit; the unit is None where there is none."""
+    match = None if Path(data).exists() else _UNIT.fullmatch(data)
+    return (Path(match[1]), match[2]) if match else (Path(data), None)
+
+
+def load(path: Path, unit: str | None, masked: bool) -> Data:
+    """Load the file or directory. A text without a unit is words if masked, else characters."""
+    suffix = path.suffix.lower()
+    if path.is_dir() or suffix in (".txt", ".xz"):
+        from mpisparse.runtime.workloads.data.corpus import load_text
+
+        return load_text(path, unit or ("words" if masked else "characters"), masked)
+    if unit is not None or suffix not in (".npz", ".csv"):
+        raise ConfigurationError(f"data: cannot tell what is in {str(path)!r}; expected {KINDS}")
+    if suffix == ".npz":
+        from mpisparse.runtime.workloads.data.npz import load_images
+
+        return load_images(path)
+    from mpisparse.runtime.workloads.data.csv_ratings import load_ratings
+
+    return load_ratings(path)

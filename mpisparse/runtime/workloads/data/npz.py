@@ -1,0 +1,92 @@
+"""Labelled images from an .npz file."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpisparse.errors import ConfigurationError
+from mpisparse.runtime.workloads.data.images import Labelled, image_data, split_images
+from mpisparse.runtime.workloads.records import Data
+
+HELD_OUT = 6  # one image in six is for testing where the file does not say which
+_INPUTS = ("x", "images", "data", "inputs")
+_LABELS = ("y", "labels", "label", "targets", "target")
+_EXPECTED = "x_train, y_train, x_test, y_test, or train_images, train_labels, test_images, test_labels, or images, labels"
+
+
+def load_images(path: Path) -> Data:
+    """Load the file's training and test images, or hold out a part where it has only one set."""
+    arrays = _read(path)
+    train = _find(path, arrays, "train") or _find(path, arrays, "")
+    if train is None:
+        raise ConfigurationError(f"{path}: expected arrays {_EXPECTED}; got {', '.join(arrays) or 'none'}")
+    test = _find(path, arrays, "test") or _find(path, arrays, "valid") or _find(path, arrays, "val")
+    if test is None:
+        if len(train[1]) < 2:
+            raise ConfigurationError(f"{path}: one image cannot be split into training and test images; give more")
+        train, test = split_images(*train, testing=max(1, len(train[1]) // HELD_OUT))
+    if train[0].shape[1:] != test[0].shape[1:]:
+        raise ConfigurationError(
+            f"{path}: training and test images must have one shape, got (channels, height, width)"
+            f" {train[0].shape[1:]} and {test[0].shape[1:]}"
+        )
+    if train[0].dtype != test[0].dtype:
+        train, test = ((images.astype(np.float32), labels) for images, labels in (train, test))
+    return image_data(train, test, classes=1 + int(max(train[1].max(), test[1].max())))
+
+
+def _read(path: Path) -> dict[str, NDArray[Any]]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {key: file[key] for key in file.files}
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        raise ConfigurationError(
+            f"{path}: expected an .npz of plain arrays (np.savez); reading it failed: {error}"
+        ) from error
+
+
+def _find(path: Path, arrays: Mapping[str, NDArray[Any]], part: str) -> Labelled | None:
+    """Find one part's images and labels under the usual spellings: x_train, trainX, train_images, images_train, …"""
+    plain = {key.lower().replace("_", "").replace("-", ""): key for key in arrays}
+    inputs, labels = (
+        next((plain[key] for word in words for key in (word + part, part + word) if key in plain), None)
+        for words in (_INPUTS, _LABELS)
+    )
+    if inputs is None or labels is None:
+        return None
+    return _check(path, inputs, arrays[inputs], labels, arrays[labels])
+
+
+def _check(path: Path, image_key: str, images: NDArray[Any], label_key: str, labels: NDArray[Any]) -> Labelled:
+    labels = labels.reshape(-1) if labels.ndim == 2 and labels.shape[1] == 1 else labels
+    if labels.ndim != 1 or len(labels) != len(images) or len(images) == 0:
+        raise ConfigurationError(
+            f"{path}: expected a label for each image; got {image_key} {images.shape} and {label_key} {labels.shape}"
+        )
+    if labels.dtype.kind not in "iuf" or (labels != np.round(labels)).any() or labels.min() < 0:
+        raise ConfigurationError(f"{path}: {label_key} must be class numbers 0, 1, 2, …; got {labels[:5]} …")
+    if images.ndim not in (3, 4) or images.dtype.kind not in "iufb" or 0 in images.shape:
+        raise ConfigurationError(
+            f"{path}: {image_key} must be numbers (N, H, W), (N, H, W, C) or (N, C, H, W);"
+            f" got {images.shape} of {images.dtype}"
+        )
+    if images.dtype.kind == "f" and not np.isfinite(images).all():
+        raise ConfigurationError(f"{path}: {image_key} has infinite values or NaN; remove these images")
+    return _arrange(images), labels.astype(np.int64)
+
+
+def _arrange(images: NDArray[Any]) -> NDArray[Any]:
+    """Bring images to (examples, channels, height, width), as bytes or floats of 32 bits."""
+    if images.ndim == 3:
+        images = images[:, None]
+    elif images.shape[3] <= 4 and images.shape[3] < images.shape[1]:
+        images = images.transpose(0, 3, 1, 2)
+    return np.ascontiguousarray(
+        images, dtype=np.uint8 if images.dtype.kind == "b" or images.dtype == np.uint8 else np.float32
+    )

@@ -1,0 +1,30 @@
+"""The global generators of torch, NumPy and Python, for code of users that draws from them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Give the global generators (on the CPU) back as they were. No other thread may draw from them meanwhile."""
+    of_torch, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(of_torch)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the global generators (on the CPU)."""
+    seed &= 2**64 - 1
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)

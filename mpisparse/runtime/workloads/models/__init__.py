@@ -1,0 +1,1 @@
+"""Built-in models: each is called with the sizes its data gives."""

@@ -1,0 +1,47 @@
+"""What a workload is made of: examples, data, a task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+
+class Examples(Protocol):
+    """Numbered examples, handed out in batches."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: NDArray[Any], *, seed: int, epoch: int, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give the inputs and targets of these examples.
+
+        What is random in an example follows from (seed, epoch, its index) alone, so a batch is the same whatever rank
+        or batch size asks for it. With train=False nothing is augmented, and masks and negative samples are the same
+        for every seed and epoch.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Data:
+    """Examples to train and to test on, the name of their task, and the sizes a model has to know."""
+
+    train: Examples
+    test: Examples
+    task: str
+    sizes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A loss, and a metric that adds up over batches: finish(sum of sums / sum of counts)."""
+
+    metric: str
+    higher_is_better: bool
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    measure: Callable[[torch.Tensor, torch.Tensor], tuple[float, float]]
+    finish: Callable[[float], float] = float
