@@ -95,7 +95,7 @@ def memory_order(p: torch.Tensor) -> tuple[int, ...]:
 
 def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
     """A flat tensor of zeros in NumPy's memory: it asks for huge pages, which scattered reads and writes need."""
-    return torch.from_numpy(np.zeros(count * dtype.itemsize, dtype=np.uint8)).view(dtype)
+    return torch.from_numpy(np.zeros(max(1, count) * dtype.itemsize, dtype=np.uint8)).view(dtype)[:count]
 
 
 @dataclass

@@ -161,13 +161,16 @@ class SparseStep:
         exchange, selector = self.parts.exchange, self.selector
         settlement = Settlement(exchange, self.parts.backend, self.acc, selector.controller, inputs)
         settled = settlement.settle(scope, rungs, found, everywhere=selector.in_step)
-        everywhere = settled.found
+        everywhere, floor = settled.found, settled.rungs[0]
         for _ in range(DRAWS if selector.in_step else 0):
             selector.draw(share_block_counts(exchange, everywhere, settled.threshold, selector.edges))
             mine = next((r.lo, r.hi) for r in selector.regions() if r.rank == exchange.rank)
             settled = both(settled, settlement.settle(mine, settled.rungs, everywhere.within(*mine)))
             if imbalance(settled.workloads) <= BALANCED:
                 break
+            if settled.rungs[0] < floor:  # selected again below: the next borders need candidates from there
+                floor = settled.rungs[0]
+                everywhere = Found(*self.parts.backend.select(self.acc, *scope, float(floor)))
         return settled
 
     def _stats(self, inputs: Inputs, regions: list[Region], settled: Settled, clock: Clock) -> Stats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,7 @@ def test_regions_are_disjoint_and_cover_everything(comm: MPI.Intracomm, path: st
         union = sync._published.union
         assert (np.diff(union) > 0).all(), "no index twice"
         assert set(published.nonzero().flatten().tolist()) <= set(union.tolist())
-        inside = [int(((union >= lo) & (union < hi)).sum()) for lo, hi in zip(borders[:-1], borders[1:], strict=True)]
+        inside = [int(((union >= lo) & (union < hi)).sum()) for lo, hi in itertools.pairwise(borders)]
         assert tuple(inside) == sync.stats.workloads
         assert sum(inside) == sync.stats.selected
     sync.close()

@@ -1,0 +1,237 @@
+"""The whole step in plain NumPy, with all ranks as lists in one process: what real runs must equal, bit for bit.
+
+It keeps no candidates and sends no messages: counts are taken from the accumulators themselves, a union is a
+concatenation, and what a codec sends is a rounding. Only the pure decisions (partition.py, threshold.py) are the library's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpisparse import partition, threshold
+from mpisparse.threshold import Choice, Rungs
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+Scopes = list[tuple[int, int]]
+
+GROUP = 256
+
+
+def nearest(x: Floats, bits: int, least: int, largest: float) -> Floats:
+    """Round to so many significant bits, ties to even, in units of at least 2^least, never beyond the largest."""
+    wide = x.astype(np.float64)
+    unit = np.exp2(np.maximum(np.frexp(wide)[1] - bits, least).astype(np.float64))
+    return np.clip(np.rint(wide / unit) * unit, -largest, largest).astype(np.float32)
+
+
+def fp16(x: Floats) -> Floats:
+    return nearest(x, 11, -24, 65504.0)
+
+
+def bf16(x: Floats) -> Floats:
+    return nearest(x, 8, -133, (2 - 2.0**-7) * 2.0**127)
+
+
+def exact(x: Floats) -> Floats:
+    return x.copy()
+
+
+def scaled_fp16(x: Floats) -> Floats:
+    """fp16 after the power of two that brings the group's largest magnitude into [2^14, 2^15)."""
+    most = np.abs(x).max()
+    scale = np.float32(2.0 ** min(max(math.frexp(most)[1] - 15, -126), 127) if most > 0 else 1.0)
+    return fp16(x / scale) * scale
+
+
+def int8(x: Floats) -> Floats:
+    """Multiples of a 127th of the group's largest magnitude."""
+    scale = np.float32(np.abs(x).max() / np.float32(127))
+    steps = np.clip(np.rint(x / scale), -127, 127) if scale > 0 else np.zeros_like(x)
+    return steps.astype(np.int8) * scale
+
+
+def by_group(round_group: Callable[[Floats], Floats]) -> Callable[[Floats], Floats]:
+    """Round every 256 values for themselves."""
+
+    def round_all(x: Floats) -> Floats:
+        groups = [round_group(x[i : i + GROUP]) for i in range(0, len(x), GROUP)]
+        return np.concatenate([x[:0], *groups])
+
+    return round_all
+
+
+SENT = {"fp32": exact, "fp16": by_group(scaled_fp16), "bf16": bf16, "int8": by_group(int8)}
+STORED = {"float32": exact, "float64": exact, "float16": fp16, "bfloat16": bf16}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of GradientSync that the oracle knows."""
+
+    density: float = 0.001
+    codec: str = "fp32"
+    accumulate: str = "step"
+    controller: str = "tail"
+    partitioner: str = "best"
+    blocks: int | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one step leaves, for all ranks."""
+
+    published: Floats
+    residuals: list[Floats]
+    threshold: float
+    workloads: tuple[int, ...]
+    borders: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A ladder, how many elements reach each of its rungs, the rung to use, and what each rank has there."""
+
+    rungs: Rungs
+    total: Ints
+    rung: int
+    workloads: list[int]
+
+    @property
+    def threshold(self) -> np.float32:
+        return self.rungs[self.rung]
+
+
+class Oracle:
+    """Up to 16 ranks of `n` elements; `stored` are the parameters' types as (end, type), ascending, None for float32."""
+
+    def __init__(self, n: int, size: int, settings: Settings, stored: Sequence[tuple[int, str]] | None = None) -> None:
+        self.n, self.size, self.settings, self.density = n, size, settings, settings.density
+        self.stored = stored or [(n, "float32")]
+        self.acc = [np.zeros(n, np.float32) for _ in range(size)]
+        self.controller: Any = threshold.CONTROLLERS[settings.controller]()
+        paper = settings.partitioner == "paper"
+        self.blocks = settings.blocks or (partition.PAPER_BLOCKS if paper else partition.default_blocks(size))
+        self.edges = partition.paper_edges(n, self.blocks) if paper else partition.even_edges(n, self.blocks)
+        self.borders = partition.even_borders(len(self.edges) - 1, size)
+        self.draws_in_step = not paper and settings.accumulate == "step" and size > 1
+        self.work: Ints | None = None
+        self.t = 0
+
+    def step(self, gradients: Sequence[Floats]) -> Result:
+        """Add a gradient of every rank, and do what all ranks do together."""
+        for acc, gradient in zip(self.acc, gradients, strict=True):
+            acc += gradient
+        k = max(1, math.floor(self.density * self.n + 1e-6))
+        found = self._settle(k)
+        bounds = self.edges[self.borders].tolist()
+        picked = []
+        for p, (lo, hi) in enumerate(pairwise(bounds)):
+            mine = self.acc[self._owner(p)][lo:hi]
+            picked.append(lo + np.flatnonzero(np.abs(mine) >= found.threshold))
+        union = np.concatenate(picked)
+        published = self._publish(union, self._reduce(picked))
+        if k < self.n:
+            self.controller = self.controller.after(found.rungs, found.total, found.rung, k)
+        self._rebalance(union)
+        self.t += 1
+        workloads = tuple(len(index) for index in picked)
+        return Result(published, [acc.copy() for acc in self.acc], float(found.threshold), workloads, tuple(bounds))
+
+    def _owner(self, p: int) -> int:
+        return (p - self.t) % self.size
+
+    def _reduce(self, picked: list[Ints]) -> Floats:
+        """The mean of what the ranks send; they keep the rest, and a partition's owner what it does not send back."""
+        send = SENT[self.settings.codec]
+        mean = np.zeros(self.n, np.float32)
+        for p, index in enumerate(picked):
+            total = np.zeros(len(index), np.float32)
+            for acc in self.acc:
+                sent = send(acc[index])
+                acc[index] -= sent
+                total += sent
+            back = send(total)
+            self.acc[self._owner(p)][index] += total - back
+            mean[index] = back / np.float32(self.size)
+        return mean
+
+    def _publish(self, union: Ints, mean: Floats) -> Floats:
+        """The mean in the types of the parameters; every rank keeps what that rounds away."""
+        published, begin = np.empty_like(mean), 0
+        for end, kind in self.stored:
+            published[begin:end] = STORED[kind](mean[begin:end])
+            begin = end
+        for acc in self.acc:
+            acc[union] += (mean - published)[union]
+        return published
+
+    def _settle(self, k: int) -> Found:
+        """The threshold for the partitions of this step; where they are drawn in it, from all ranks' counts everywhere."""
+        rungs = self.controller.ladder(k) if k < self.n else np.zeros(1, np.float32)
+        if not self.draws_in_step:
+            return self._search(rungs, self._regions(), k, sum_counts)
+        found = self._search(rungs, [(0, self.n)] * self.size, k, harmonic_mean, k * self.size)
+        for _ in range(3):
+            above = [partition.block_counts(np.flatnonzero(np.abs(acc) >= found.threshold), self.edges) for acc in self.acc]
+            self.borders = partition.best_borders([above[self._owner(p)] for p in range(self.size)], self.edges)
+            found = self._search(found.rungs, self._regions(), k, sum_counts)
+            if max(found.workloads) * self.size / max(1, sum(found.workloads)) - 1 <= 0.1:
+                break
+        return found
+
+    def _regions(self) -> Scopes:
+        """Where each rank selects, by rank."""
+        bounds = self.edges[self.borders].tolist()
+        mine = [(self.t + rank) % self.size for rank in range(self.size)]
+        return [(bounds[p], bounds[p + 1]) for p in mine]
+
+    def _search(
+        self, rungs: Rungs, scopes: Scopes, k: int, foretell: Callable[[list[Ints]], Ints], wanted: int = 0
+    ) -> Found:
+        """Count and let the controller choose: a rung, a finer ladder, or one placed by a histogram, wanting ever more."""
+        parts = [acc[lo:hi] for acc, (lo, hi) in zip(self.acc, scopes, strict=True)]
+        magnitudes = [np.sort(np.abs(part)) for part in parts]
+        wanted = wanted or k
+        while True:
+            counts = [len(m) - np.searchsorted(m, rungs) for m in magnitudes]
+            total = foretell(counts)
+            choice = self.controller.choose(rungs, total, k) if k < self.n else Choice(rung=0)
+            if choice.rung is not None:
+                return Found(rungs, total, choice.rung, [int(c[choice.rung]) for c in counts])
+            if choice.finer is not None:
+                rungs = choice.finer
+                continue
+            bits = np.concatenate(parts).view(np.uint32) & 0x7FFFFFFF
+            rungs = self.controller.locate(np.bincount(bits >> 20, minlength=2048), wanted)
+            wanted *= 2
+
+    def _rebalance(self, union: Ints) -> None:
+        """Borders (or blocks, where borders are drawn in the step) for the next step, by what was selected in this one."""
+        if self.settings.partitioner == "paper":
+            loads = partition.block_counts(union, self.edges[self.borders])
+            self.borders = partition.paper_borders(self.borders, loads, self.edges, self.blocks)
+        elif self.draws_in_step:
+            self.edges = partition.worked_edges(self.n, self.blocks, union)
+        elif self.size > 1:
+            now = 256 * partition.block_counts(union, self.edges)
+            self.work = now if self.work is None else self.work + (now - self.work) // 4
+            cost = 128 * self.work + 256 * np.diff(self.edges)
+            self.borders = partition.best_borders([cost] * self.size, self.edges, math.ceil(2 * self.n / self.size))
+
+
+def sum_counts(counts: list[Ints]) -> Ints:
+    """Over regions that do not meet."""
+    return np.sum(counts, axis=0)
+
+
+def harmonic_mean(counts: list[Ints]) -> Ints:
+    """Over ranks that all counted everywhere: balanced regions are as long as their owners are frugal."""
+    return np.rint(len(counts) / sum(1.0 / np.maximum(c, 0.5) for c in counts)).astype(np.int64)

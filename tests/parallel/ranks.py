@@ -1,0 +1,150 @@
+"""What the parallel tests share: verdicts and sums over ranks, and the two laws that every synchronous step keeps.
+
+A rank that leaves a loop alone makes the others wait for ever, so whatever may differ between ranks is reduced first.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import nn
+
+import mpisparse
+
+PATHS = ["step", "backward"]
+Loss = Callable[[nn.Module, torch.Generator], torch.Tensor]
+
+
+def seeded(rank: int, step: int) -> torch.Generator:
+    """Another stream for every rank and step, the same in every run."""
+    return torch.Generator().manual_seed(1000 * step + rank)
+
+
+def everywhere(comm: MPI.Intracomm, flag: object) -> bool:
+    """Tell whether a flag is set on all ranks; collective."""
+    return bool(comm.allreduce(bool(flag), MPI.LAND))
+
+
+def total(comm: MPI.Intracomm, values: torch.Tensor) -> torch.Tensor:
+    """Sum over ranks in float64; collective."""
+    summed = values.double().contiguous().clone()
+    comm.Allreduce(MPI.IN_PLACE, summed.numpy())
+    return summed
+
+
+def bits(tensors: Iterable[torch.Tensor | None]) -> bytes:
+    """The memory of tensors; NaN and the sign of zero count."""
+    parts = [
+        b"none" if t is None else t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors
+    ]
+    return b"|".join(parts)
+
+
+def alike(comm: MPI.Intracomm, tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Tell whether tensors are bitwise equal on all ranks; collective."""
+    return len(set(comm.allgather(hashlib.sha256(bits(tensors)).digest()))) == 1
+
+
+def raised(comm: MPI.Intracomm, kind: type[Exception] | tuple[type[Exception], ...], call: Callable[[], Any]) -> str:
+    """The error that every rank must raise, the same on all but for the rank it begins with; collective."""
+    error: Exception | None = None
+    try:
+        call()
+    except Exception as caught:
+        error = caught
+    outcomes = comm.allgather((isinstance(error, kind), repr(error), str(error).split(" | ", 1)[-1]))
+    assert all(right for right, _, _ in outcomes), f"expected {kind} on every rank: {[what for _, what, _ in outcomes]}"
+    assert len({text for _, _, text in outcomes}) == 1, [text for _, _, text in outcomes]
+    return str(outcomes[0][2])
+
+
+def in_memory_order(p: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
+    """Values of a parameter's shape as they lie in the residual: flat, in the order of the parameter's strides."""
+    if values is None:
+        return torch.zeros(p.numel(), dtype=torch.float64)
+    dims = sorted(range(p.dim()), key=lambda d: -p.stride(d))
+    return values.detach().double().to_dense().permute(dims).reshape(-1)
+
+
+def magnitudes(grad: torch.Tensor) -> torch.Tensor:
+    """The absolute values; of a sparse gradient those of its terms, which are still to be added up."""
+    if grad.layout is torch.strided:
+        return grad.abs()
+    return torch.sparse_coo_tensor(grad._indices(), grad._values().abs(), grad.shape, check_invariants=False)
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def published(model: nn.Module) -> torch.Tensor:
+    """p.grad of all trainable parameters in the residual's order, zero where there is none."""
+    return torch.cat([in_memory_order(p, p.grad) for p in trainable(model)])
+
+
+class Ledger:
+    """Records what backward gives this rank's parameters, and checks that a step loses and invents nothing."""
+
+    def __init__(self, comm: MPI.Intracomm, model: nn.Module, sync: mpisparse.GradientSync) -> None:
+        self.comm, self.model, self.sync = comm, model, sync
+        self.given = torch.zeros(2, sync.residual.numel(), dtype=torch.float64)  # the sum, and the sum of magnitudes
+        begin = 0
+        for p in trainable(model):
+            p.register_hook(functools.partial(self._record, p, slice(begin, begin + p.numel())))
+            begin += p.numel()
+        self.restart()
+
+    def _record(self, p: nn.Parameter, part: slice, grad: torch.Tensor) -> None:
+        self.given[0, part] += in_memory_order(p, grad)
+        self.given[1, part] += in_memory_order(p, magnitudes(grad))
+
+    def restart(self) -> None:
+        """Forget what backward gave; the residual is what it is. Collective."""
+        self.given.zero_()
+        self.held = total(self.comm, torch.stack([self.sync.residual, self.sync.residual.abs()]))
+
+    def step(self) -> None:
+        """Call sync.step(); then what the ranks held and were given is what they publish and hold. Collective."""
+        before, magnitude = self.held + total(self.comm, self.given)
+        self.sync.step()
+        self.restart()
+        after = self.comm.size * published(self.model) + self.held[0]
+        bound = 1e-7 * (self.comm.size + 3) * magnitude + 1e-42  # one rounding for each addition and each conversion
+        off = (before - after).abs() - bound
+        at = int(off.argmax())
+        assert alike(self.comm, [p.grad for p in self.model.parameters()]), "the ranks have other gradients"
+        assert off[at] <= 0, f"element {at}: {before[at]} before the step, {after[at]} after it"  # so on all ranks
+
+
+def lawful_steps(
+    comm: MPI.Intracomm,
+    model: nn.Module,
+    sync: mpisparse.GradientSync,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss,
+    count: int = 6,
+) -> Iterator[int]:
+    """Train and check both laws; yields each step's number when its mean is published and not yet used. Collective.
+
+    Every other step zeroes gradients in place, so that backward adds into the published buffer itself.
+    """
+    ledger = Ledger(comm, model, sync)
+    for step in range(count):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        loss(model, seeded(comm.rank, step)).backward()
+        ledger.step()
+        yield step
+        optimizer.step()
+        assert alike(comm, model.parameters()), "the replicas differ"
+    sync.close()
+
+
+def train_lawfully(*args: Any, **kwargs: Any) -> None:
+    """As lawful_steps, with nothing to look at on the way. Collective."""
+    for _ in lawful_steps(*args, **kwargs):
+        pass

@@ -1,0 +1,394 @@
+"""Checkpoints on any number of ranks: resumed to the last bit, whole or not at all on all ranks, and resized."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mpi4py import MPI
+from ranks import alike, bits, everywhere, seeded, total
+from torch import nn
+
+import mpisparse
+from mpisparse import checkpoint
+from mpisparse.checkpoint import h5file, state, store
+from mpisparse.errors import CheckpointError
+
+CODECS = ["fp32", "fp16", "bf16", "int8"]
+SCHEMES = [{"scheme": "dense"}] + [
+    {"density": 0.05, "codec": codec, "accumulate": path} for codec in CODECS for path in ("step", "backward")
+]
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+}
+STEPS, MIDDLE = 10, 4
+
+
+@pytest.fixture
+def directory(comm: MPI.Intracomm) -> Iterator[Path]:
+    """One directory for all ranks."""
+    path = comm.bcast(tempfile.mkdtemp(prefix="mpisparse-") if comm.rank == 0 else None)
+    yield Path(path)
+    comm.Barrier()
+    if comm.rank == 0:
+        shutil.rmtree(path)
+
+
+class Run:
+    """A model with batch norm and dropout, and all that trains it."""
+
+    def __init__(self, comm: MPI.Intracomm, optimizer: str = "sgd", seed: int = 7, **options: Any) -> None:
+        torch.manual_seed(seed)
+        self.comm = comm
+        self.model = nn.Sequential(
+            nn.Linear(20, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Dropout(0.3), nn.Linear(40, 10)
+        )  # fmt: skip
+        self.sync = mpisparse.GradientSync(self.model, comm=comm, **(options or {"density": 0.05}))
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.5)
+        self.extra: dict[str, Any] = {}
+        torch.manual_seed(100 * seed + comm.rank)
+
+    @property
+    def subjects(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "sync": self.sync, "scheduler": self.scheduler}
+
+    def train(self, first: int, last: int) -> None:
+        """Do steps first, ..., last - 1; collective."""
+        for step in range(first, last):
+            self.optimizer.zero_grad()
+            x = torch.randn(8, 20, generator=seeded(self.comm.rank, step)) * (1 + self.comm.rank)
+            self.model(x).square().mean().backward()
+            self.sync.step()
+            self.optimizer.step()
+            self.scheduler.step()
+
+    def save(self, directory: Path, step: int, **options: Any) -> Path:
+        return checkpoint.save(directory, step=step, extra={"own": [self.comm.rank, step]}, **options, **self.subjects)
+
+    def load(self, directory: Path) -> int | None:
+        self.extra = {}
+        return checkpoint.load(directory, extra=self.extra, **self.subjects)
+
+    def bits(self) -> bytes:
+        """All that must be the same after a resume: weights, statistics, residual, optimizer, random numbers to come."""
+        states = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+        rate = torch.tensor([group["lr"] for group in self.optimizer.param_groups], dtype=torch.float64)
+        return bits([*self.model.state_dict().values(), self.sync.residual, *states, rate, torch.get_rng_state()])
+
+    def close(self) -> None:
+        self.sync.close()
+
+
+def raised(comm: MPI.Intracomm, kind: type[Exception], call: Callable[[], Any]) -> str:
+    """The error that every rank must raise, the same on all; collective."""
+    error: Exception | None = None
+    try:
+        call()
+    except Exception as caught:
+        error = caught
+    outcomes = comm.allgather((type(error).__name__, str(error)))
+    assert set(outcomes) == {(kind.__name__, str(outcomes[0][1]))}, f"expected {kind.__name__} on every rank: {outcomes}"
+    return str(outcomes[0][1])
+
+
+def finished(comm: MPI.Intracomm, first: int = 0, last: int = STEPS, **options: Any) -> bytes:
+    """The bits of a run that nothing interrupts; collective."""
+    run = Run(comm, **options)
+    run.train(first, last)
+    ended = run.bits()
+    run.close()
+    return ended
+
+
+@pytest.mark.parametrize(("optimizer", "background"), [("sgd", False), ("adamw", True)], ids=["sgd", "adamw-background"])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: "-".join(str(v) for v in s.values()))
+def test_resume_to_the_last_bit(
+    comm: MPI.Intracomm, directory: Path, scheme: dict[str, Any], optimizer: str, background: bool
+) -> None:
+    options = {"optimizer": optimizer, **scheme}
+    whole = finished(comm, **options)
+    first = Run(comm, **options)
+    first.train(0, MIDDLE)
+    middle = first.bits()
+    saving = checkpoint.begin_save(
+        directory, step=MIDDLE, extra={"own": [comm.rank, MIDDLE]}, background=background, **first.subjects
+    )
+    first.train(MIDDLE, STEPS)  # what is saved is the state of the moment when saving was begun
+    assert saving.finish() == directory / store.name_of(MIDDLE)
+    assert everywhere(comm, first.bits() == whole), "saving changed the run"
+    first.close()
+
+    second = Run(comm, seed=8, **options)  # other weights, other random numbers
+    assert second.load(directory) == MIDDLE
+    assert second.extra == {"own": [comm.rank, MIDDLE]}
+    assert everywhere(comm, second.bits() == middle)
+    second.train(MIDDLE, STEPS)
+    assert everywhere(comm, second.bits() == whole)
+    assert alike(comm, second.model.parameters())
+    second.close()
+
+
+def test_background_saves_the_moment_when_it_was_begun(
+    comm: MPI.Intracomm, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = threading.Event()
+
+    def write_late(*args: Any) -> Any:
+        assert trained.wait(60)
+        return h5file.write_file(*args)
+
+    run = Run(comm)
+    run.train(0, MIDDLE)
+    right = run.bits()
+    monkeypatch.setattr(checkpoint, "write_file", write_late)
+    saving = checkpoint.begin_save(directory, step=MIDDLE, **run.subjects)
+    assert not saving.written
+    run.train(MIDDLE, STEPS)
+    assert everywhere(comm, not store.found(directory))
+    trained.set()
+    saving.finish()
+    assert saving.written
+    assert run.load(directory) == MIDDLE
+    assert everywhere(comm, run.bits() == right)
+    run.close()
+
+
+def test_load_into_a_run_that_has_trained(comm: MPI.Intracomm, directory: Path) -> None:
+    whole = finished(comm)
+    run = Run(comm)
+    run.train(0, MIDDLE)
+    run.save(directory, MIDDLE)
+    run.train(50, 53)
+    assert run.load(directory) == MIDDLE
+    run.train(MIDDLE, STEPS)
+    assert everywhere(comm, run.bits() == whole)
+    run.close()
+
+
+def test_nothing_to_load(comm: MPI.Intracomm, directory: Path) -> None:
+    run = Run(comm)
+    before = run.bits()
+    assert run.load(directory / "nowhere") is None
+    assert run.bits() == before
+    run.close()
+
+
+def test_an_error_on_one_rank_is_raised_on_all(
+    comm: MPI.Intracomm, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(comm)
+    run.train(0, 2)
+    run.save(directory, 2)
+    run.train(2, 3)
+    for failing in {0, comm.size - 1}:
+        for background in (False, True):
+            with monkeypatch.context() as patch:
+                if comm.rank == failing:
+                    patch.setattr(checkpoint, "write_file", fail_to_write)
+                saving = checkpoint.begin_save(directory, step=3, background=background, **run.subjects)
+                told = raised(comm, CheckpointError, saving.finish)
+            assert "step-00000003" in told
+            assert f"r{failing} | OSError: no space left for a test" in told
+            assert "older ones are intact" in told
+            left = [p.name for p in directory.iterdir()]
+            assert everywhere(comm, left == ["step-00000002"]), left
+    run.save(directory, 3)
+    assert run.load(directory) == 3
+    run.close()
+
+
+def fail_to_write(*_: Any) -> None:
+    raise OSError("no space left for a test")
+
+
+def test_a_directory_that_cannot_be_is_an_error_on_all(comm: MPI.Intracomm, directory: Path) -> None:
+    run = Run(comm)
+    if comm.rank == 0:
+        (directory / "file").write_text("in the way")
+    comm.Barrier()
+    told = raised(comm, CheckpointError, lambda: run.save(directory / "file", 1))
+    assert str(directory / "file") in told
+    run.close()
+
+
+def test_a_state_that_cannot_be_stored_is_an_error_on_all_and_leaves_nothing(comm: MPI.Intracomm, directory: Path) -> None:
+    run = Run(comm)
+    extra = {"bad": object()} if comm.rank == comm.size - 1 else {}
+    told = raised(comm, CheckpointError, lambda: checkpoint.save(directory, step=1, extra=extra, **run.subjects))
+    assert "cannot store object at /extra/bad" in told
+    left = [p.name for p in directory.iterdir()]
+    assert everywhere(comm, not left), left
+    run.close()
+
+
+def damage(path: Path, how: str) -> None:
+    """Spoil a file."""
+    content = bytearray(path.read_bytes())
+    if how == "missing":
+        path.unlink()
+    elif how == "cut":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["missing", "cut", "flipped"])
+@pytest.mark.parametrize("name", ["manifest.json", "first-rank", "last-rank", "first-shared", "last-shared"])
+def test_damaged_newest_and_all_use_the_one_before(comm: MPI.Intracomm, directory: Path, name: str, how: str) -> None:
+    run = Run(comm)
+    run.train(0, 2)
+    run.save(directory, 2)
+    right = run.bits()
+    run.train(2, 4)
+    newest = run.save(directory, 4)
+    which, _, kind = name.partition("-")
+    if kind:
+        rank = 0 if which == "first" else comm.size - 1
+        name = store.rank_file(rank) if kind == "rank" else store.shared_file(rank)
+    if comm.rank == 0:
+        damage(newest / name, how)
+    comm.Barrier()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step = run.load(directory)
+    told = [str(w.message) for w in caught if "is not used" in str(w.message)]
+    assert everywhere(comm, step == 2)
+    assert everywhere(comm, run.bits() == right)
+    assert len(told) == (1 if comm.rank == 0 else 0)
+    assert comm.rank or str(newest) in told[0]
+    run.close()
+
+
+def test_another_model_or_scheme_is_refused_on_all_and_changes_nothing(comm: MPI.Intracomm, directory: Path) -> None:
+    run = Run(comm)
+    run.train(0, 2)
+    run.save(directory, 2)
+    run.close()
+    model = nn.Sequential(nn.Linear(20, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Dropout(0.3), nn.Linear(40, 11))
+    sync = mpisparse.GradientSync(model, comm=comm, density=0.05)
+    told = raised(comm, mpisparse.ConfigurationError, lambda: checkpoint.load(directory, model=model, sync=sync))
+    assert "4.weight [10, 40] float32" in told
+    assert "4.weight [11, 40] float32" in told
+    sync.close()
+    others = {"scheme": {"scheme": "dense"}, "codec": {"density": 0.05, "codec": "int8"}}
+    for key, options in others.items():
+        other = Run(comm, seed=9, **options)
+        before = other.bits()
+        told = raised(comm, mpisparse.ConfigurationError, lambda other=other: other.load(directory))
+        assert key in told
+        assert everywhere(comm, other.bits() == before), f"refused for its {key}, but changed"
+        other.close()
+
+
+def test_a_layer_used_under_two_names_keeps_its_own_statistics(comm: MPI.Intracomm, directory: Path) -> None:
+    def build() -> tuple[nn.Module, mpisparse.GradientSync]:
+        norm = nn.BatchNorm1d(6)
+        model = nn.ModuleDict({"first": norm, "second": norm})
+        return model, mpisparse.GradientSync(model, comm=comm, density=0.5)
+
+    model, sync = build()
+    model["first"](torch.randn(9, 6, generator=seeded(comm.rank, 0)) * (1 + comm.rank))
+    right = bits(model.buffers())
+    checkpoint.save(directory, step=1, model=model, sync=sync)
+    sync.close()
+    model, sync = build()
+    assert checkpoint.load(directory, model=model, sync=sync) == 1
+    assert everywhere(comm, bits(model.buffers()) == right)
+    sync.close()
+
+
+def test_without_a_sync_no_communicator_is_left_behind(
+    comm: MPI.Intracomm, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    duplicate = mpisparse.exchange.Exchange.__init__
+
+    def note(self: Any, *args: Any, **kwargs: Any) -> None:
+        duplicate(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(mpisparse.exchange.Exchange, "__init__", note)
+    model = nn.Linear(3, 2)
+    checkpoint.save(directory, step=1, model=model)
+    right = bits(model.parameters())
+    with torch.no_grad():
+        model.weight.zero_()
+    assert checkpoint.load(directory, model=model) == 1
+    assert bits(model.parameters()) == right
+    assert made
+    left = [exchange for exchange in made if exchange.comm != MPI.COMM_NULL]
+    for exchange in left:
+        exchange.close()
+    assert not left, "MPICH has about two thousand communicators: a run that saves often without a sync ends"
+
+
+# Resize
+
+
+def mean_residual(comm: MPI.Intracomm, run: Run) -> torch.Tensor:
+    """(1 / ranks) x the sum of residuals; collective."""
+    return total(comm, run.sync.residual) / comm.size
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+@pytest.mark.parametrize("fewer", [1, 2, 3])
+@pytest.mark.parametrize("grow", [False, True], ids=["shrink", "grow"])
+def test_another_number_of_ranks(comm: MPI.Intracomm, directory: Path, fewer: int, grow: bool, codec: str) -> None:
+    if fewer >= comm.size:
+        pytest.skip(f"{comm.size} ranks are no more than {fewer}")
+    part = comm.Split(0 if comm.rank < fewer else MPI.UNDEFINED, comm.rank)
+    writers, readers = (part, comm) if grow else (comm, part)
+    options = {"density": 0.02, "codec": codec}
+    before: Any = None
+    if writers != MPI.COMM_NULL:
+        run = Run(writers, **options)
+        run.train(0, 6)
+        run.save(directory, 6)
+        before = (bits(run.model.parameters()), mean_residual(writers, run), run.sync.residual.abs().max().item())
+        run.close()
+    parameters, mean, largest = comm.bcast(before)
+    if readers != MPI.COMM_NULL:
+        run = Run(readers, seed=8, **options)
+        assert run.load(directory) == 6
+        assert bits(run.model.parameters()) == parameters
+        now = mean_residual(readers, run)
+        assert mean.abs().max() > 0, "there is nothing to merge"
+        largest = readers.allreduce(max(largest, run.sync.residual.abs().max().item()), MPI.MAX)
+        torch.testing.assert_close(now, mean, rtol=1e-6, atol=1e-6 * largest)
+        assert run.extra["own"][0] in range(comm.size)
+        run.train(6, 10)
+        assert alike(readers, run.model.parameters())
+        assert store.read_manifest(run.save(directory, 10)).ranks == readers.size
+        run.close()
+    if part != MPI.COMM_NULL:
+        part.Free()
+
+
+@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 3), (3, 1), (1, 4), (3, 4), (4, 3), (5, 7), (8, 3)])
+def test_merged_residuals_have_the_same_mean(comm: MPI.Intracomm, old: int, new: int) -> None:
+    residuals = {r: torch.randn(500, generator=seeded(r, old)) for r in range(old)}
+    merged = [state.merge_residuals({s: residuals[s] for s in state.sources(old, new, r)}, old, new, r) for r in range(new)]
+    assert all(m.dtype == torch.float32 for m in merged)
+    mean = sum(r.double() for r in residuals.values()) / old
+    torch.testing.assert_close(sum(m.double() for m in merged) / new, mean, rtol=1e-6, atol=1e-6)
+
+
+def test_the_replicated_state_is_shared_out(comm: MPI.Intracomm, directory: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(30, 30) for _ in range(8)))
+    sync = mpisparse.GradientSync(model, comm=comm, density=0.05)
+    path = checkpoint.save(directory, step=1, model=model, sync=sync)
+    held = [sum(a.nbytes for a in h5file.read_file(path / store.shared_file(r))[0].values()) for r in range(comm.size)]
+    assert sum(held) == sum(p.numel() * 4 for p in model.parameters())
+    assert max(held) <= sum(held) / comm.size + 30 * 30 * 4
+    assert min(held) > 0
+    sync.close()

@@ -1,0 +1,166 @@
+"""Real training: the density stays what it was set to, ranks are equally busy, and accuracy is that of dense."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from ranks import PATHS, alike, seeded
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import mpisparse
+
+both_paths = pytest.mark.parametrize("path", PATHS)
+Loss = Callable[[nn.Module, torch.Generator], torch.Tensor]
+
+
+@functools.cache
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """Images and labels in a shuffled order."""
+    data = load_digits()
+    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+    return images[order], torch.tensor(data.target)[order]
+
+
+def convolutional(hidden: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(16, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(1024, hidden), nn.ReLU(), nn.Linear(hidden, 10),
+    )  # fmt: skip
+
+
+def digits_loss(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
+    images, labels = digits()
+    batch = torch.randint(0, len(labels), (16,), generator=generator)
+    return cross_entropy(model(images[batch]), labels[batch])
+
+
+@functools.cache
+def source_text() -> torch.Tensor:
+    """A module of Python's own library as numbers below 128."""
+    text = Path(argparse.__file__).read_bytes()
+    return torch.tensor(np.frombuffer(text, dtype=np.uint8).astype(np.int64)) % 128
+
+
+class NextCharacter(nn.Module):
+    """About a million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(128, 64)
+        self.lstm = nn.LSTM(64, 460, batch_first=True)
+        self.guess = nn.Linear(460, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.guess(self.lstm(self.embed(x))[0])
+
+
+def text_loss(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
+    text = source_text()
+    starts = torch.randint(0, len(text) - 13, (8,), generator=generator)
+    windows = torch.stack([text[s : s + 13] for s in starts.tolist()])
+    return cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+
+
+PROBLEMS: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
+    "convolutional": (lambda: convolutional(1024), digits_loss),
+    "lstm": (NextCharacter, text_loss),
+}
+all_problems = pytest.mark.parametrize("problem", PROBLEMS)
+
+
+def train(
+    comm: MPI.Intracomm, problem: str, path: str, densities: list[float], codec: str = "fp32"
+) -> Iterator[mpisparse.Stats]:
+    """Train with a density for each step; yields each step's statistics. Ends with equal replicas."""
+    make, loss = PROBLEMS[problem]
+    model = make()
+    sync = mpisparse.GradientSync(model, density=densities[0], accumulate=path, codec=codec)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+    handle = mpisparse.attach(optimizer, sync)
+    for step, density in enumerate(densities):
+        sync.density = density
+        assert sync.k >= 1000
+        optimizer.zero_grad()
+        loss(model, seeded(comm.rank, step)).backward()
+        optimizer.step()
+        yield sync.stats
+    handle.remove()
+    sync.close()
+    assert alike(comm, model.parameters())
+
+
+@all_problems
+@both_paths
+def test_the_density_is_held(comm: MPI.Intracomm, problem: str, path: str) -> None:
+    every = list(train(comm, problem, path, [0.001] * 30))
+    ratios = np.array([stats.density / stats.set_density for stats in every])[2:]
+    assert np.abs(ratios - 1).max() <= 0.05, ratios
+    assert abs(ratios.mean() - 1) <= 0.01, ratios
+    if path == "step":
+        assert np.mean([stats.imbalance for stats in every]) <= 0.15, [stats.imbalance for stats in every]
+
+
+@all_problems
+@both_paths
+def test_the_density_follows_what_it_is_set_to(comm: MPI.Intracomm, problem: str, path: str) -> None:
+    """A warm-up as it is usual, downwards by a factor of four, and up again at once."""
+    warm_up = [0.25, 0.25, 0.0625, 0.0625, 0.015625, 0.015625, 0.004, 0.004, 0.001, 0.001, 0.001, 0.25, 0.001]
+    every = list(train(comm, problem, path, warm_up))
+    ratios = np.array([stats.density / density for stats, density in zip(every, warm_up, strict=True)])[2:]
+    assert np.abs(ratios - 1).max() <= 0.05, ratios
+
+
+BATCH = 48  # of all ranks together: a multiple of 1, 2, 3 and 4
+TRAINING = 1440
+
+
+def accuracy_after(comm: MPI.Intracomm, seed: int, epochs: int, scheme: str, **options: object) -> float:
+    """Train on digits with the same batches on any number of ranks; the accuracy on images not trained on."""
+    images, labels = digits()
+    torch.manual_seed(seed)
+    model = convolutional(64)
+    sync = mpisparse.GradientSync(model, scheme=scheme, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+    share = BATCH // comm.size
+    for epoch in range(epochs):
+        order = torch.randperm(TRAINING, generator=torch.Generator().manual_seed(100 * seed + epoch))
+        for start in range(comm.rank * share, TRAINING, BATCH):
+            batch = order[start : start + share]
+            optimizer.zero_grad()
+            cross_entropy(model(images[batch]), labels[batch]).backward()
+            sync.step()
+            optimizer.step()
+    sync.close()
+    with torch.no_grad():
+        right = model(images[TRAINING:]).argmax(1) == labels[TRAINING:]
+    return float(right.float().mean())
+
+
+def test_convergence_on_digits(comm: MPI.Intracomm) -> None:
+    dense = accuracy_after(comm, 0, 4, "dense")
+    sparse = accuracy_after(comm, 0, 4, "exdyna", density=0.01)
+    assert dense >= 0.9
+    assert sparse >= dense - 0.06
+
+
+@pytest.mark.slow
+@both_paths
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_convergence_on_digits_for_several_seeds(comm: MPI.Intracomm, path: str, codec: str) -> None:
+    seeds = range(3)
+    dense = np.mean([accuracy_after(comm, seed, 10, "dense") for seed in seeds])
+    options = {"density": 0.01, "accumulate": path, "codec": codec}
+    sparse = [accuracy_after(comm, seed, 10, "exdyna", **options) for seed in seeds]
+    assert dense >= 0.95
+    assert np.mean(sparse) >= dense - 0.015, (dense, sparse)

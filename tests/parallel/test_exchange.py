@@ -1,0 +1,307 @@
+"""Messages: cut into segments of any size, counted, on any communicator, and by the way of many ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from numpy.typing import NDArray
+from ranks import PATHS, bits, lawful_steps, published, seeded, train_lawfully
+from torch import nn
+
+import mpisparse
+from mpisparse import agree, selector
+from mpisparse.exchange import Exchange
+
+both_paths = pytest.mark.parametrize("path", PATHS)
+Bytes = NDArray[np.uint8]
+
+SEGMENTS = [1, 2, 3, 7, 8, 13, 32, 33, 64, 100]
+SHARES = [0, 1, 37, 0, 8, 100]  # bytes of each rank, beginning anywhere, so that some have none
+
+
+def pattern(seed: int, count: int) -> Bytes:
+    return np.random.default_rng(seed).integers(0, 256, count, dtype=np.uint8)
+
+
+def shares(size: int, first: int) -> list[int]:
+    return [SHARES[(rank + first) % len(SHARES)] for rank in range(size)]
+
+
+def places(counts: list[int], order: list[int]) -> list[int]:
+    """Byte offsets of shares laid one behind the other in an order of ranks."""
+    result = [0] * len(counts)
+    at = 0
+    for rank in order:
+        result[rank] = at
+        at += counts[rank]
+    return result
+
+
+def orders(size: int) -> list[list[int]]:
+    ascending = list(range(size))
+    return [ascending, ascending[1:] + ascending[:1]]
+
+
+def test_allgatherv(comm: MPI.Intracomm) -> None:
+    wrong = []
+    exchange = Exchange(comm)
+    for first in (0, 2, 3):
+        counts = shares(comm.size, first)
+        payloads = [pattern(rank, count) for rank, count in enumerate(counts)]
+        for order in orders(comm.size):
+            expected = np.concatenate([payloads[rank] for rank in order])
+            for segment in [1 << 30, *SEGMENTS]:
+                exchange.segment_nbytes = segment
+                gathered = exchange.allgatherv(payloads[comm.rank], counts, places(counts, order))
+                if not np.array_equal(gathered, expected):
+                    wrong.append((first, order, segment))
+    exchange.close()
+    assert not wrong
+
+
+def test_alltoallv(comm: MPI.Intracomm) -> None:
+    wrong = []
+    exchange = Exchange(comm)
+    for first in (0, 2, 3):
+        counts = shares(comm.size, first)
+        rows = [[pattern(100 * rank + q, count) for q, count in enumerate(counts)] for rank in range(comm.size)]
+        expected = np.concatenate([rows[rank][comm.rank] for rank in range(comm.size)])
+        for order in orders(comm.size):
+            payload = np.concatenate([rows[comm.rank][q] for q in order])
+            for segment in [1 << 30, *SEGMENTS]:
+                exchange.segment_nbytes = segment
+                received = exchange.alltoallv(payload, counts, places(counts, order))
+                if not np.array_equal(received, expected):
+                    wrong.append((first, order, segment))
+    exchange.close()
+    assert not wrong
+
+
+@pytest.mark.parametrize("count", [0, 1, 25, 130])
+def test_reductions(comm: MPI.Intracomm, count: int) -> None:
+    """Sums of float32 too: MPI may add in another order for another length, so that these are of whole numbers."""
+    wrong = []
+    exchange = Exchange(comm)
+    rows = [pattern(rank, count) for rank in range(comm.size)]
+    floats = np.sum([row.astype(np.float32) for row in rows], axis=0, dtype=np.float32)
+    for segment in [1 << 30, *SEGMENTS]:
+        exchange.segment_nbytes = segment
+        mine = rows[comm.rank]
+        result = np.full(count, np.nan, np.float32)
+        exchange.allreduce(mine.astype(np.float32), result)
+        outcomes = {
+            "into another": np.array_equal(result, floats),
+            "in place": np.array_equal(exchange.allreduce_(mine.astype(np.float32)), floats),
+            "int64": np.array_equal(exchange.allreduce_(mine.astype(np.int64)), floats),
+            "max": np.array_equal(exchange.allreduce_(mine.copy(), "max"), np.max(rows, axis=0)),
+            "or": np.array_equal(exchange.allreduce_(mine.copy(), "or"), np.bitwise_or.reduce(rows)),
+        }
+        wrong += [(segment, what) for what, right in outcomes.items() if not right]
+    exchange.close()
+    assert not wrong
+
+
+@pytest.mark.parametrize("count", [0, 1, 25, 130])
+def test_broadcast(comm: MPI.Intracomm, count: int) -> None:
+    wrong = []
+    exchange = Exchange(comm)
+    for root in (0, comm.size - 1):
+        for segment in [1 << 30, *SEGMENTS]:
+            exchange.segment_nbytes = segment
+            data = pattern(comm.rank, count)
+            exchange.broadcast_(data, root=root)
+            if not np.array_equal(data, pattern(root, count)):
+                wrong.append((root, segment))
+    exchange.close()
+    assert not wrong
+
+
+def test_texts_and_means(comm: MPI.Intracomm) -> None:
+    exchange = Exchange(comm, segment_nbytes=3)
+    texts = exchange.gather_texts("ü" * comm.rank)
+    mean = exchange.mean(0.1 * comm.rank)
+    exchange.close()
+    assert texts == ["ü" * rank for rank in range(comm.size)]
+    assert mean == sum(0.1 * rank for rank in range(comm.size)) / comm.size
+
+
+def small() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5))
+
+
+def loss_of(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
+    return model(torch.randn(8, 20, generator=generator)).square().mean()
+
+
+def train(rank: int, **options: Any) -> tuple[bytes, list[tuple[int, int]]]:
+    """Five steps; the state they lead to, and the bytes they counted."""
+    model = small()
+    sync = mpisparse.GradientSync(model, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    counted = []
+    for step in range(5):
+        optimizer.zero_grad()
+        loss_of(model, seeded(rank, step)).backward()
+        sync.step()
+        optimizer.step()
+        counted.append((sync.stats.bytes_sent, sync.stats.bytes_received))
+    sync.close()
+    return bits([*model.parameters(), sync.residual]), counted
+
+
+@both_paths
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_a_run_in_small_segments_is_bitwise_the_run_in_one(comm: MPI.Intracomm, path: str, codec: str) -> None:
+    options = {"density": 0.1, "accumulate": path, "codec": codec}
+    whole = train(comm.rank, **options)
+    assert train(comm.rank, segment_nbytes=64, **options) == whole
+
+
+# Bytes
+
+
+def test_the_bytes_of_one_step(comm: MPI.Intracomm) -> None:
+    """All of 785 elements, so that what travels is known beforehand; none of it is this rank's own."""
+    model = small()
+    n, others = 785, comm.size - 1
+    sync = mpisparse.GradientSync(model, density=1.0, accumulate="backward")
+    loss_of(model, seeded(comm.rank, 0)).backward()
+    sync.step()
+    borders = sync.stats.borders
+    lengths = np.diff(borders).tolist()
+    mine = lengths[comm.rank]  # in the first step partition r is rank r's
+    header = others * (4 * 8 + 4)  # status, detail, k, unused; one count
+    rows = [4 * 1 + 4 * -(-length // 2) for length in lengths]  # one row of at most 65,536 elements, 2 bytes a column
+    indices = sum(rows) - rows[comm.rank]
+    values = others * 4 * mine  # the others' values of my partition
+    means = 4 * (n - mine)  # the others' partitions, summed
+    assert sum(lengths) == n
+    assert sync.stats.bytes_received == header + indices + values + means
+    sent = header + others * rows[comm.rank] + 4 * (n - mine) + others * 4 * mine
+    assert sync.stats.bytes_sent == sent
+    sync.close()
+
+
+def test_the_bytes_of_a_dense_step(comm: MPI.Intracomm) -> None:
+    """An all-reduce moves at least 2 (P - 1) / P of the vector; a status is gathered before."""
+    model = small()
+    sync = mpisparse.GradientSync(model, scheme="dense")
+    loss_of(model, seeded(comm.rank, 0)).backward()
+    sync.step()
+    expected = 2 * 4 * 785 * (comm.size - 1) // comm.size + (comm.size - 1) * 4 * 8
+    assert sync.stats.bytes_received == expected
+    assert sync.stats.bytes_sent == expected
+    sync.close()
+
+
+def test_what_is_sent_is_received(comm: MPI.Intracomm) -> None:
+    _, counted = train(comm.rank, density=0.1, codec="int8")
+    for sent, received in counted:
+        assert comm.allreduce(sent) == comm.allreduce(received)
+        assert (comm.allreduce(sent) > 0) == (comm.size > 1)
+
+
+# Other communicators
+
+
+@both_paths
+def test_a_part_of_the_ranks(comm: MPI.Intracomm, path: str) -> None:
+    """Even and odd ranks train for themselves, each as if there were no others."""
+    part = comm.Split(comm.rank % 2, comm.rank)
+    model = small()
+    sync = mpisparse.GradientSync(model, density=0.1, accumulate=path, comm=part)
+    assert (sync.rank, sync.size) == (part.rank, part.size)
+
+    def own(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
+        return loss_of(model, generator) * (1 + comm.rank % 2)
+
+    train_lawfully(part, model, sync, torch.optim.SGD(model.parameters(), lr=0.1), own)
+    all_trained = comm.allgather(bits(model.parameters()))
+    part.Free()
+    assert len(set(all_trained)) == min(2, comm.size)
+
+
+@both_paths
+def test_each_rank_alone(comm: MPI.Intracomm, path: str) -> None:
+    model = small()
+    sync = mpisparse.GradientSync(model, density=0.1, accumulate=path, comm=MPI.COMM_SELF)
+    assert sync.size == 1
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in lawful_steps(
+        MPI.COMM_SELF, model, sync, optimizer, lambda m, _: loss_of(m, seeded(comm.rank, step_of(sync)))
+    ):
+        assert sync.stats.step == step
+        assert sync.stats.bytes_received == 0
+    assert len(set(comm.allgather(bits(model.parameters())))) == comm.size
+
+
+def step_of(sync: mpisparse.GradientSync) -> int:
+    return int(sync.state_dict()["step.step"])
+
+
+def test_the_users_communicator_is_left_to_the_user(comm: MPI.Intracomm) -> None:
+    """Messages of the user on the same communicator never meet those of a step, and close() frees only our own."""
+    own = comm.Dup()
+    model = small()
+    sync = mpisparse.GradientSync(model, density=0.1, comm=own)
+    request = own.irecv(source=(comm.rank - 1) % comm.size, tag=0)
+    loss_of(model, seeded(comm.rank, 0)).backward()
+    sync.step()
+    own.send("after the step", dest=(comm.rank + 1) % comm.size, tag=0)
+    assert request.wait() == "after the step"
+    sync.close()
+    assert own.allreduce(1) == comm.size
+    own.Free()
+
+
+# The way of more than 16 ranks, taken by few
+
+
+@both_paths
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_the_way_of_many_ranks_keeps_the_laws(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, path: str, codec: str
+) -> None:
+    monkeypatch.setattr(agree, "GATHERED_LADDERS", 0)
+    monkeypatch.setattr(selector, "IN_STEP_RANKS", 0)
+    model = small()
+    sync = mpisparse.GradientSync(model, density=0.1, accumulate=path, codec=codec)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in lawful_steps(comm, model, sync, optimizer, loss_of, 8):
+        stats = sync.stats
+        assert stats.selected == sum(stats.workloads)
+        assert int(published(model).count_nonzero()) <= stats.selected
+        assert stats.borders[0] == 0
+        assert stats.borders[-1] == 785
+        assert list(stats.borders) == sorted(stats.borders)
+        if step >= 2:
+            assert abs(stats.selected - sync.k) <= max(2, 0.05 * sync.k), (step, stats.selected)
+
+
+@both_paths
+def test_the_way_of_many_ranks_chooses_the_same(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """Whether ladders are gathered or summed does not change what is selected."""
+    monkeypatch.setattr(selector, "IN_STEP_RANKS", 0)
+    usual, _ = train(comm.rank, density=0.1, accumulate=path)
+    monkeypatch.setattr(agree, "GATHERED_LADDERS", 0)
+    summed, _ = train(comm.rank, density=0.1, accumulate=path)
+    assert usual == summed
+
+
+def test_many_ranks_refuse_together_too(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agree, "GATHERED_LADDERS", 0)
+    monkeypatch.setattr(selector, "IN_STEP_RANKS", 0)
+    model = small()
+    sync = mpisparse.GradientSync(model, density=0.1)
+    loss = loss_of(model, seeded(comm.rank, 0))
+    (loss * float("nan") if comm.rank == comm.size - 1 else loss).backward()
+    with pytest.raises(
+        mpisparse.NonFiniteGradientError, match=f"rank {comm.size - 1} has a non-finite gradient in 0.weight"
+    ):
+        sync.step()
+    sync.close()

@@ -1,0 +1,102 @@
+"""Which kernels run: by name, by environment, or the fastest there are; and what is said where there are none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from mpisparse import device, reference
+from mpisparse.errors import ConfigurationError
+
+# Prints the backend or the error, then warnings. Torch is slow to load and not needed to choose: an empty module stands in.
+SCRIPT = """
+import sys, types, warnings
+sys.modules["torch"] = types.ModuleType("torch")
+{before}
+from mpisparse import device, errors
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    try:
+        print(device.load_backend().name)
+        assert device.load_backend() is device.load_backend()
+    except errors.ConfigurationError as error:
+        print("error:", error)
+for warning in caught:
+    print("warning:", warning.category.__name__, warning.message)
+{after}
+"""
+WITHOUT_NATIVE = 'sys.modules["mpisparse._cpu"] = None'
+
+
+def load(before: str = "", after: str = "", **variables: str) -> list[str]:
+    """Load the kernels in a fresh process with some MPISPARSE_* set; the lines that it prints."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MPISPARSE_")}
+    code = SCRIPT.format(before=before, after=after)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**clean, **variables}, stdout=subprocess.PIPE, check=True, text=True, timeout=60
+    )
+    return done.stdout.splitlines()
+
+
+@pytest.fixture
+def cpu() -> Any:
+    return pytest.importorskip("mpisparse._cpu", exc_type=ImportError)
+
+
+def test_the_fastest_there_are(cpu: Any) -> None:
+    after = "from mpisparse import _cpu; print(_cpu.isa())"
+    assert load(after=after) == ["native", cpu.isas()[-1]]
+    assert load(after=after, MPISPARSE_BACKEND="native", MPISPARSE_ISA="generic") == ["native", "generic"]
+
+
+def test_numpy_is_chosen() -> None:
+    """Without a word, even where native kernels are missing."""
+    after = "assert 'mpisparse._cpu' not in sys.modules or sys.modules['mpisparse._cpu'] is None"
+    assert load(before=WITHOUT_NATIVE, after=after, MPISPARSE_BACKEND="numpy") == ["numpy"]
+
+
+def test_missing_kernels_give_one_warning() -> None:
+    name, warning = load(before=WITHOUT_NATIVE)
+    assert name == "numpy"
+    assert warning.startswith("warning: UserWarning mpisparse runs without its native kernels, because")
+    assert "several times longer" in warning
+    assert warning.endswith("MPISPARSE_BACKEND=numpy silences this.")
+
+
+def test_missing_kernels_that_were_asked_for_are_an_error() -> None:
+    (error,) = load(before=WITHOUT_NATIVE, MPISPARSE_BACKEND="native")
+    assert error.startswith("error: native kernels were asked for but cannot be loaded (")
+
+
+def test_unknown_names(cpu: Any) -> None:
+    (error,) = load(MPISPARSE_BACKEND="nativ")
+    assert error == "error: unknown backend (MPISPARSE_BACKEND) 'nativ'; did you mean 'native'? choose from: native, numpy"
+    (error,) = load(MPISPARSE_ISA="avx3")
+    names = ", ".join(sorted(cpu.isas()))
+    assert error.startswith("error: unknown instruction set (MPISPARSE_ISA) 'avx3'; ")
+    assert error.endswith(f"choose from: {names}")
+
+
+def test_a_name_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPISPARSE_BACKEND", "nonsense")
+    assert device.load_backend("numpy") is reference
+    with pytest.raises(ConfigurationError, match=r"unknown backend .* 'cuda'; choose from: native, numpy"):
+        device.load_backend("cuda")
+
+
+def test_native_kernels_take_torchs_threads(cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads at the time of the call, as the last argument, and only where the kernel takes them."""
+    for name in (*device.THREADED, "take"):
+        monkeypatch.setattr(cpu, name, lambda *args: args)
+    kernels = device._native()
+    assert kernels.name == "native"
+    for threads in (3, 5):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        for name in device.THREADED:
+            assert getattr(kernels, name)("a", "b") == ("a", "b", threads)
+        assert kernels.take("a", "b") == ("a", "b")

@@ -1,0 +1,315 @@
+"""The native kernels against mpisparse.reference, to the last bit, on every instruction set and on 1 and 3 threads."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from mpisparse import reference
+from mpisparse.device import THREADED
+from mpisparse.reference import BF16, FP16, FP32, FP64, STORED
+from mpisparse.threshold import HUGE, TINY, spread
+
+cpu = pytest.importorskip("mpisparse._cpu", exc_type=ImportError)
+
+MEMORY = {"memory", "widen", "round_to"}  # how the reference reads foreign memory: no kernels
+KERNELS = sorted(
+    name for name, f in inspect.getmembers(reference, inspect.isfunction) if name[0] != "_" and name not in MEMORY
+)
+SPLIT = 3 * 32_768 + 77  # long enough for three threads
+SIZES = (0, 1, 63, 64, 65, 1000, SPLIT)
+FLOORS = (0.0, TINY, 1e-40, 0.02, 1.0, HUGE)
+SPECIAL = np.array([0.0, -0.0, TINY, -TINY, 1e-40, 1.0, -1.0, 1.0, HUGE, -HUGE], dtype=np.float32)
+TYPES = {FP32: torch.float32, FP16: torch.float16, BF16: torch.bfloat16, FP64: torch.float64}
+NONFINITE = np.array([np.nan, np.inf, -np.inf], dtype=np.float32)
+
+Flat = tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.uint8]]
+
+
+@pytest.fixture(scope="module", params=[f"{isa}-{threads}" for isa in cpu.isas() for threads in (1, 3)])
+def native(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The native kernels with the reference's signatures, on one instruction set and a number of threads."""
+    isa, threads = request.param.split("-")
+    before = cpu.isa()
+    cpu.use_isa(isa)
+    assert cpu.isa() == isa
+    plain = {name: getattr(cpu, name) for name in KERNELS}
+    threaded = {name: lambda *args, kernel=plain[name]: kernel(*args, int(threads)) for name in THREADED}
+    yield SimpleNamespace(**{**plain, **threaded})
+    cpu.use_isa(before)
+
+
+def values(rng: np.random.Generator, n: int, *, nonfinite: bool = False) -> NDArray[np.float32]:
+    """Heavy-tailed values with ties, and every special value somewhere."""
+    x = (rng.standard_t(2, n) * 0.01).astype(np.float32)
+    x[rng.random(n) < 0.1] = 0.02
+    at = rng.random(n) < 0.1
+    x[at] = rng.choice(SPECIAL, at.sum())
+    if nonfinite and n:
+        x[rng.integers(0, n, 3)] = rng.choice(NONFINITE, 3)
+    return x
+
+
+def gradients(x: NDArray[np.float32], cuts: list[int], kinds: list[int | None]) -> tuple[Flat, list[torch.Tensor]]:
+    """Cut x into gradients of the given types (None: absent); the tensors must live as long as the addresses."""
+    bounds = [0, *cuts, len(x)]
+    clipped = torch.from_numpy(np.where(np.isfinite(x), np.clip(x, -6e4, 6e4), x))
+    alive = [
+        (torch.from_numpy(x) if kind in (None, FP32) else clipped)[begin:end].to(TYPES[kind or FP32], copy=True)
+        for (begin, end), kind in zip(pairwise(bounds), kinds, strict=True)
+    ]
+    pointers = [0 if kind is None else part.data_ptr() for kind, part in zip(kinds, alive, strict=True)]
+    types = np.array([kind or FP32 for kind in kinds], dtype=np.uint8)
+    return (np.array(pointers, dtype=np.uint64), np.array(bounds[1:], dtype=np.int64), types), alive
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    """Equal types, shapes and bits; a NaN equals any NaN, since which of two survives an addition is nobody's promise."""
+    if isinstance(expected, tuple):
+        for a, b in zip(got, expected, strict=True):
+            assert_same(a, b)
+    elif isinstance(expected, np.ndarray):
+        assert got.dtype == expected.dtype
+        assert got.shape == expected.shape
+        if got.dtype.kind == "f":
+            number = ~np.isnan(expected)
+            np.testing.assert_array_equal(np.isnan(got), ~number)
+            got, expected = got[number].view(f"u{got.itemsize}"), expected[number].view(f"u{expected.itemsize}")
+        np.testing.assert_array_equal(got, expected)
+    else:
+        assert got == expected
+
+
+def assert_agree(native: Any, kernel: str, *args: Any, writes: tuple[int, ...] = ()) -> None:
+    """Run a kernel natively and in NumPy; results and the arguments at `writes` must agree."""
+    here = [arg.copy() if i in writes else arg for i, arg in enumerate(args)]
+    there = [arg.copy() if i in writes else arg for i, arg in enumerate(args)]
+    assert_same(getattr(native, kernel)(*here), getattr(reference, kernel)(*there))
+    for i in writes:
+        assert_same(here[i], there[i])
+
+
+def regions(n: int) -> list[tuple[int, int]]:
+    """Stretches of [0, n] that start and end anywhere."""
+    places = sorted({min(at, n) for at in (0, 1, 63, 64, 65, n // 3, n - n // 5, n)})
+    return [(lo, hi) for i, lo in enumerate(places) for hi in places[i:]][:: 1 if n < SPLIT else 7]
+
+
+def test_every_kernel_is_native() -> None:
+    functions = {name for name in dir(cpu) if name[0] != "_" and callable(getattr(cpu, name))}
+    assert functions == {*KERNELS, "isa", "isas", "use_isa"}
+    with pytest.raises(ValueError, match="no instruction set named sse9"):
+        cpu.use_isa("sse9")
+
+
+@pytest.mark.parametrize("nonfinite", [False, True])
+@pytest.mark.parametrize("n", SIZES)
+def test_select_and_histogram(native: Any, n: int, nonfinite: bool) -> None:
+    acc = values(np.random.default_rng(n), n, nonfinite=nonfinite)
+    for lo, hi in regions(n):
+        assert_agree(native, "histogram", acc, lo, hi)
+        for floor in FLOORS:
+            assert_agree(native, "select", acc, lo, hi, floor)
+
+
+@pytest.mark.parametrize("nonfinite", [False, True])
+@pytest.mark.parametrize("n", SIZES)
+def test_accumulate_select(native: Any, n: int, nonfinite: bool) -> None:
+    rng = np.random.default_rng(n + 1)
+    cuts = sorted([*rng.integers(0, n + 1, 5).tolist(), n // 2, n // 2])
+    flat, _alive = gradients(values(rng, n, nonfinite=nonfinite), cuts, [FP32, FP16, BF16, None, FP32, BF16, None, FP16])
+    acc = values(rng, n, nonfinite=nonfinite)
+    assert_agree(native, "first_nonfinite", *flat)
+    for lo, hi in regions(n)[::2]:
+        for floor in FLOORS[::2]:
+            assert_agree(native, "accumulate_select", acc, *flat, lo, hi, floor, writes=(0,))
+
+
+@pytest.mark.parametrize("kind", [FP32, FP16, BF16])
+@pytest.mark.parametrize("n", SIZES)
+def test_accumulate(native: Any, n: int, kind: int) -> None:
+    for nonfinite in (False, True):
+        rng = np.random.default_rng(n + 2)
+        (pointers, _, _), _alive = gradients(values(rng, n, nonfinite=nonfinite), [], [kind])
+        assert_agree(native, "accumulate", values(rng, n), int(pointers[0]), kind, writes=(0,))
+    assert_agree(native, "accumulate", values(rng, n, nonfinite=True), 0, kind, writes=(0,))
+
+
+@given(
+    lengths=st.lists(st.integers(0, 150), min_size=1, max_size=5),
+    kinds=st.lists(st.sampled_from([FP32, FP16, BF16, None]), min_size=5, max_size=5),
+    ends=st.tuples(st.integers(0, 750), st.integers(0, 750)),
+    floor=st.sampled_from(FLOORS),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60)
+def test_accumulate_select_anywhere(
+    native: Any, lengths: list[int], kinds: list[int | None], ends: tuple[int, int], floor: float, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    n = sum(lengths)
+    lo, hi = sorted(min(end, n) for end in ends)
+    x = values(rng, n, nonfinite=seed % 2 == 1)
+    flat, _alive = gradients(x, np.cumsum(lengths[:-1]).tolist(), kinds[: len(lengths)])
+    assert_agree(native, "first_nonfinite", *flat)
+    assert_agree(native, "accumulate_select", values(rng, n, nonfinite=seed % 3 == 1), *flat, lo, hi, floor, writes=(0,))
+
+
+@pytest.mark.parametrize("at", [0, 63, 64, 32_768, SPLIT // 3, SPLIT - 70, SPLIT - 1])
+def test_first_nonfinite_is_found(native: Any, at: int) -> None:
+    """One bad element anywhere, then another behind it: the first is told by every pass that reads it."""
+    acc, zeros = np.zeros((2, SPLIT), dtype=np.float32)
+    for bad in NONFINITE:
+        acc[[at, SPLIT - 1]] = bad
+        for kind in (FP32, FP16, BF16):
+            (pointers, ends, kinds), _alive = gradients(acc, [at // 2], [kind, kind])
+            assert native.first_nonfinite(pointers, ends, kinds) == at
+            assert native.accumulate_select(zeros.copy(), pointers, ends, kinds, 0, 0, 0.0)[2] == at
+        assert native.select(acc, 0, SPLIT, 1.0)[2] == at
+        assert native.select(acc, at + 1, SPLIT - 1, 1.0)[2] == -1
+        assert native.accumulate(acc.copy(), zeros.ctypes.data, FP32) == at
+
+
+@pytest.mark.parametrize("kind", [FP16, BF16])
+def test_every_half_is_read_exactly(native: Any, kind: int) -> None:
+    patterns = np.arange(1 << 16, dtype=np.uint16)
+    expected = torch.from_numpy(patterns.copy()).view(TYPES[kind]).float().numpy()
+    acc = np.full(1 << 16, -0.0, dtype=np.float32)
+    native.accumulate(acc, patterns.ctypes.data, kind)
+    assert_same(acc, expected)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 256])
+def test_tail_counts(native: Any, count: int) -> None:
+    x = np.abs(values(np.random.default_rng(count), 5000, nonfinite=True))
+    for low, high in ((0.001, 0.1), (TINY, HUGE), (TINY, 1e-40), (1.0, 1.0), (0.5, 0.50001)):
+        rungs = spread(low, high, count) if count else np.empty(0, dtype=np.float32)
+        near = np.concatenate([rungs, np.nextafter(rungs, np.float32(0)), np.nextafter(rungs, np.float32(HUGE))])
+        magnitudes = np.concatenate([x, near])
+        assert_agree(native, "tail_counts", magnitudes, rungs)
+        assert native.tail_counts(magnitudes, rungs).tolist() == [int((magnitudes >= r).sum()) for r in rungs]
+    assert_agree(native, "tail_counts", x, np.array([0.0, 0.02, 0.02, np.inf], dtype=np.float32))
+    assert_agree(native, "tail_counts", x[:0], np.ones(count, dtype=np.float32))
+
+
+@pytest.mark.parametrize("row", [64, 4096, 65_536])
+def test_rows(native: Any, row: int) -> None:
+    lo, hi = 1234, 1234 + 5 * row + 7
+    index, magnitude, _ = reference.select(values(np.random.default_rng(row), hi, nonfinite=True), lo, hi, 0.02)
+    assert_agree(native, "compress_rows", index[:0], magnitude[:0], 0.0, lo, row, 6)
+    for threshold in FLOORS:
+        assert_agree(native, "compress_rows", index, magnitude, threshold, lo, row, 6)
+        counts, columns = reference.compress_rows(index, magnitude, threshold, lo, row, 6)
+        assert_agree(native, "expand_rows", counts, columns, lo, row, np.zeros(len(columns), dtype=np.int64), writes=(4,))
+        damaged = counts + np.eye(1, 6, 3, dtype=np.uint32)[0]
+        assert_agree(native, "expand_rows", damaged, columns, lo, row, np.zeros(len(columns), dtype=np.int64))
+        for wrong in (len(columns) + 1, len(columns) - 1):
+            assert_agree(native, "expand_rows", counts, columns, lo, row, np.zeros(wrong, dtype=np.int64))
+
+
+@pytest.mark.parametrize("count", [0, 1, 23, 24, 25, 700])
+def test_scattered_reads_and_writes(native: Any, count: int) -> None:
+    rng = np.random.default_rng(count)
+    acc, new = values(rng, 1000, nonfinite=True), values(rng, count, nonfinite=True)
+    index = np.sort(rng.permutation(1000)[:count])
+    assert_agree(native, "take", acc, index, np.empty(count, dtype=np.float32), writes=(0, 2))
+    assert_agree(native, "put", acc, index, new, writes=(0,))
+    finite = np.nan_to_num(new, posinf=1.0, neginf=-1.0) * np.float32(0.25)
+    assert_agree(
+        native, "add_at", np.nan_to_num(acc, posinf=1.0, neginf=-1.0) * np.float32(0.25), index, finite, writes=(0,)
+    )
+
+
+def halfway(kind: int) -> NDArray[np.float32]:
+    """All finite 16-bit values, the middles between neighbours, and one step of float32 around those."""
+    patterns = np.arange(1 << 16, dtype=np.uint16)
+    x = np.unique(reference.widen(patterns, kind))
+    x = x[np.isfinite(x)].astype(np.float64)
+    middles = ((x[1:] + x[:-1]) / 2).astype(np.float32)
+    around = [np.nextafter(middles, np.float32(side)) for side in (-HUGE, HUGE)]
+    return np.concatenate([x.astype(np.float32), middles, *around])
+
+
+@pytest.mark.parametrize("kind", [FP32, FP16, BF16, FP64])
+def test_publish_and_clear(native: Any, kind: int) -> None:
+    """Rounds as torch does, to the nearest finite value; touches nothing but the index; keeps the rest exactly."""
+    x = np.concatenate([halfway(kind) if kind in (FP16, BF16) else values(np.random.default_rng(0), 999), SPECIAL])
+    limit = min(torch.finfo(TYPES[kind]).max, HUGE)
+    expected = torch.from_numpy(x).to(TYPES[kind]).double().clamp(-limit, limit)
+    index = np.arange(1, 2 * len(x), 2)
+    buffer, twin = np.ones((2, 2 * len(x)), dtype=STORED[kind])
+    left, left_twin = x.copy(), x.copy()
+    native.publish_at(buffer.ctypes.data, kind, len(buffer), index, left)
+    reference.publish_at(twin.ctypes.data, kind, len(twin), index, left_twin)
+    assert_same(buffer, twin)
+    assert_same(left, left_twin)
+    published = torch.from_numpy(buffer[1::2].copy()).view(TYPES[kind]).double()
+    assert torch.equal(published, expected)
+    np.testing.assert_array_equal(published.numpy() + left, x.astype(np.float64))
+    native.zero_at(buffer.ctypes.data, kind, len(buffer), index)
+    reference.zero_at(twin.ctypes.data, kind, len(twin), index)
+    assert_same(buffer, twin)
+    assert not buffer[1::2].any()
+    assert (buffer[::2] == 1).all()
+
+
+@pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 1000])
+@pytest.mark.parametrize("codec", ["int8", "fp16", "bf16"])
+def test_encode_and_decode(native: Any, codec: str, count: int) -> None:
+    ties = ((np.arange(count) % 509 - 254) / 2).astype(np.float32)  # halves between steps of one
+    noise = np.random.default_rng(count).standard_normal(count).astype(np.float32)
+    for x in (ties, noise, *(noise * np.float32(scale) for scale in (1e-44, 1e-38, 1e36))):
+        codes = np.empty(count, dtype=np.int8 if codec == "int8" else np.uint16)
+        scales = [] if codec == "bf16" else [np.empty(-(-count // 256), dtype=np.float32)]
+        assert_agree(native, f"encode_{codec}", x, *scales, codes, writes=tuple(range(2 + len(scales))))
+        getattr(reference, f"encode_{codec}")(x.copy(), *scales, codes)
+        assert_agree(native, f"decode_{codec}", *scales, codes, np.empty_like(x), writes=(1 + len(scales),))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 2, 8191, 8192, 8193, 40_001])
+def test_fletcher32(native: Any, nbytes: int) -> None:
+    """Against the checksum's definition: two sums of big-endian words in one's complement, where 65535 stands for 0."""
+    rng = np.random.default_rng(nbytes)
+    for low, high in ((0, 1), (255, 256), (0, 256)):
+        data = rng.integers(low, high, nbytes, dtype=np.uint8)
+        one = two = 0
+        for at in range(0, nbytes, 2):
+            one += int.from_bytes(data[at : at + 2].tobytes().ljust(2, b"\0"))
+            two += one
+        folded = [(total - 1) % 65535 + 1 if total else 0 for total in (two, one)]
+        assert native.fletcher32(data) == reference.fletcher32(data) == folded[0] << 16 | folded[1]
+
+
+def test_indices_beyond_2_24(native: Any) -> None:
+    """Odd indices past 2^24 have no float32: selected, compressed, moved and published they must stay what they are."""
+    n, row = 2**24 + 1000, 65_536
+    acc = np.zeros(n, dtype=np.float32)
+    expected = np.array([5, 2**24 - 1, 2**24, 2**24 + 1, 2**24 + 3, 2**24 + 997, n - 1])
+    acc[expected] = np.arange(1, 8)
+    index, magnitude, bad = native.select(acc, 3, n, 0.5)
+    assert (index.tolist(), magnitude.tolist(), bad) == (expected.tolist(), [1, 2, 3, 4, 5, 6, 7], -1)
+    counts, columns = native.compress_rows(index, magnitude, 2.0, 3, row, -(-(n - 3) // row))
+    union = np.empty(6, dtype=np.int64)
+    assert native.expand_rows(counts, columns, 3, row, union)
+    assert union.tolist() == expected[1:].tolist()
+    moved = np.empty(6, dtype=np.float32)
+    native.take(acc, union, moved)
+    assert moved.tolist() == [2, 3, 4, 5, 6, 7]
+    assert np.flatnonzero(acc).tolist() == [5]
+    native.add_at(acc, union, moved)
+    native.publish_at(acc.ctypes.data, FP32, n, union[3:], np.full(3, -9, dtype=np.float32))
+    assert np.flatnonzero(acc).tolist() == expected.tolist()
+    assert acc[expected].tolist() == [1, 2, 3, 4, -9, -9, -9]
+    native.zero_at(acc.ctypes.data, FP32, n, union[:1])
+    native.put(acc, union[1:2], np.array([8], dtype=np.float32))
+    assert acc[expected].tolist() == [1, 0, 8, 4, -9, -9, -9]

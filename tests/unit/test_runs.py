@@ -1,0 +1,520 @@
+"""Whole runs of `mpisparse train`: killed, stopped, failed, refused, and resumed to the last bit.
+
+Jobs of two ranks are started under the mpirun beside the running Python; one rank runs inside this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpisparse.checkpoint import h5file, store, tree
+from mpisparse.runtime.cli import main
+
+TIMEOUT = 120.0  # seconds for a job; one takes about six
+STEPS = 120
+OPTIONS = [
+    *("--model", "tiny:model", "--data", "tiny:data", "--batch-size", "4", "--accumulation", "2", "--seed", "3"),
+    *("--schedule", "cosine", "--warmup", "5", "--density", "0.05", "--density-from", "0.5", "--density-warmup", "20"),
+    *("--clip", "1.0", "--bf16", "--eval-every", "30", "--weight-decay", "0.01"),
+]
+
+TINY = '''
+import os, random
+import numpy as np
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    """Draws from all three global generators when it trains, and has statistics of its own on every rank."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(12, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2))
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x):
+        if self.training:
+            x = x + 0.01 * (random.random() + float(np.random.rand()))
+        return self.head(self.body(x))
+
+class Noisy(torch.utils.data.Dataset):
+    """Draws its noise from torch's global generator."""
+
+    def __init__(self, count):
+        self.inputs = torch.randn(count, 12, generator=torch.Generator().manual_seed(count))
+        self.targets = self.inputs[:, :4].argmax(1)
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        return self.inputs[index] + 0.1 * torch.randn(12), self.targets[index]
+
+class Failing(Noisy):
+    asked = 0
+
+    def __getitem__(self, index):
+        self.asked += 1
+        if self.asked > 60 and os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+            raise OSError("the data of rank 1 is gone")
+        return super().__getitem__(index)
+
+def model():
+    return Net(16)
+
+def wide():
+    return Net(17)
+
+def data():
+    return Noisy(200), Noisy(50)
+
+def failing():
+    return Failing(200), Noisy(50)
+
+def no_data_on_rank_1(error=FileNotFoundError):
+    if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+        raise error("rank 1 sees no file")
+    return data()
+
+def refused_on_rank_1():
+    from mpisparse import ConfigurationError
+    return no_data_on_rank_1(ConfigurationError)
+'''
+
+ENVIRONMENT = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMP_NUM_THREADS": "1",
+    "MPISPARSE_PROGRESS": "plain",
+}
+
+
+class Job:
+    """A run on two ranks under mpirun."""
+
+    def __init__(self, home: Path, out: Path, *options: str, ranks: int = 2) -> None:
+        self.home, self.out = home, out
+        self.log = home / f"{out.name}.log"
+        command = [mpirun(), "-n", str(ranks), Path(sys.executable).with_name("mpisparse"), "train", "--out", out, *options]
+        with self.log.open("w") as sink:
+            self.mpirun = subprocess.Popen(
+                [str(word) for word in command], env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(home)}, cwd=home,
+                stdout=sink, stderr=sink, stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    @property
+    def ranks(self) -> list[int]:
+        """The process ids of the ranks that live, in the order of their ranks."""
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (process / "cmdline").read_bytes().split(b"\0")
+                if str(self.out).encode() not in words:
+                    continue
+                variables = dict(v.split(b"=", 1) for v in (process / "environ").read_bytes().split(b"\0") if b"=" in v)
+                rank = variables.get(b"OMPI_COMM_WORLD_RANK", variables.get(b"PMI_RANK"))
+                if rank is not None:
+                    found[int(rank)] = int(process.name)
+        return [found[rank] for rank in sorted(found)]
+
+    def signal(self, number: int, pids: list[int]) -> None:
+        """Send a signal to processes; one that has ended is passed over."""
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def wait(self) -> int:
+        """Wait for the end; fails if there is none, and if a rank outlives mpirun."""
+        try:
+            code = self.mpirun.wait(TIMEOUT)
+            wait_until(lambda: not self.ranks, self, seconds=20)
+            return code
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"the job hangs: not ended after {TIMEOUT:g} s\n{self.output}")
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """End mpirun and its ranks, if they live."""
+        if self.mpirun.poll() is None:
+            self.mpirun.kill()
+            self.mpirun.wait()
+        self.signal(signal.SIGKILL, self.ranks)
+
+
+@functools.cache
+def mpirun() -> Path:
+    """The mpirun beside the running Python."""
+    return Path(sys.executable).with_name("mpirun")
+
+
+def wait_until(condition: Callable[[], object], job: Job, seconds: float = TIMEOUT) -> None:
+    """Look often until something is so; fails if the time is over."""
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            pytest.fail(f"waited for {seconds:g} s\n{job.output}")
+        time.sleep(0.002)
+
+
+def wait_for_step(job: Job, step: int) -> None:
+    """Wait until a job has done a step that no run in this directory did before."""
+    wait_until(lambda: last_step(job.out) >= step or job.mpirun.poll() is not None, job)
+    assert job.mpirun.poll() is None, f"ended before step {step}\n{job.output}"
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics; raises if one is no JSON."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def last_step(out: Path) -> int:
+    """The step of the last whole line of a run that is being written."""
+    try:
+        lines = (out / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
+        return int(json.loads(lines[-1])["step"]) if lines else 0
+    except FileNotFoundError:
+        return 0
+
+
+def contents(checkpoint: Path) -> dict[str, Any]:
+    """All that a checkpoint restores, in bytes and text, without the seconds that a run took."""
+    manifest = store.read_manifest(checkpoint)
+    arrays: dict[str, Any] = {}
+    shared = ""
+    states: dict[str, Any] = {}
+    for record in manifest.files:
+        own, texts = h5file.read_file(checkpoint / record.name, record)
+        if record.name.startswith("rank"):
+            state = tree.unflatten(texts["state"], own)
+            state["extra"] = {key: state["extra"][key] for key in ("epoch", "offset")}
+            states[record.name] = as_bytes(tree.flatten(state, "own"))
+        else:
+            arrays |= own
+            shared = texts.get("state", shared)
+    return {**states, "shared": as_bytes((shared, arrays)), "step": manifest.step, "ranks": manifest.ranks}
+
+
+def as_bytes(flat: tuple[str, h5file.Arrays]) -> tuple[str, dict[str, bytes]]:
+    return flat[0], {name: array.tobytes() for name, array in flat[1].items()}
+
+
+def newest(out: Path) -> Path:
+    """A run's newest checkpoint."""
+    return store.found(out / "checkpoints")[0]
+
+
+def assert_same_end(out: Path, reference: Path, steps: int = STEPS) -> None:
+    """Check that two runs ended with the same bits, part by part."""
+    ended, expected = contents(newest(out)), contents(newest(reference))
+    assert ended["step"] == steps
+    assert ended.keys() == expected.keys()
+    for part in expected:
+        assert ended[part] == expected[part], f"{part} differs"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory with the module `tiny`, on the path of this process and of the jobs."""
+    if not mpirun().exists():
+        pytest.skip(f"there is no mpirun beside {sys.executable}")
+    place = tmp_path_factory.mktemp("runs")
+    (place / "tiny.py").write_text(TINY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(place))
+        patch.setenv("MPISPARSE_PROGRESS", "plain")
+        yield place
+
+
+@pytest.fixture(scope="module")
+def reference(home: Path) -> Path:
+    """A run on two ranks that nothing interrupts and that writes no checkpoint but the last."""
+    out = home / "reference"
+    job = Job(home, out, *OPTIONS, "--steps", str(STEPS))
+    assert job.wait() == 0, job.output
+    assert [line["step"] for line in metrics(out) if line["kind"] == "step"] == list(range(1, STEPS + 1))
+    assert len(store.found(out / "checkpoints")) == 1
+    return out
+
+
+# Killed
+
+
+def unfinished(out: Path) -> bool:
+    return any((out / "checkpoints").glob(f"{store.UNFINISHED}*"))
+
+
+def stop_inside_a_write(job: Job) -> None:
+    """Stop all ranks while a checkpoint is half written."""
+    pids = job.ranks
+    while job.mpirun.poll() is None:
+        if unfinished(job.out):
+            job.signal(signal.SIGSTOP, pids)
+            if unfinished(job.out):
+                return
+            job.signal(signal.SIGCONT, pids)
+    pytest.fail(f"ended before a checkpoint was seen half written\n{job.output}")
+
+
+def kill(job: Job, how: str, step: int, draw: random.Random) -> None:
+    """End a job as `how` says, at or after a step: the whole of it, or one rank."""
+    if how == "start":
+        time.sleep(draw.uniform(0.0, 6.0))
+    else:
+        wait_for_step(job, step)
+    if "write" in how:
+        stop_inside_a_write(job)
+    else:
+        time.sleep(draw.uniform(0.0, 0.03))
+    pids = job.ranks
+    if "rank" in how:
+        job.signal(signal.SIGKILL, [draw.choice(pids)])
+        job.signal(signal.SIGCONT, pids)
+    else:
+        job.signal(signal.SIGKILL, [job.mpirun.pid, *pids])
+    assert job.wait() != 0, job.output
+    assert "write" not in how or unfinished(job.out)
+
+
+HOWS = ("rank", "write", "job", "write to a rank", "start", "job", "write")
+
+
+@pytest.mark.parametrize("kills", [5, pytest.param(30, marks=pytest.mark.slow)])
+def test_killed_at_any_moment_and_resumed_gives_the_same_bits(home: Path, reference: Path, kills: int) -> None:
+    draw = random.Random(kills)
+    out = home / f"killed-{kills}"
+    command = [*OPTIONS, "--steps", str(STEPS), "--checkpoint-every", "1"]
+    moments = sorted(draw.sample(range(1, STEPS - 40 if kills < 20 else STEPS - 10), kills))
+    for i, step in enumerate(moments):
+        background = ["--background"] if draw.random() < 0.5 else []
+        kill(Job(home, out, *command, *background), HOWS[i % len(HOWS)], step, draw)
+    job = Job(home, out, *command)
+    assert job.wait() == 0, job.output
+    assert not unfinished(out)
+    assert len(store.found(out / "checkpoints")) == 2
+    assert_same_end(out, reference)
+    losses: dict[int, set[float]] = {}
+    for line in metrics(out):
+        if line["kind"] == "step":
+            losses.setdefault(line["step"], set()).add(line["loss"]["mean"])
+    assert sorted(losses) == list(range(1, STEPS + 1))
+    assert all(len(seen) == 1 for seen in losses.values()), "a step that was done again had another loss"
+
+
+# Asked to stop
+
+
+def test_signals_stop_after_a_checkpoint_and_the_same_command_goes_on(home: Path, reference: Path) -> None:
+    out = home / "signalled"
+    command = [*OPTIONS, "--steps", str(STEPS), "--checkpoint-every", "25", "--background"]
+    job = Job(home, out, *command)
+    wait_for_step(job, 11)
+    job.mpirun.send_signal(signal.SIGUSR1)
+    assert job.wait() == 85, job.output
+    first = store.read_manifest(newest(out)).step
+    assert first >= 11
+    assert not unfinished(out)
+    assert f"go on from step {first}" in job.output
+
+    job = Job(home, out, *command)
+    wait_for_step(job, max(40, first + 1))
+    job.signal(signal.SIGTERM, job.ranks[1:])  # one rank is asked, all stop
+    assert job.wait() == 85, job.output
+    assert "resume: 2 ranks" in job.output
+    assert first < store.read_manifest(newest(out)).step < STEPS
+
+    job = Job(home, out, *command)
+    assert job.wait() == 0, job.output
+    assert_same_end(out, reference)
+
+
+# Failed
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ("failing", "OSError: the data of rank 1 is gone"),
+        ("no_data_on_rank_1", "FileNotFoundError: rank 1 sees no file"),
+        ("refused_on_rank_1", "rank 1 sees no file"),
+    ],
+)
+def test_an_error_on_one_rank_ends_all_and_is_shown(home: Path, data: str, says: str) -> None:
+    job = Job(home, home / data, *OPTIONS, "--data", f"tiny:{data}", "--steps", "1000000")
+    assert job.wait() not in (0, 85), job.output
+    assert says in job.output
+    assert "Traceback (most recent call last)" in job.output or data == "refused_on_rank_1"
+
+
+# On another number of ranks; one rank runs here
+
+
+def train(out: Path, *options: str) -> int:
+    """Run `mpisparse train` in this process, on one rank."""
+    return main(["train", "--out", str(out), *options])
+
+
+@pytest.fixture
+def resized(home: Path, reference: Path) -> Path:
+    """A copy of the reference run, to be gone on with."""
+    out = home / "resized"
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.copytree(reference, out)
+    return out
+
+
+@pytest.mark.filterwarnings("ignore:the number of threads")
+def test_two_ranks_then_one_then_two(home: Path, resized: Path) -> None:
+    before = store.read_manifest(newest(resized))
+    assert train(resized, *OPTIONS, "--steps", str(STEPS + 5)) == 0
+    one = store.read_manifest(newest(resized))
+    assert (before.ranks, one.ranks, one.step) == (2, 1, STEPS + 5)
+    job = Job(home, resized, *OPTIONS, "--steps", str(STEPS + 10))
+    assert job.wait() == 0, job.output
+    two = contents(newest(resized))
+    assert (two["ranks"], two["step"]) == (2, STEPS + 10)
+    done = [line["step"] for line in metrics(resized) if line["kind"] == "step"]
+    assert done == list(range(1, STEPS + 11))
+
+
+# Refused
+
+
+@pytest.fixture(scope="module")
+def single(home: Path) -> Path:
+    """A run of a few steps on one rank."""
+    out = home / "single"
+    assert train(out, *OPTIONS, "--steps", "6", "--checkpoint-every", "2", "--keep", "3") == 0
+    return out
+
+
+@pytest.fixture
+def copied(single: Path, tmp_path: Path) -> Path:
+    """A copy of it that a test may spoil."""
+    return Path(shutil.copytree(single, tmp_path / "copied"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--resume", "never"], ["holds a run already", "--resume auto"]),
+        (["--scheme", "dense", "--density", "1.0"], ["saved with scheme 'exdyna'", "this is scheme 'dense'"]),
+        (["--model", "tiny:wide"], ["is of another model", "body.0.weight [16, 12]", "body.0.weight [17, 12]"]),
+        (["--codec", "int8"], ["saved with codec='fp32'", "codec='int8'"]),
+        (["--resume", "/nowhere"], ["there is no directory /nowhere"]),
+        (["--batch-size", "1000"], ["a step takes 2000 examples, the data has 200", "--batch-size"]),
+    ],
+    ids=["never", "scheme", "model", "codec", "nowhere", "batch"],
+)
+def test_refused(copied: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: list[str]) -> None:
+    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+    given = [*OPTIONS, "--steps", "9", *options]
+    if "--scheme" in options:  # density warm-up is no part of the dense scheme
+        given += ["--density-warmup", "0"]
+    assert train(copied, *given) == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in words), said
+    assert {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()} == before
+
+
+# Going well
+
+
+def test_a_run_resumed_from_any_directory_ends_alike(single: Path, tmp_path: Path) -> None:
+    longer = tmp_path / "longer"
+    assert train(longer, *OPTIONS, "--steps", "6", "--resume", str(single)) == 0
+    assert [line["event"] for line in metrics(longer) if line["kind"] == "event"] == ["resume", "end"]
+    assert not store.found(longer / "checkpoints"), "nothing was left to do"
+
+
+def test_config_of_a_run_reproduces_it(single: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    assert train(again, "--config", str(single / "config.toml")) == 0
+    assert_same_end(again, single, steps=6)
+    other = tmp_path / "other"
+    assert train(other, "--config", str(single / "config.toml"), "--seed", "4") == 0
+    assert contents(newest(other)) != contents(newest(single))
+
+
+def test_stops_early_at_the_target(home: Path, tmp_path: Path) -> None:
+    assert train(tmp_path / "hit", *OPTIONS, "--steps", "9", "--eval-every", "4", "--target", "0.0") == 0
+    lines = metrics(tmp_path / "hit")
+    assert [line["event"] for line in lines if line["kind"] == "event"] == ["start", "checkpoint", "stop", "end"]
+    assert newest(tmp_path / "hit").name == store.name_of(4)
+    assert train(tmp_path / "missed", *OPTIONS, "--steps", "9", "--eval-every", "4", "--target", "1.01") == 0
+    assert newest(tmp_path / "missed").name == store.name_of(9)
+
+
+def test_metrics_tell_what_was_set(single: Path, home: Path) -> None:
+    steps = [line for line in metrics(single) if line["kind"] == "step"]
+    lr = [0.05 * (i + 1) / 5 for i in range(5)]
+    assert [line["lr"] for line in steps][:5] == pytest.approx(lr)
+    assert steps[0]["set_density"] == pytest.approx(0.5, rel=0.02)
+    assert steps[5]["set_density"] == pytest.approx(0.5 * 0.1 ** (5 / 20), rel=0.02)
+    assert all(set(line["loss"]) == {"min", "mean", "max"} for line in steps)
+    assert all(line["seconds"]["compute"]["mean"] > 0 for line in steps)
+    assert all(a["time"] < b["time"] for a, b in itertools.pairwise(steps))
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+def test_resume_of_other_optimizers_and_backward_path(home: Path, tmp_path: Path, optimizer: str) -> None:
+    options = ["--model", "tiny:model", "--data", "tiny:data", "--batch-size", "8", "--density", "0.1"]
+    options += ["--optimizer", optimizer, "--lr", "0.01", "--option", "accumulate=backward", "--codec", "int8"]
+    assert train(tmp_path / "whole", *options, "--steps", "12") == 0
+    assert train(tmp_path / "parts", *options, "--steps", "5") == 0
+    assert train(tmp_path / "parts", *options, "--steps", "12") == 0
+    assert_same_end(tmp_path / "parts", tmp_path / "whole", steps=12)
+
+
+# Looked at
+
+
+def test_inspect_tells_and_verifies(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(copied)]) == 0
+    told = capsys.readouterr().out
+    for words in ("step        6", "exdyna on 1 ranks", "body.1.running_mean [16] float32", "rank-0000.h5", "use --verify"):
+        assert words in told
+    assert told.index("step        6") < told.index("step        2")
+    assert main(["inspect", "--verify", str(copied / "checkpoints")]) == 0
+    assert capsys.readouterr().out.count("all verified") == 3
+    file = newest(copied) / "rank-0000.h5"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    assert main(["inspect", "--verify", str(copied)]) == 1
+    told = capsys.readouterr().out
+    assert told.count("DAMAGED") == 1
+    assert told.count("all verified") == 2
+    assert main(["inspect", "--verify", "--json", str(copied / "checkpoints" / store.name_of(4))]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["step"], record["ranks"], record["verified"]) == (4, 1, True)
+    assert any("float32" in kind for kind in record["files"]["rank-0000.h5"]["arrays"].values())
+    assert main(["inspect", str(copied.parent)]) == 2
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(copied: Path, single: Path) -> None:
+    (newest(copied) / "rank-0000.h5").write_bytes(b"no HDF5")
+    with pytest.warns(UserWarning, match="step-00000006 is not used"):
+        assert train(copied, *OPTIONS, "--steps", "6") == 0
+    assert_same_end(copied, single, steps=6)

@@ -1,0 +1,417 @@
+"""What a run is made of, apart from running: settings, schedules, the order of data, metrics, signals, the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpisparse.errors import ConfigurationError
+from mpisparse.runtime.cli import parser
+from mpisparse.runtime.metrics import MetricsFile, spread
+from mpisparse.runtime.schedule import Order, Position, density_at, lr_factor
+from mpisparse.runtime.settings import OPTIMIZERS, SCHEDULES, Settings, read_file, resolve, to_toml
+
+COUNTS = ("epochs", "steps", "batch_size", "accumulation", "eval_every", "log_every", "checkpoint_every", "keep")
+
+
+# Settings
+
+
+def parse(*words: str) -> Settings:
+    """Settings as the command line gives them."""
+    return resolve(vars(parser().parse_args(["train", *words])))
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "settings.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_defaults_are_the_defaults() -> None:
+    assert parse() == Settings()
+
+
+def test_every_setting_has_a_flag_and_a_line_of_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args(["train", "--help"])
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    for entry in dataclasses.fields(Settings):
+        flag = "--option" if entry.name == "options" else f"--{entry.name.replace('_', '-')}"
+        assert flag in told
+
+
+def test_flags_give_every_kind_of_value() -> None:
+    settings = parse(
+        *("--batch-size", "7", "--lr", "1e-3", "--bf16", "--drop-at", "0.2", "0.4", "--clip", "2", "--data", "digits"),
+        *("--option", "accumulate=step", "--option", "segment_nbytes=64", "--option", "gamma=0.5", "--option", "x=a=b"),
+    )
+    assert (settings.batch_size, settings.lr, settings.bf16, settings.clip) == (7, 0.001, True, 2.0)
+    assert settings.drop_at == (0.2, 0.4)
+    assert settings.options == {"accumulate": "step", "segment_nbytes": 64, "gamma": 0.5, "x": "a=b"}
+
+
+def test_flags_override_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path, 'lr = 1\nseed = 4\nepochs = 3\nbf16 = true\n[options]\naccumulate = "step"\nsegment_nbytes = 8\n')
+    settings = parse("--config", file, "--seed", "5", "--steps", "9", "--no-bf16", "--option", "segment_nbytes=16")
+    assert (settings.lr, settings.seed, settings.epochs, settings.steps, settings.bf16) == (1.0, 5, None, 9, False)
+    assert settings.options == {"accumulate": "step", "segment_nbytes": 16}
+    assert isinstance(settings.lr, float)
+    assert parse("--config", file).epochs == 3
+
+
+FINITE = st.floats(1e-12, 1e12)
+SETTINGS = st.builds(
+    Settings,
+    model=st.text(),
+    data=st.none() | st.text(),
+    out=st.text(),
+    steps=st.none() | st.integers(1, 2**60),
+    batch_size=st.integers(1, 2**31),
+    seed=st.integers(0, 2**62),
+    optimizer=st.sampled_from(OPTIMIZERS),
+    schedule=st.sampled_from(SCHEDULES),
+    lr=FINITE,
+    weight_decay=FINITE | st.just(0.0),
+    drop_at=st.lists(st.floats(0, 1), max_size=3).map(tuple),
+    clip=st.none() | FINITE | st.just(math.inf),
+    target=st.none() | st.floats(allow_nan=False),
+    bf16=st.booleans(),
+    density=st.none() | st.floats(1e-9, 1.0),
+    options=st.dictionaries(st.text(), st.booleans() | st.integers(-(2**62), 2**62) | FINITE | st.text(), max_size=3),
+)
+
+
+@given(SETTINGS)
+def test_written_settings_are_read_as_the_same(tmp_path_factory: pytest.TempPathFactory, settings: Settings) -> None:
+    path = tmp_path_factory.getbasetemp() / "round.toml"
+    path.write_text(to_toml(settings), encoding="utf-8")
+    again = Settings(**read_file(path))
+    assert again == settings
+    assert [type(v) for v in dataclasses.astuple(again)] == [type(v) for v in dataclasses.astuple(settings)]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("batchsize = 3", "unknown setting 'batchsize'; did you mean 'batch_size'?"),
+        ('batch_size = "3"', "batch_size must be of type int, got '3'"),
+        ("batch_size = 3.5", "batch_size must be of type int, got 3.5"),
+        ("batch_size = true", "batch_size must be of type int, got True"),
+        ('lr = "fast"', "lr must be of type float"),
+        ("lr = true", "lr must be of type float"),
+        ("bf16 = 1", "bf16 must be of type bool"),
+        ("model = 3", "model must be of type str"),
+        ("options = 3", "options must be of type dict"),
+        ("drop_at = 0.5", "drop_at must be of type tuple"),
+        ('drop_at = ["half"]', "drop_at"),
+        ("lr = ", "is not a TOML file"),
+    ],
+)
+def test_bad_files_are_refused_by_name(tmp_path: Path, text: str, words: str) -> None:
+    file = write(tmp_path, text)
+    with pytest.raises(ConfigurationError) as caught:
+        parse("--config", file)
+    assert words in str(caught.value)
+    assert file in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot read the settings in .*nowhere\.toml"):
+        parse("--config", str(tmp_path / "nowhere.toml"))
+    with pytest.raises(ConfigurationError, match="cannot read"):
+        parse("--config", str(tmp_path))
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigurationError, match="is not a TOML file"):
+        parse("--config", str(tmp_path / "binary"))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"optimizer": "sdg"}, "unknown optimizer 'sdg'; did you mean 'sgd'?"),
+        ({"schedule": "cosin"}, "unknown schedule 'cosin'; did you mean 'cosine'?"),
+        *[({name: 0}, f"{name} must be at least 1, got 0") for name in COUNTS],
+        *[({name: -1}, f"{name} must be at least 0, got -1") for name in ("warmup", "density_warmup", "seed")],
+        *[({name: -0.5}, f"{name} must be at least 0, got -0.5") for name in ("lr", "momentum", "weight_decay")],
+        *[({name: math.nan}, f"{name} must be at least 0, got nan") for name in ("lr", "momentum", "weight_decay")],
+        ({"epochs": 1, "steps": 1}, "give epochs or steps, not both"),
+        *[({"density": value}, "density must be in (0, 1]") for value in (0.0, -0.1, 1.5, math.nan)],
+        *[({"density_from": value}, "density_from must be in (0, 1]") for value in (0.0, -0.1, 1.5, math.nan)],
+        ({"clip": 0.0}, "clip must be above 0, got 0.0"),
+        ({"clip": math.nan}, "clip must be above 0"),
+        ({"clip": 1.0, "options": {"accumulate": "backward"}}, "clip has no effect with accumulate"),
+    ],
+    ids=str,
+)
+def test_values_that_cannot_be_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        Settings(**given)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("pair", ["accumulate", "=3", ""])
+def test_an_option_needs_a_name_and_a_value(pair: str) -> None:
+    with pytest.raises(ConfigurationError, match="NAME=VALUE"):
+        parse("--option", pair)
+
+
+# Schedules
+
+
+def test_warmup_rises_evenly_to_the_peak() -> None:
+    factors = [lr_factor(step, 100, "constant", 4, ()) for step in range(6)]
+    assert factors == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert lr_factor(0, 100, "constant", 0, ()) == 1.0
+
+
+def test_cosine_falls_from_the_peak_towards_zero() -> None:
+    factors = [lr_factor(step, 110, "cosine", 10, ()) for step in range(10, 111)]
+    assert factors[0] == 1.0
+    assert factors[50] == pytest.approx(0.5)
+    assert factors[100] == pytest.approx(0.0, abs=1e-12)
+    assert all(a > b for a, b in itertools.pairwise(factors))
+    assert lr_factor(500, 110, "cosine", 10, ()) == pytest.approx(0.0, abs=1e-12), "a run that goes on past its end"
+    assert lr_factor(3, 3, "cosine", 3, ()) == 1.0, "nothing but warm-up"
+
+
+def test_step_falls_to_a_tenth_at_each_point() -> None:
+    factors = [lr_factor(step, 100, "step", 0, (0.5, 0.75)) for step in (0, 49, 50, 74, 75, 99)]
+    assert factors == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
+
+
+def test_density_falls_geometrically_to_the_set_one() -> None:
+    densities = [density_at(step, 0.01, 1.0, 10) for step in range(12)]
+    assert densities[0] == 1.0
+    assert densities[5] == pytest.approx(0.1)
+    assert densities[10:] == [0.01, 0.01]
+    ratios = [b / a for a, b in itertools.pairwise(densities[:11])]
+    assert ratios == pytest.approx([ratios[0]] * 10)
+    assert density_at(0, 0.5, 0.25, 10) == 0.5, "warm-up never begins below the set one"
+    assert density_at(0, 0.5, 1.0, 0) == 0.5
+
+
+# The order of data
+
+
+def walk(order: Order, position: Position, share: int, size: int, batches: int) -> list[list[int]]:
+    """The global batches that `size` ranks take together; moves the position on."""
+    taken = []
+    for _ in range(batches):
+        places = [Position(position.epoch, position.offset) for _ in range(size)]
+        parts = [order.take(place, share, rank, size) for rank, place in enumerate(places)]
+        assert len({(place.epoch, place.offset) for place in places}) == 1
+        assert {epoch for _, epoch in parts} == {places[0].epoch}
+        position.epoch, position.offset = places[0].epoch, places[0].offset
+        taken.append([int(i) for part, _ in parts for i in part])
+    return taken
+
+
+@given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 4), st.integers(0, 3))
+def test_an_epoch_has_each_example_at_most_once(count: int, share: int, size: int, seed: int) -> None:
+    order = Order(count, seed)
+    batches = order.steps_an_epoch(share, size)
+    if batches == 0:
+        return
+    position = Position()
+    epochs = []
+    for epoch in range(3):
+        taken = [i for batch in walk(order, position, share, size, batches) for i in batch]
+        assert position == Position(epoch, batches * share * size)
+        assert len(set(taken)) == len(taken) == batches * share * size
+        assert set(taken) <= set(range(count))
+        epochs.append(taken)
+    if count % (share * size) == 0:
+        assert sorted(epochs[0]) == list(range(count))
+    if len(epochs[0]) > 12:
+        assert epochs[0] != epochs[1], "epochs are shuffled apart"
+
+
+def test_the_order_is_the_same_for_any_number_of_ranks() -> None:
+    def sequence(share: int, size: int) -> list[int]:
+        return [i for batch in walk(Order(24, 7), Position(), share, size, 2 * 24 // (share * size)) for i in batch]
+
+    assert sequence(12, 1) == sequence(6, 2) == sequence(4, 3) == sequence(3, 4)
+    assert sequence(12, 1) != [i for batch in walk(Order(24, 8), Position(), 12, 1, 4) for i in batch]
+
+
+def test_a_position_goes_on_with_another_number_of_ranks() -> None:
+    position = Position()
+    order = Order(48, 1)
+    taken = walk(order, position, 3, 4, 2)  # 24 by four ranks
+    taken += walk(Order(48, 1), position, 3, 2, 2)  # 12 by two, in a new process
+    taken += walk(Order(48, 1), position, 3, 1, 4)  # 12 by one
+    assert sorted(i for batch in taken for i in batch) == list(range(48))
+    assert position == Position(0, 48)
+    walk(order, position, 3, 1, 1)
+    assert position == Position(1, 3)
+
+
+# Metrics
+
+
+def test_metrics_are_lines_and_an_unfinished_one_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsFile(path)
+    first.write("step", step=1, loss=0.5)
+    assert json.loads(path.read_text()) == {"kind": "step", "step": 1, "loss": 0.5}, "a line is there at once"
+    first.close()
+    with path.open("a") as file:
+        file.write('{"kind": "step", "st')
+    second = MetricsFile(path)
+    second.write("eval", step=2)
+    second.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+@pytest.mark.parametrize("left", ["", '{"kind'])
+def test_a_file_without_a_whole_line_begins_anew(tmp_path: Path, left: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(left)
+    metrics = MetricsFile(path)
+    metrics.write("step", step=1)
+    metrics.close()
+    assert json.loads(path.read_text())["step"] == 1
+
+
+def test_spread() -> None:
+    assert spread(np.array([3.0, 1.0, 2.0])) == {"min": 1.0, "mean": 2.0, "max": 3.0}
+
+
+# Signals
+
+ASKED = """
+import os, signal
+from mpisparse.runtime.signals import StopRequest
+stop = StopRequest()
+assert not stop.asked
+os.kill(os.getpid(), signal.{first})
+print(f"asked: {{stop.asked}}", flush=True)
+os.kill(os.getpid(), signal.{second})
+print("still here", flush=True)
+"""
+
+
+def run_python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(("first", "second"), [("SIGUSR1", "SIGUSR1"), ("SIGTERM", "SIGUSR1"), ("SIGUSR1", "SIGTERM")])
+def test_the_first_signal_asks_and_the_second_ends(first: str, second: str) -> None:
+    ended = run_python(ASKED.format(first=first, second=second))
+    assert ended.stdout == "asked: True\n", ended.stderr
+    assert ended.returncode == -getattr(signal, second)
+
+
+@pytest.mark.parametrize("names", ["USR2", "SIGUSR2", "HUP, USR2"])
+def test_the_signals_that_ask_can_be_chosen(names: str) -> None:
+    ended = run_python(ASKED.format(first="SIGUSR2", second="SIGTERM"), MPISPARSE_SIGNALS=names)
+    assert ended.stdout == "asked: True\n", ended.stderr
+    assert ended.returncode == -signal.SIGTERM
+
+
+def test_a_signal_that_does_not_exist_is_refused() -> None:
+    ended = run_python(
+        "import sys; from mpisparse.runtime.cli import main; sys.exit(main(['train']))", MPISPARSE_SIGNALS="USR9"
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert "USR9" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_earlier_handlers_are_given_back() -> None:
+    code = """
+import signal
+from mpisparse.runtime.signals import StopRequest
+before = signal.getsignal(signal.SIGUSR1)
+stop = StopRequest()
+assert signal.getsignal(signal.SIGUSR1) != before
+stop.restore()
+assert signal.getsignal(signal.SIGUSR1) == before
+"""
+    assert run_python(code).returncode == 0
+
+
+# The command line, with no MPI to load
+
+COMMAND = """
+import sys
+from mpisparse.runtime.cli import main
+code = 0
+try:
+    code = main(sys.argv[1:])
+except SystemExit as ended:
+    code = ended.code or 0
+loaded = [name for name in ("mpi4py.MPI", "torch", "h5py") if name in sys.modules]
+print("loaded:", *loaded)
+sys.exit(code)
+"""
+
+
+def run_command(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line where there is no MPI library; its last line tells which heavy modules it loaded."""
+    environment = {**os.environ, "MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
+    return subprocess.run(
+        [sys.executable, "-c", COMMAND, *words], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--help"], "train"),
+        (["train", "--help"], "--checkpoint-every"),
+        (["inspect", "--help"], "--verify"),
+        (["--version"], "mpisparse"),
+    ],
+    ids=str,
+)
+def test_help_needs_no_mpi(words: list[str], told: str) -> None:
+    ended = run_command(*words)
+    assert ended.returncode == 0, ended.stderr
+    assert told in ended.stdout
+    assert ended.stdout.endswith("loaded:\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["train", "--bogus", "1"], "--bogus"),
+        (["train", "--batch-size", "many"], "--batch-size"),
+        (["train", "--batch-size", "0"], "batch_size must be at least 1"),
+        (["train", "--optimizer", "sdg"], "did you mean 'sgd'?"),
+        (["train", "--config", "/nowhere.toml"], "/nowhere.toml"),
+        (["train", "--density", "3"], "density must be in (0, 1]"),
+        (["train", "--epochs", "1", "--steps", "1"], "epochs or steps"),
+        (["frobnicate"], "frobnicate"),
+        ([], "COMMAND"),
+    ],
+    ids=str,
+)
+def test_bad_options_need_no_mpi(words: list[str], told: str) -> None:
+    ended = run_command(*words)
+    assert ended.returncode == 2, ended.stderr
+    assert told in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert ended.stdout == "loaded:\n"
