@@ -46,7 +46,7 @@ inline uint32_t fletcher32(const uint8_t* data, int64_t nbytes) {
 inline void encode_int8(float* x, int64_t n, float* scales, int8_t* q) {
     for (int64_t g = 0; g * GROUP < n; ++g, x += GROUP, q += GROUP) {
         const int64_t count = std::min(GROUP, n - g * GROUP);
-        const float scale = scales[g] = largest(x, count) / 127.0f;
+        const float scale = scales[g] = std::min(largest(x, count) / 127.0f, 0x1.020406p+121f);
         for (int64_t i = 0; i < count; ++i) {
             const float steps = scale > 0.0f ? std::nearbyint(x[i] / scale) : 0.0f;
             q[i] = int8_t(std::max(-127.0f, std::min(127.0f, steps)));
@@ -72,7 +72,7 @@ inline void encode_fp16(float* x, int64_t n, float* scales, uint16_t* h) {
         const int64_t count = std::min(GROUP, n - g * GROUP);
         const float scale = scales[g] = fp16_scale(largest(x, count));
         for (int64_t i = 0; i < count; ++i) {
-            h[i] = float_to_finite_fp16(x[i] / scale);
+            h[i] = float_to_finite_fp16(std::max(-32752.0f, std::min(32752.0f, x[i] / scale)));
             x[i] -= fp16_to_float(h[i]) * scale;
         }
     }

@@ -93,7 +93,7 @@ def best_borders(work: Sequence[Ints], edges: Ints, longest: int | None = None) 
 
     low, high = 0, max(prefix[-1] for prefix in prefixes)
     if high == 0:
-        return even_borders(blocks, size)
+        return best_borders([np.diff(edges)] * size, edges, longest) if ends[-1] else even_borders(blocks, size)
     while low < high:
         middle = (low + high) // 2
         if fill(middle)[-1] < blocks:

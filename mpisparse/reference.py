@@ -185,6 +185,7 @@ def _groups(x: Floats) -> Floats:
 def encode_int8(x: Floats, scales: Floats, q: NDArray[np.int8]) -> None:
     """Send q * scale for each group of 256; x keeps the rest."""
     scales[:] = np.abs(_groups(x)).max(axis=1, initial=0.0) / np.float32(127)
+    np.minimum(scales, np.float32(float.fromhex("0x1.020406p+121")), out=scales)
     scale = np.repeat(scales, GROUP)[: len(x)]
     with np.errstate(divide="ignore", invalid="ignore"):
         steps = np.where(scale > 0, np.rint(x / scale), np.float32(0))
@@ -203,7 +204,7 @@ def encode_fp16(x: Floats, scales: Floats, h: NDArray[np.uint16]) -> None:
     exponent = np.clip(np.frexp(most)[1] - 15, -126, 127)
     scales[:] = np.where(most > 0, np.ldexp(np.float32(1), exponent), np.float32(1))
     scale = np.repeat(scales, GROUP)[: len(x)]
-    h[:] = round_to(x / scale, FP16)
+    h[:] = round_to(np.clip(x / scale, -32752, 32752), FP16)
     x -= widen(h, FP16) * scale
 
 

@@ -65,7 +65,7 @@ def nearest_rung(counts: Counts, k: int) -> int:
 
 def is_close(count: int, k: int) -> bool:
     """Tell whether a count is as near to k as control aims for."""
-    return abs(count - k) <= max(1.0, TOLERANCE * k)
+    return count > 0 and abs(count - k) <= max(1.0, TOLERANCE * k)
 
 
 def choose_rung(rungs: Rungs, counts: Counts, k: int) -> Choice:
@@ -79,8 +79,8 @@ def choose_rung(rungs: Rungs, counts: Counts, k: int) -> Choice:
     low = float(rungs[below])
     high = float(rungs[below + 1]) if below + 1 < len(rungs) else HUGE
     finer = spread(low, high)
-    if len(finer) <= 2 and below + 1 < len(rungs):
-        return Choice(rung=best)
+    if len(finer) == 1 or (len(finer) == 2 and below + 1 < len(rungs)):
+        return Choice(rung=best if counts[best] else below)
     return Choice(finer=finer)
 
 
@@ -95,7 +95,8 @@ def locate_rungs(histogram: Counts, k: int) -> Rungs:
 
 
 def _bin_edge(index: int) -> float:
-    return min(float(np.uint32(index << HISTOGRAM_SHIFT).view(np.float32)), HUGE)
+    edge = float(np.uint32(index << HISTOGRAM_SHIFT).view(np.float32))
+    return edge if math.isfinite(edge) else HUGE
 
 
 @dataclass(frozen=True)
