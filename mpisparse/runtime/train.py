@@ -13,13 +13,14 @@ import torch
 import mpisparse
 from mpisparse import checkpoint
 from mpisparse.errors import CheckpointError, ConfigurationError
+from mpisparse.exchange import Exchange, end_job_on_uncaught_exception
 from mpisparse.runtime.evaluate import evaluate, reached
 from mpisparse.runtime.metrics import MetricsFile, step_fields
 from mpisparse.runtime.progress import facts_of, human_bytes, make_progress
 from mpisparse.runtime.schedule import Order, Position, density_at, lr_factor
 from mpisparse.runtime.settings import Settings, to_toml
 from mpisparse.runtime.signals import INTERRUPTED, StopRequest
-from mpisparse.runtime.workloads import build
+from mpisparse.runtime.workloads import Data, Task, build
 from mpisparse.step import Clock
 
 PHASES = ("data", "compute", "accumulate", "agree", "unite", "reduce", "feedback", "publish", "adapt", "optimizer")
@@ -28,6 +29,7 @@ DEFAULT_EPOCHS = 5
 
 def run(settings: Settings, stop: StopRequest) -> int:
     """Train as the settings say; collective. Returns the exit code: 0 when done, 85 when stopped by a signal."""
+    end_job_on_uncaught_exception()
     trainer = Trainer(settings, stop)
     try:
         return trainer.train()
@@ -41,7 +43,7 @@ class Trainer:
     def __init__(self, settings: Settings, stop: StopRequest) -> None:
         self.settings = settings
         self.stop = stop
-        self.model, self.data, self.task = build(settings.model, settings.data, seed=settings.seed)
+        self.model, self.data, self.task = build_together(settings)
         self.sync = mpisparse.GradientSync(
             self.model, scheme=settings.scheme, density=settings.density, codec=settings.codec, **settings.options
         )
@@ -289,6 +291,19 @@ class Trainer:
             self.metrics.close()
         if self.writer is not None:
             self.writer.close()
+
+
+def build_together(settings: Settings) -> tuple[torch.nn.Module, Data, Task]:
+    """Build model, data and task on every rank; an error on one is raised on all. Collective."""
+    exchange = Exchange()
+    error: ConfigurationError | None = None
+    try:
+        built = build(settings.model, settings.data, seed=settings.seed)
+    except ConfigurationError as caught:
+        error = caught
+    exchange.raise_together(error)
+    exchange.close()
+    return built
 
 
 def make_optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:

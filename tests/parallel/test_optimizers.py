@@ -62,7 +62,7 @@ def test_density_one_trains_as_one_process_on_the_mean(comm: MPI.Intracomm, name
     sync = mpisparse.GradientSync(model, density=1.0, accumulate=path)
     optimizer = OPTIMIZERS[name](model.parameters(), **HOW[how])
     expected = OPTIMIZERS[name](plain.parameters(), foreach=False)
-    for step in range(6):
+    for step in range(4):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         loss_of(model, seeded(comm.rank, step)).backward()
         sync.step()
@@ -81,7 +81,7 @@ def test_nothing_is_lost_at_a_low_density(comm: MPI.Intracomm, name: str, how: s
     model = convolutional()
     sync = mpisparse.GradientSync(model, density=0.05, accumulate=path)
     optimizer = OPTIMIZERS[name](model.parameters(), **HOW[how])
-    for _ in lawful_steps(comm, model, sync, optimizer, loss_of):
+    for _ in lawful_steps(comm, model, sync, optimizer, loss_of, 4):
         assert everywhere(comm, all(p.grad.stride() == p.stride() for p in model.parameters()))
         assert everywhere(comm, published(model).count_nonzero() <= sync.stats.selected)
 

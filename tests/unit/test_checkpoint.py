@@ -607,7 +607,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode:
         pytest.skip(f"cannot mount a small tmpfs: {mounted.stderr.strip()}")
     yield place
-    subprocess.run(["umount", str(place)], check=True)
+    subprocess.run(["umount", "--lazy", str(place)], check=True)  # a failed test may hold a file open
 
 
 def limit(disk: Path, nbytes: int) -> None:
