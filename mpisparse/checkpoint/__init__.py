@@ -27,8 +27,11 @@ __all__ = ["CheckpointError", "Damaged", "Saving", "begin_save", "load", "save"]
 class Saving:
     """A checkpoint that is being written; finish() makes it whole. Made by begin_save."""
 
-    def __init__(self, exchange: Any, directory: Path, place: Path, manifest: store.Manifest, keep: int | None) -> None:
+    def __init__(
+        self, exchange: Any, directory: Path, place: Path, manifest: store.Manifest, keep: int | None, *, owns_exchange: bool
+    ) -> None:
         self._exchange = exchange
+        self._owns_exchange = owns_exchange
         self._directory = directory
         self._place = place
         self._manifest = manifest
@@ -67,6 +70,8 @@ class Saving:
         if self._exchange.rank == 0:
             outcome = self._complete(reports, errors)
         outcome = self._exchange.gather_texts(outcome)[0]
+        if self._owns_exchange:
+            self._exchange.close()
         if outcome:
             raise CheckpointError(
                 f"checkpoint {store.name_of(self._manifest.step)} could not be written ({outcome}); older ones are intact"
@@ -107,12 +112,16 @@ def begin_save(
             files = {name: (snapshot(arrays), texts) for name, (arrays, texts) in files.items()}
     except (OSError, tree.UnsupportedError) as caught:
         error = CheckpointError(f"cannot begin a checkpoint in {directory}: {caught}")
+    try:
+        exchange.raise_together(error, CheckpointError)
+    except CheckpointError:
         if exchange.rank == 0 and place != Path():
             store.discard(place)
-    exchange.raise_together(error, CheckpointError)
+        _release(exchange, sync)
+        raise
     place = Path(exchange.gather_texts(str(place))[0])
     manifest = store.Manifest(step, exchange.size, (), tuple(subjects.describe()), _origin(sync))
-    saving = Saving(exchange, Path(directory), place, manifest, keep)
+    saving = Saving(exchange, Path(directory), place, manifest, keep, owns_exchange=sync is None)
     saving._start(files, background=background)
     return saving
 
@@ -143,7 +152,15 @@ def load(
     """
     subjects = Subjects(model, optimizer, sync, scheduler, scaler)
     exchange = _exchange(sync)
-    listed = json.dumps([str(p) for p in store.found(Path(directory))]) if exchange.rank == 0 else ""
+    try:
+        return _load(Path(directory), subjects, extra, exchange)
+    finally:
+        _release(exchange, sync)
+
+
+def _load(directory: Path, subjects: Subjects, extra: dict[str, Any] | None, exchange: Any) -> int | None:
+    """Restore the newest checkpoint that is whole on all ranks; collective."""
+    listed = json.dumps([str(p) for p in store.found(directory)]) if exchange.rank == 0 else ""
     for path in json.loads(exchange.gather_texts(listed)[0]):
         damage, contents = "", None
         try:
@@ -153,11 +170,11 @@ def load(
         damages = [text for text in exchange.gather_texts(damage) if text]
         if damages or contents is None:
             if exchange.rank == 0:
-                warnings.warn(f"checkpoint {path} is not used: {damages[0]}", stacklevel=2)
+                warnings.warn(f"checkpoint {path} is not used: {damages[0]}", stacklevel=3)
             continue
         manifest, shared, own = contents
         exchange.raise_together(_difference(manifest, subjects, path) or _misfit(subjects, shared, own, path))
-        _warn_of_origin(manifest, sync, exchange.rank)
+        _warn_of_origin(manifest, subjects.sync, exchange.rank)
         subjects.restore(shared, own)
         if extra is not None:
             extra.update(own["extra"])
@@ -169,6 +186,12 @@ def _exchange(sync: Any) -> Any:
     from mpisparse.exchange import Exchange
 
     return sync._exchange if sync is not None else Exchange()
+
+
+def _release(exchange: Any, sync: Any) -> None:
+    """Give back a communicator that was made for one call."""
+    if sync is None:
+        exchange.close()
 
 
 def _files(
@@ -246,5 +269,5 @@ def _warn_of_origin(manifest: store.Manifest, sync: Any, rank: int) -> None:
             warnings.warn(
                 f"{meaning} was {manifest.origin[key]} when the checkpoint was written and is {here[key]} now: "
                 "the run goes on, but its last bits may differ",
-                stacklevel=3,
+                stacklevel=4,
             )

@@ -76,7 +76,7 @@ class Subjects:
         return state
 
     def _own_names(self) -> set[str]:
-        return {name for name, _ in self.model.named_buffers()}
+        return {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
 
     def restore(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
         """Give the objects their states back; collective if there is a sync."""

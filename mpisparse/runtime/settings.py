@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import tomllib
 import types
 from dataclasses import dataclass, field
@@ -70,7 +71,7 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not 0.0 < value <= 1.0:
                 raise ConfigurationError(f"{name} must be in (0, 1], got {value!r}")
-        if self.clip is not None and self.clip <= 0:
+        if self.clip is not None and not self.clip > 0:
             raise ConfigurationError(f"clip must be above 0, got {self.clip!r}")
         if self.clip is not None and self.options.get("accumulate") == "backward":
             raise ConfigurationError('clip has no effect with accumulate="backward": leave one of them out')
@@ -144,7 +145,7 @@ def _parse_options(pairs: list[str]) -> dict[str, Any]:
 def read_file(path: Path) -> dict[str, Any]:
     """Read settings from a TOML file, checked for unknown names and wrong types."""
     try:
-        values = tomllib.loads(path.read_text())
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigurationError(f"cannot read the settings in {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -160,7 +161,7 @@ def _typed(path: Path, name: str, value: Any) -> Any:
     kind = _plain(TYPES[name])
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if kind is tuple and isinstance(value, list):
+    if kind is tuple and isinstance(value, list) and all(isinstance(v, int | float) for v in value):
         return tuple(float(v) for v in value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ConfigurationError(f"{path}: {name} must be of type {kind.__name__}, got {value!r}")
@@ -172,7 +173,7 @@ def to_toml(settings: Settings) -> str:
     lines, tables = [], []
     for name, value in dataclasses.asdict(settings).items():
         if isinstance(value, dict):
-            tables += [f"\n[{name}]", *(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items())]
+            tables += [f"\n[{name}]", *(f"{_toml(k)} = {_toml(v)}" for k, v in value.items())]
         elif value is not None:
             lines.append(f"{name} = {_toml(value)}")
     return "\n".join([*lines, *(tables if len(tables) > 1 else []), ""])
@@ -181,4 +182,6 @@ def to_toml(settings: Settings) -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(_toml(v) for v in value)}]"
-    return json.dumps(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

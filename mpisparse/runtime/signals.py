@@ -6,8 +6,17 @@ import os
 import signal
 from types import FrameType
 
+from mpisparse.errors import ConfigurationError
+
 INTERRUPTED = 85  # exit code: stopped by a signal, after a checkpoint; start the same command again to go on
 SIGNALS = ("USR1", "TERM")
+
+
+def _number(name: str) -> signal.Signals:
+    try:
+        return signal.Signals[f"SIG{name.upper().removeprefix('SIG')}"]
+    except KeyError:
+        raise ConfigurationError(f"MPISPARSE_SIGNALS names no signal {name!r}; expected names like USR1,TERM") from None
 
 
 class StopRequest:
@@ -16,7 +25,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.asked = False
         names = os.environ.get("MPISPARSE_SIGNALS", ",".join(SIGNALS)).split(",")
-        self.numbers = [getattr(signal, f"SIG{name.strip().removeprefix('SIG')}") for name in names if name.strip()]
+        self.numbers = [_number(name.strip()) for name in names if name.strip()]
         self.previous = {number: signal.signal(number, self._note) for number in self.numbers}
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -53,6 +53,8 @@ class Trainer:
         self.position = Position()
         self.received = self.dense = 0.0
         self.step = 0
+        self.done = False  # the target was reached
+        self.failed = False  # the last checkpoint could not be written
         self.seconds = 0.0
         self.total = self._total_steps()
         self._seed(settings.seed * 1_000_003 + self.sync.rank + 1)
@@ -114,6 +116,8 @@ class Trainer:
         self.step, self.seconds = step, float(extra["seconds"])
         self.received, self.dense = float(extra["received"]), float(extra["dense"])
         self.position = Position(int(extra["epoch"]), int(extra["offset"]))
+        self.done = bool(extra["done"])
+        self.sync.density = self.density
         return True
 
     def _open_metrics(self) -> MetricsFile | None:
@@ -122,7 +126,7 @@ class Trainer:
         if self.sync.rank == 0:
             try:
                 self.out.mkdir(parents=True, exist_ok=True)
-                (self.out / "config.toml").write_text(to_toml(self.settings))
+                (self.out / "config.toml").write_text(to_toml(self.settings), encoding="utf-8")
                 metrics = MetricsFile(self.out / "metrics.jsonl")
             except OSError as caught:
                 error = ConfigurationError(f"cannot write to {self.out}: {caught.strerror}")
@@ -130,13 +134,18 @@ class Trainer:
         return metrics
 
     def _open_tensorboard(self) -> Any:
-        if not self.settings.tensorboard or self.sync.rank:
+        if not self.settings.tensorboard:
             return None
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigurationError("--tensorboard needs the extra: pip install 'mpisparse[tensorboard]'") from error
-        return SummaryWriter(str(self.out / "tensorboard"))
+        error, writer = None, None
+        if self.sync.rank == 0:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+
+                writer = SummaryWriter(str(self.out / "tensorboard"))
+            except ImportError:
+                error = ConfigurationError("--tensorboard needs the extra: pip install 'mpisparse[tensorboard]'")
+        self.sync.check_together(error)
+        return writer
 
     # Training
 
@@ -146,21 +155,20 @@ class Trainer:
             "resume" if self.resumed else "start", f"{self.sync.size} ranks, {self.sync.residual.numel():,} parameters"
         )
         self.model.train()
-        while self.step < self.total:
+        while self.step < self.total and not self.done:
             asked = self._one_step()
             done = self.step % self._eval_every() == 0 or self.step == self.total
-            hit = self._evaluate() if done else False
+            self.done = hit = self._evaluate() if done else False
             due = self.settings.checkpoint_every is not None and self.step % self.settings.checkpoint_every == 0
             if asked or hit or due or self.step == self.total:
                 self._checkpoint(wait=asked or hit or self.step == self.total)
             if asked:
                 self._event("signal", f"asked to stop; start the same command again to go on from step {self.step}")
-                return INTERRUPTED
+                return 1 if self.failed else INTERRUPTED
             if hit:
                 self._event("stop", f"target {self.settings.target:g} reached")
-                break
         self._finish()
-        return 0
+        return int(self.failed)
 
     def _eval_every(self) -> int:
         return self.settings.eval_every or self._steps_an_epoch()
@@ -245,7 +253,7 @@ class Trainer:
         """Begin a checkpoint, and finish it unless it may be written in the background; collective."""
         self._finish_saving()
         extra = {"epoch": self.position.epoch, "offset": self.position.offset, "seconds": self.seconds}
-        extra |= {"received": self.received, "dense": self.dense}
+        extra |= {"received": self.received, "dense": self.dense, "done": self.done}
         background = self.settings.background and not wait
         try:
             self.saving = checkpoint.begin_save(
@@ -253,6 +261,7 @@ class Trainer:
                 extra=extra, keep=self.settings.keep, background=background,
             )  # fmt: skip
         except CheckpointError as error:
+            self.failed = True
             self._event("checkpoint failed", str(error))
             return
         if not background:
@@ -265,7 +274,9 @@ class Trainer:
         saving, self.saving = self.saving, None
         try:
             self._event("checkpoint", str(saving.finish()))
+            self.failed = False
         except CheckpointError as error:
+            self.failed = True
             self._event("checkpoint failed", str(error))
 
     def _finish(self) -> None:

@@ -536,7 +536,7 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "residual not finite": (lambda s: changed(s, residual=s["residual"] / 0.0), "residual"),
     "edges of another model": (lambda s: changed(s, **{"step.edges": s["step.edges"][:-1]}), "edges"),
     "borders that do not fit": (lambda s: changed(s, **{"step.borders": s["step.borders"] * 2}), "borders"),
-    "no dictionary": (lambda s: [1, 2], "dict"),
+    "no dictionary": (lambda s: [1, 2], "state"),
 }
 
 

@@ -294,7 +294,7 @@ def kill(job: Job, how: str, step: int, draw: random.Random) -> None:
     else:
         job.signal(signal.SIGKILL, [job.mpirun.pid, *pids])
     assert job.wait() != 0, job.output
-    assert "write" not in how or unfinished(job.out)
+    assert how != "write" or unfinished(job.out)  # of two ranks, the one that lives may still make it whole
 
 
 HOWS = ("rank", "write", "job", "write to a rank", "start", "job", "write")

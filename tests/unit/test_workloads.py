@@ -284,7 +284,9 @@ def test_npz_without_channels(folder: Path) -> None:
 @pytest.mark.parametrize("header", ["", "user,item,rating,timestamp\n", "a,b,c,d\n"])
 def test_csv(header: str, folder: Path) -> None:
     """The last by time is for testing, a pair that comes twice counts once, a user with one item only trains."""
-    rows = "ann,tea,1,30\nann,milk,5,10\nann,rum,3,20\nbob,rum,4,2\n\nbob,tea,4,1\ncid,gin,1,1\nbob,rum,1,3\nann,milk,5,11\n"
+    rows = (
+        "ann,tea,1,30\nann,milk,5,10\nann,rum,3,20\nbob,rum,4,0.5\n\nbob,tea,4,1\ncid,gin,1,1\nbob,rum,1,3\nann,milk,5,11\n"
+    )
     Path("r.csv").write_text(header + rows)
     data = build("ncf", "r.csv", seed=0)[1]
     assert data.sizes == {"users": 3, "items": 4}
