@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import OptState
 
 from mpisparse.errors import ConfigurationError
 from mpisparse.sync import GradientSync
@@ -31,8 +32,7 @@ class Attachment:
         """Exchange now, or after each evaluation of the closure if there is one; args begin with the optimizer."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            if self._scaler is None or not self._scaler.found_inf():
-                self._sync.step()
+            self._sync.step()
             return None
         wrapped = functools.partial(self._evaluate, closure)
         if "closure" in kwargs:
@@ -61,7 +61,6 @@ class ScalerAgreement:
         self._sync = sync
         self._scaler = scaler
         self._unscale, self._step = scaler.unscale_, scaler.step
-        self._unscaled = False
         scaler.unscale_, scaler.step = self.unscale_, self.step
 
     def remove(self) -> None:
@@ -73,25 +72,21 @@ class ScalerAgreement:
         self._unscale(optimizer)
         if optimizer is not self._optimizer:
             return
-        self._unscaled = True
         flags = self._flags()
         agreed = self._sync.agree_any(any(bool(flag) for flag in flags))
         for flag in flags:
             flag.fill_(float(agreed))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale first if the user has not, then step as torch does."""
-        if optimizer is self._optimizer and not self._unscaled:
-            self._scaler.unscale_(optimizer)
-        try:
-            return self._step(optimizer, *args, **kwargs)
-        finally:
-            if optimizer is self._optimizer:
-                self._unscaled = False
-
-    def found_inf(self) -> bool:
-        """Tell whether the agreed verdict on this step is to skip it."""
-        return any(bool(flag) for flag in self._flags())
+        """Unscale first if the user has not; then step as torch does, or leave it out if the verdict is so."""
+        if optimizer is self._optimizer:
+            state = self._scaler._per_optimizer_states[id(optimizer)]
+            if state["stage"] is OptState.READY:
+                self._scaler.unscale_(optimizer)
+            if any(bool(flag) for flag in self._flags()):
+                state["stage"] = OptState.STEPPED
+                return None
+        return self._step(optimizer, *args, **kwargs)
 
     def _flags(self) -> list[torch.Tensor]:
         return list(self._scaler._found_inf_per_device(self._optimizer).values())
@@ -107,6 +102,8 @@ def attach(optimizer: torch.optim.Optimizer, sync: GradientSync, scaler: Any = N
         raise ConfigurationError(f"attach expects a torch optimizer first, got {type(optimizer).__name__}")
     if not isinstance(sync, GradientSync):
         raise ConfigurationError(f"attach expects a GradientSync second, got {type(sync).__name__}")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ConfigurationError(f"attach expects a torch.amp.GradScaler as scaler, got {type(scaler).__name__}")
     known = {id(p) for p in sync._layout.params}
     for group in optimizer.param_groups:
         for p in group["params"]:

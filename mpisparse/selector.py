@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpisparse import partition
+from mpisparse.errors import ConfigurationError
 from mpisparse.threshold import CONTROLLERS, Controller
 
 Ints = NDArray[np.int64]
@@ -106,6 +107,15 @@ class ExclusiveSelector:
         """Everything that the next step depends on."""
         controller = {f"controller.{key}": value for key, value in self.controller.state().items()}
         return {"step": self.step, "edges": self.edges, "borders": self.borders, "work": self.work, **controller}
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise ConfigurationError unless edges and borders in a state cut this vector."""
+        edges, borders = np.asarray(state["edges"]), np.asarray(state["borders"])
+        n = int(self.edges[-1])
+        if len(edges) < 2 or edges[0] != 0 or edges[-1] != n or (np.diff(edges) < 0).any():
+            raise ConfigurationError(f"the edges in the state do not cut {n} elements into blocks")
+        if borders[0] != 0 or borders[-1] != len(edges) - 1 or (np.diff(borders) < 0).any():
+            raise ConfigurationError(f"the borders in the state do not share out {len(edges) - 1} blocks")
 
     def load(self, state: dict[str, Any]) -> None:
         """Take what state() gave, also on another number of ranks."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpisparse.agree import Found, Inputs, Settled, Settlement, both, share_block_counts, share_status, share_used
+from mpisparse.agree import FINE, Found, Inputs, Settled, Settlement, both, share_block_counts, share_status, share_used
 from mpisparse.codecs import Codec
 from mpisparse.flat import Published, add_sparse_
 from mpisparse.reduction import reduce_by_mpi, reduce_by_owner
@@ -92,6 +92,8 @@ class Parts:
     def accumulate(self, inputs: Inputs, lo: int, hi: int, floor: float) -> Found:
         """Add this step's gradients, if they are still to add, and collect what reaches the floor in [lo, hi)."""
         gradients = inputs.gradients
+        if inputs.status != FINE:  # the agreement that follows ends the step: nothing is added that does not belong
+            return Found(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32))
         if gradients is None:
             found = Found(*self.backend.select(self.acc, lo, hi, floor))
         else:
@@ -196,6 +198,10 @@ class SparseStep:
         """What the next step depends on beside the residual."""
         return self.selector.state()
 
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise ConfigurationError unless load() could take the state."""
+        self.selector.check(state)
+
     def load(self, state: dict[str, Any]) -> None:
         """Take what state() gave."""
         self.selector.load(state)
@@ -254,7 +260,7 @@ class DenseStep:
             if run.buffer is total:
                 continue
             part = total[run.begin : run.end]
-            limit = torch.finfo(run.buffer.dtype).max
+            limit = min(torch.finfo(run.buffer.dtype).max, torch.finfo(torch.float32).max)
             run.buffer.copy_(part.clamp(-limit, limit))
             residual[run.begin : run.end] = part - run.buffer.to(torch.float32)
         published.filled()
@@ -262,6 +268,10 @@ class DenseStep:
     def state(self) -> dict[str, Any]:
         """What the next step depends on beside the residual."""
         return {"step": self.step}
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Nothing in it could be wrong but the step."""
+        int(state["step"])
 
     def load(self, state: dict[str, Any]) -> None:
         """Take what state() gave."""

@@ -210,15 +210,21 @@ class GradientSync:
             error = caught
         self._exchange.raise_together(error)
         self._residual.copy_(torch.as_tensor(state["residual"]))
-        step = {key.removeprefix("step."): value for key, value in state.items() if key.startswith("step.")}
-        self._step.load({key: v.numpy() if isinstance(v, torch.Tensor) else v for key, v in step.items()})
+        self._step.load(self._step_state(state))
         self._density = float(state["density"])
         self._damaged, self._bad = None, -1
         self._published.clear()
         self._watch.restart()
 
+    def _step_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The scheme's part of a state, as arrays and scalars."""
+        step = {key.removeprefix("step."): value for key, value in state.items() if key.startswith("step.")}
+        return {key: v.numpy() if isinstance(v, torch.Tensor) else v for key, v in step.items()}
+
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ConfigurationError unless load_state_dict could take the state; local."""
+        if not isinstance(state, dict):
+            raise ConfigurationError(f"a state is a dict that state_dict() gave, got {type(state).__name__}")
         missing = sorted(set(self.state_dict(copy=False)) - set(state))
         if missing:
             raise ConfigurationError(f"the state has no {missing[0]!r}")
@@ -226,14 +232,24 @@ class GradientSync:
         for key, value in expected.items():
             if state[key] != value:
                 raise ConfigurationError(f"the state was saved with {key} {state[key]!r}, this is {key} {value!r}")
-        saved, here = json.loads(state["options"]), dataclasses.asdict(self._options)
+        check_density(state["density"])
+        try:
+            saved, here = dict(json.loads(state["options"])), dataclasses.asdict(self._options)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"the options in the state cannot be read: {error}") from error
         for key in here:
             if key not in ("density", "segment_nbytes", "nonfinite") and saved.get(key) != here[key]:
                 raise ConfigurationError(f"the state was saved with {key}={saved.get(key)!r}, this is {key}={here[key]!r}")
-        if len(state["residual"]) != self._layout.size:
+        residual = state["residual"]
+        if not isinstance(residual, torch.Tensor) or residual.dim() != 1:
+            raise ConfigurationError("the residual in the state must be a flat tensor")
+        if not bool(torch.isfinite(residual).all()):
+            raise ConfigurationError("the residual in the state is not finite everywhere")
+        if len(residual) != self._layout.size:
             raise ConfigurationError(
                 f"the state is of a model with {len(state['residual'])} trainable elements, this one has {self._layout.size}"
             )
+        self._step.check(self._step_state(state))
 
     # Construction
 
@@ -298,8 +314,8 @@ class GradientSync:
             inputs = Inputs(collect(self._layout, grads), self.k, unused)
         if inputs.unused.all():
             inputs.status = NO_BACKWARD
-        elif self._watch.unzeroed:
-            inputs.status, inputs.detail = STALE, self._layout.slots[min(self._watch.unzeroed)].begin
+        elif stale := self._watch.stale():
+            inputs.status, inputs.detail = STALE, self._layout.slots[stale[0]].begin
         return inputs
 
     def _accumulate(self, i: int) -> None:
@@ -343,14 +359,9 @@ class GradientSync:
         return True
 
     def _publish(self, used: np.ndarray[Any, np.dtype[np.bool_]] | None) -> None:
-        """Make the published views p.grad; a parameter without a gradient on any rank, and nothing selected, keeps None."""
-        silent = np.zeros(len(self._layout.slots), dtype=bool)
-        if used is not None:
-            starts = np.array([slot.begin for slot in self._layout.slots])
-            here = np.searchsorted(self._published.union, [starts, self._layout.ends])
-            silent = ~used & (here[0] == here[1])
+        """Make the published views p.grad; a parameter without a gradient on any rank, and nothing published, keeps None."""
         for i, (p, view) in enumerate(zip(self._layout.params, self._published.views, strict=True)):
-            if silent[i]:
+            if used is not None and not used[i] and not bool(view.any()):
                 p.grad = None
             elif p.grad is not view:
                 p.grad = view

@@ -53,6 +53,18 @@ class GradientWatch:
             for i, p in enumerate(self.layout.params)
         ]
 
+    def stale(self) -> list[int]:
+        """The parameters whose gradient since the last step holds the published mean too.
+
+        A gradient that is read in step() may have been zeroed or dropped since; one taken during backward may not.
+        """
+        if self.on_gradient is not None:
+            return sorted(self.unzeroed)
+        if self.unzeroed and self.published.written() != self.seen and not any(map(self._is_set, self.witnesses)):
+            self.unzeroed.clear()
+        views, params = self.published.views, self.layout.params
+        return sorted(i for i in self.unzeroed if params[i].grad is views[i])
+
     def restart(self) -> None:
         """A step is done: what is in the views now is the published mean."""
         self.fresh[:] = False
@@ -82,9 +94,9 @@ class GradientWatch:
         if version != self.seen + 1:  # others wrote besides this accumulation: did they zero?
             self.zeroed = not any(self._is_set(index) for index in self.witnesses if not slot.begin <= index < slot.end)
         self.seen = version
-        if self.zeroed:
-            self.unzeroed.discard(i)
-        else:
+        if self.zeroed and self.on_gradient is None:
+            self.unzeroed.clear()
+        elif not self.zeroed:
             self.unzeroed.add(i)
 
     def _is_set(self, index: int) -> bool:

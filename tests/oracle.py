@@ -48,7 +48,7 @@ def scaled_fp16(x: Floats) -> Floats:
     """fp16 after the power of two that brings the group's largest magnitude into [2^14, 2^15)."""
     most = np.abs(x).max()
     scale = np.float32(2.0 ** min(max(math.frexp(most)[1] - 15, -126), 127) if most > 0 else 1.0)
-    return fp16(x / scale) * scale
+    return fp16(np.clip(x / scale, -32752, 32752)) * scale
 
 
 def int8(x: Floats) -> Floats:

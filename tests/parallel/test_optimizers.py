@@ -283,8 +283,16 @@ FORGETFUL: dict[str, Make] = {
 
 
 @both_paths
-@pytest.mark.parametrize("name", FORGETFUL)
-@pytest.mark.parametrize("make", [convolutional, Single])
+@pytest.mark.parametrize(
+    ("make", "name"),
+    # a single parameter whose gradient the optimizer rewrote cannot be told: docs/sharp-bits.md
+    [
+        (make, name)
+        for make in (convolutional, Single)
+        for name in FORGETFUL
+        if make is convolutional or "foreach" not in name
+    ],
+)
 def test_a_backward_without_zero_grad_is_refused(
     comm: MPI.Intracomm, path: str, name: str, make: Callable[[], nn.Module]
 ) -> None:

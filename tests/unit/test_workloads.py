@@ -106,6 +106,15 @@ def test_image_models_take_any_size(name: str, shape: tuple[int, int], folder: P
     assert model(batch(data.train, 0, 1)[0]).shape == (2, 2)
 
 
+def test_residual_blocks_start_as_their_shortcut(folder: Path) -> None:
+    model = build("resnet18", "images.npz", seed=0)[0]
+    x = torch.rand(2, 64, 8, 8)
+    assert torch.equal(model.stages[0](x), x)
+    halved = model.stages[2](x)
+    assert halved.shape == (2, 128, 4, 4)
+    assert torch.equal(halved, model.stages[2].shortcut(x).relu())
+
+
 def test_digits_are_learned() -> None:
     model, data, task = build("digits-cnn", None, seed=0)
     assert (len(data.train), len(data.test)) == (1500, 297)
@@ -404,6 +413,7 @@ class Iterable:
 
 def linear(sizes): return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, sizes["classes"]))
 def fixed(width=8): return torch.nn.Linear(width, 3)
+def optional(sizes=None): return torch.nn.Linear(sizes["width"], 3)
 def many(a, b): return None
 def wrong(): return 7
 ready = torch.nn.Linear(1, 1)
@@ -438,6 +448,9 @@ def test_custom_factories(custom: Path) -> None:
     assert build("digits-cnn", "wl:pair", seed=0)[0](inputs).shape == (2, 3)
     assert isinstance(build("wl:fixed", "digits", seed=0)[0], torch.nn.Linear)
     assert build("wl:fixed", "wl:whole", seed=0)[1].sizes == {"width": 3}
+    drawn, plain = (build("wl:fixed", data, seed=0)[0].weight for data in ("wl:triple", "wl:whole"))
+    assert torch.equal(drawn, plain)  # data that draws changes nothing about the model
+    assert build("wl:optional", "wl:whole", seed=0)[0].in_features == 3
     _, data, task = build("torch.nn:Identity", "wl:triple", seed=0)
     assert task.metric == "squared error"
     assert batch(data.train, 1, 3)[0].shape == (2, 2)
