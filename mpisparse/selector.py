@@ -85,6 +85,7 @@ class ExclusiveSelector:
             self.borders = partition.paper_borders(self.borders, loads, self.edges, self.blocks)
         elif self.in_step:
             self.edges = partition.worked_edges(int(self.edges[-1]), self.blocks, union)
+            self.borders = partition.even_borders(len(self.edges) - 1, self.size)
         elif self.size > 1:
             self._smooth(partition.block_counts(union, self.edges))
             self.borders = self._balanced()

@@ -290,7 +290,7 @@ def test_npz_without_channels(folder: Path) -> None:
     assert build("digits-cnn", "grey.npz", seed=0)[1].sizes == {"classes": 2, "channels": 1, "height": 6, "width": 5}
 
 
-@pytest.mark.parametrize("header", ["", "user,item,rating,timestamp\n", "a,b,c,d\n"])
+@pytest.mark.parametrize("header", ["", "userId,movieId,rating,timestamp\n", "a,b,c,d\n"])
 def test_csv(header: str, folder: Path) -> None:
     """The last by time is for testing, a pair that comes twice counts once, a user with one item only trains."""
     rows = (
@@ -303,6 +303,12 @@ def test_csv(header: str, folder: Path) -> None:
         sorted(tuple(row) for row in batch(part, *range(len(part)))[0][:, 0].tolist()) for part in (data.train, data.test)
     ]
     assert pairs == [[(0, 1), (0, 2), (1, 0), (2, 3)], [(0, 0), (1, 2)]]
+
+
+def test_csv_of_names_has_no_header(folder: Path) -> None:
+    Path("r.csv").write_text("user1,item1\nuser1,item2\nuser2,item3\n")
+    data = build("ncf", "r.csv", seed=0)[1]
+    assert (data.sizes, len(data.train), len(data.test)) == ({"users": 2, "items": 3}, 2, 1)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), unique=True), st.integers(0, 99))

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import csv
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import chain, count, islice
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +16,8 @@ from mpisparse.runtime.workloads.data.ratings import rating_data
 from mpisparse.runtime.workloads.records import Data
 
 _EXPECTED = "user,item[,rating[,timestamp]]"
+_USER = re.compile(r"users?([ _-]?(id|name|key|no))?")  # a column's name, where user1 is somebody
+Row = tuple[int, list[str]]  # a line number and the fields
 
 
 def load_ratings(path: Path) -> Data:
@@ -19,49 +25,61 @@ def load_ratings(path: Path) -> Data:
 
     Any rating counts as an encounter. Of pairs that come twice, the last one is kept.
     """
-    numbers: tuple[dict[str, int], dict[str, int]] = ({}, {})
+    user_numbers: dict[str, int] = defaultdict(count().__next__)
+    item_numbers: dict[str, int] = defaultdict(count().__next__)
     columns: tuple[list[int], list[int], list[float]] = ([], [], [])
     for line, row in _rows(path):
-        user, item = row[0].strip(), row[1].strip() if len(row) > 1 else ""
-        if not user or not item or len(row) > 4:
-            raise ConfigurationError(f"{path}, line {line}: expected {_EXPECTED}, got {','.join(row)!r}")
-        columns[0].append(numbers[0].setdefault(user, len(numbers[0])))
-        columns[1].append(numbers[1].setdefault(item, len(numbers[1])))
-        columns[2].append(_check_numbers(path, line, row))
+        try:
+            user, item, time = _parse(row)
+        except ValueError as error:
+            raise ConfigurationError(f"{path}, line {line}: {error}") from None
+        columns[0].append(user_numbers[user])
+        columns[1].append(item_numbers[item])
+        columns[2].append(time)
     if not columns[0]:
         raise ConfigurationError(f"{path}: expected lines {_EXPECTED}, but the file has none")
     users, items = (np.array(column, np.int64) for column in columns[:2])
     order = np.argsort(np.array(columns[2]), kind="stable")
     users, items = users[order], items[order]
-    _, back = np.unique((users * len(numbers[1]) + items)[::-1], return_index=True)
+    _, back = np.unique((users * len(item_numbers) + items)[::-1], return_index=True)
     kept = np.sort(len(users) - 1 - back)
-    return rating_data(str(path), users[kept], items[kept], len(numbers[0]), len(numbers[1]))
+    return rating_data(str(path), users[kept], items[kept], len(user_numbers), len(item_numbers))
 
 
-def _rows(path: Path) -> list[tuple[int, list[str]]]:
-    """Read the rows with their line numbers, without empty lines and the header."""
+def _parse(row: list[str]) -> tuple[str, str, float]:
+    """Give user, item and time, 0 without one; say what is wrong in a ValueError."""
+    if not 2 <= len(row) <= 4 or not (user := row[0].strip()) or not (item := row[1].strip()):
+        raise ValueError(f"expected {_EXPECTED}, got {','.join(row)!r}")
+    for name, text in zip(("rating", "timestamp"), row[2:], strict=False):
+        if not _is_number(text):
+            raise ValueError(f"the {name} must be a number, got {text!r}")
+    return user, item, float(row[3]) if len(row) > 3 else 0.0
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    """Read rows, without empty lines and the header."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file)
-            rows = [(reader.line_num, row) for row in reader if row]
+            rows = ((reader.line_num, row) for row in reader if row)
+            first = list(islice(rows, 2))
+            if first and _is_header(path, first):
+                first = first[1:]
+            yield from chain(first, rows)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigurationError(f"{path}: could not be read as CSV: {error}") from error
-    if not rows or not _is_header(rows):
-        return rows
+
+
+def _is_header(path: Path, rows: list[Row]) -> bool:
+    """Tell by a first line in words: it speaks of users, or numbers follow below it."""
     names = [name.strip().lower() for name in rows[0][1]]
-    if len(names) > 1 and names[1].startswith("user"):
+    if any(map(_is_number, names)):
+        return False
+    if any(map(_USER.fullmatch, names[1:])):
         raise ConfigurationError(
             f"{path}: expected columns {_EXPECTED}, but the header says {','.join(names)}; reorder them"
         )
-    return rows[1:]
-
-
-def _is_header(rows: list[tuple[int, list[str]]]) -> bool:
-    """Tell by a first line in words: it speaks of users, or numbers follow below it."""
-    first = rows[0][1]
-    if any(map(_is_number, first)):
-        return False
-    return any("user" in name.lower() for name in first) or (len(rows) > 1 and any(map(_is_number, rows[1][1])))
+    return _USER.fullmatch(names[0]) is not None or any(_is_number(field) for _, row in rows[1:] for field in row)
 
 
 def _is_number(text: str) -> bool:
@@ -70,11 +88,3 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _check_numbers(path: Path, line: int, row: list[str]) -> float:
-    """Check rating and timestamp; give the timestamp, or 0."""
-    for name, text in zip(("rating", "timestamp"), row[2:], strict=False):
-        if not _is_number(text):
-            raise ConfigurationError(f"{path}, line {line}: the {name} must be a number, got {text!r}")
-    return float(row[3]) if len(row) > 3 else 0.0
