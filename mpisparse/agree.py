@@ -34,6 +34,10 @@ class DensityDiffers(Exception):  # noqa: N818 - as above
     """The ranks were set to different densities; carries each rank's k."""
 
 
+class Overflow(Exception):  # noqa: N818 - as above
+    """The sum over ranks is beyond what float32 holds, at the flat index that it carries; known to all ranks."""
+
+
 @dataclass
 class Inputs:
     """What a rank brings to a step; gradients are None where they are in the accumulator already."""
@@ -73,7 +77,6 @@ class Settled:
     rung: int
     total: Ints
     workloads: Ints
-    some_unused: bool
     reselected: int = 0
     refined: int = 0
 
@@ -82,29 +85,35 @@ class Settled:
         return float(self.rungs[self.rung])
 
 
-def share_status(exchange: Exchange, inputs: Inputs, counts: Ints, n: int) -> tuple[Ints, bool]:
-    """Gather status, k and counts (of at most n) from all ranks; raise everywhere if any rank cannot go on. Collective.
+def share_readiness(exchange: Exchange, inputs: Inputs) -> NDArray[np.bool_] | None:
+    """Raise everywhere if any rank cannot go on or is set to another density, before anything is added. Collective.
 
-    Returns a row of counts for each rank, and whether some rank has parameters without a gradient.
+    Returns which parameters had a gradient on some rank; None if all had one on all.
     """
-    kind = np.uint32 if n < 2**32 else np.uint64
-    header = np.array([inputs.status, inputs.detail, inputs.k, int(inputs.unused.any())], dtype=np.int64)
-    rows = exchange.allgather(np.concatenate([header.view(np.uint8), counts.astype(kind).view(np.uint8)]))
-    headers = np.ascontiguousarray(rows[:, : header.nbytes]).view(np.int64)
-    if headers[:, 0].any():
-        raise StepRefused([(int(status), int(detail)) for status, detail in headers[:, :2]])
-    if (headers[:, 2] != inputs.k).any():
-        raise DensityDiffers(headers[:, 2].tolist())
-    gathered = np.ascontiguousarray(rows[:, header.nbytes :]).view(kind).astype(np.int64)
-    return gathered.reshape(exchange.size, len(counts)), bool(headers[:, 3].any())
-
-
-def share_used(exchange: Exchange, inputs: Inputs, some_unused: bool) -> NDArray[np.bool_] | None:
-    """Which parameters had a gradient on some rank; asked only if some rank lacked one. Collective."""
-    if not some_unused:
+    rows = exchange.allgather(np.array([inputs.status, inputs.detail, inputs.k, int(inputs.unused.any())], dtype=np.int64))
+    _refuse(rows)
+    if (rows[:, 2] != inputs.k).any():
+        raise DensityDiffers(rows[:, 2].tolist())
+    if not rows[:, 3].any():
         return None
     bits = exchange.allreduce_(np.packbits(~inputs.unused), "or")
     return np.unpackbits(bits, count=len(inputs.unused)).astype(bool)
+
+
+def share_counts(exchange: Exchange, inputs: Inputs, counts: Ints, n: int) -> Ints:
+    """Gather counts (of at most n), a row for each rank; raise everywhere if any has seen a non-finite value. Collective."""
+    kind = np.uint32 if n < 2**32 else np.uint64
+    header = np.array([inputs.status, inputs.detail], dtype=np.int64)
+    rows = exchange.allgather(np.concatenate([header.view(np.uint8), counts.astype(kind).view(np.uint8)]))
+    _refuse(np.ascontiguousarray(rows[:, : header.nbytes]).view(np.int64))
+    gathered = np.ascontiguousarray(rows[:, header.nbytes :]).view(kind).astype(np.int64)
+    return gathered.reshape(exchange.size, len(counts))
+
+
+def _refuse(rows: Ints) -> None:
+    """Raise StepRefused unless every rank's status, first in its row, is fine."""
+    if rows[:, 0].any():
+        raise StepRefused([(int(status), int(detail)) for status, detail in rows[:, :2]])
 
 
 def harmonic(rows: Ints) -> Ints:
@@ -137,11 +146,11 @@ class Settlement:
         reselected = refined = attempts = 0
         while True:
             counts = self.backend.tail_counts(found.magnitude, rungs)
-            total, workload_at, some_unused = self._share_counts(counts, everywhere)
+            total, workload_at = self._share_counts(counts, everywhere)
             choice = None if everything else self.controller.choose(rungs, total, k)
             if choice is None or choice.rung is not None:
                 rung = 0 if choice is None or choice.rung is None else choice.rung
-                return Settled(found, rungs, rung, total, workload_at(rung), some_unused, reselected, refined)
+                return Settled(found, rungs, rung, total, workload_at(rung), reselected, refined)
             if choice.finer is not None:
                 refined += 1
                 rungs = choice.finer
@@ -153,15 +162,15 @@ class Settlement:
             rungs = self.controller.locate(histogram, wanted)
             found = Found(*self.backend.select(self.acc, *scope, float(rungs[0])))
 
-    def _share_counts(self, counts: Ints, everywhere: bool) -> tuple[Ints, Callable[[int], Ints], bool]:
+    def _share_counts(self, counts: Ints, everywhere: bool) -> tuple[Ints, Callable[[int], Ints]]:
         """Combine the ladders over ranks; beyond 16 ranks by a sum, and each rank's share at the rung by another message."""
         n = len(self.acc)
         if self.exchange.size <= GATHERED_LADDERS:
-            rows, some_unused = share_status(self.exchange, self.inputs, counts, n)
-            return harmonic(rows) if everywhere else rows.sum(axis=0), lambda rung: rows[:, rung], some_unused
-        _, some_unused = share_status(self.exchange, self.inputs, counts[:0], n)
+            rows = share_counts(self.exchange, self.inputs, counts, n)
+            return harmonic(rows) if everywhere else rows.sum(axis=0), lambda rung: rows[:, rung]
+        share_counts(self.exchange, self.inputs, counts[:0], n)
         total = self.exchange.allreduce_(counts.copy())
-        return total, lambda rung: self.exchange.allgather(counts[rung : rung + 1])[:, 0], some_unused
+        return total, lambda rung: self.exchange.allgather(counts[rung : rung + 1])[:, 0]
 
 
 def share_block_counts(exchange: Exchange, found: Found, threshold: float, edges: Ints) -> list[Ints]:

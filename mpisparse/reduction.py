@@ -15,6 +15,8 @@ Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 Span = tuple[int, int]
 
+NOT_A_NUMBER = 0xFF  # bytes that every codec decodes to NaN
+
 
 def reduce_by_mpi(exchange: Exchange, values: Floats) -> Floats:
     """The mean by one Allreduce, summed in MPI's order; values become zero, since all is sent. Collective."""
@@ -24,10 +26,12 @@ def reduce_by_mpi(exchange: Exchange, values: Floats) -> Floats:
     return mean
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def reduce_by_owner(exchange: Exchange, backend: Any, codec: Codec, values: Floats, spans: list[Span]) -> Floats:
     """Send each span to its rank, sum there in rank order, send the sum to all; returns the mean. Collective.
 
-    `values` becomes what this rank must keep: what it did not send and, in its own span, what it did not return.
+    `values` becomes what this rank must keep: what it did not send and, in its own span, what it did not return. A span
+    whose sum is beyond float32 is not a number on all ranks, and on its owner where it is not finite.
     """
     nbytes = [codec.nbytes(stop - start) for start, stop in spans]
     places = _places(nbytes, spans)
@@ -37,13 +41,18 @@ def reduce_by_owner(exchange: Exchange, backend: Any, codec: Codec, values: Floa
     received = exchange.alltoallv(payload, nbytes, places)
     start, stop = spans[exchange.rank]
     total = _sum_rows(exchange.size, backend, codec, received, stop - start)
-    back = np.empty(nbytes[exchange.rank], dtype=np.uint8)
-    codec.encode(backend, total, back)
-    values[start:stop] += total
+    back = np.full(nbytes[exchange.rank], NOT_A_NUMBER, dtype=np.uint8)
+    sound = bool(np.isfinite(total).all())
+    if sound:
+        codec.encode(backend, total, back)
+        values[start:stop] += total
     gathered = exchange.allgatherv(back, nbytes, places)
     mean = np.empty(len(values), dtype=np.float32)
     for (start, stop), place, count in zip(spans, places, nbytes, strict=True):
         codec.decode(backend, gathered[place : place + count], mean[start:stop])
+    if not sound:
+        start, stop = spans[exchange.rank]
+        mean[start:stop] = total
     mean /= np.float32(exchange.size)
     return mean
 

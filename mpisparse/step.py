@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpisparse.agree import FINE, Found, Inputs, Settled, Settlement, both, share_block_counts, share_status, share_used
+from mpisparse.agree import Found, Inputs, Overflow, Settled, Settlement, both, share_block_counts, share_counts
 from mpisparse.codecs import Codec
 from mpisparse.flat import Published, add_sparse_
 from mpisparse.reduction import reduce_by_mpi, reduce_by_owner
@@ -54,14 +54,6 @@ class Stats:
 
 
 @dataclass
-class Outcome:
-    """What a step leaves: its statistics, and which parameters had a gradient on some rank (None: all had)."""
-
-    stats: Stats
-    used: NDArray[np.bool_] | None
-
-
-@dataclass
 class Clock:
     """Seconds by phase; a lap is charged with all time since the last."""
 
@@ -92,8 +84,6 @@ class Parts:
     def accumulate(self, inputs: Inputs, lo: int, hi: int, floor: float) -> Found:
         """Add this step's gradients, if they are still to add, and collect what reaches the floor in [lo, hi)."""
         gradients = inputs.gradients
-        if inputs.status != FINE:  # the agreement that follows ends the step: nothing is added that does not belong
-            return Found(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32))
         if gradients is None:
             found = Found(*self.backend.select(self.acc, lo, hi, floor))
         else:
@@ -120,8 +110,8 @@ class SparseStep:
         self.selector = selector
         self.codec = codec
 
-    def run(self, inputs: Inputs) -> Outcome:
-        """Do one step; collective. Raises StepRefused or DensityDiffers on all ranks alike, before anything is sent."""
+    def run(self, inputs: Inputs) -> Stats:
+        """Do one step; collective. Raises StepRefused or Overflow on all ranks alike if values are not finite."""
         clock = Clock()
         exchange, backend, published = self.parts.exchange, self.parts.backend, self.parts.published
         scope, rungs = self.selector.scope(exchange.rank), self._rungs(inputs.k)
@@ -129,7 +119,6 @@ class SparseStep:
         clock.lap("accumulate")
         settled = self._settle(inputs, scope, rungs, found)
         regions, workloads = self.selector.regions(), settled.workloads.tolist()
-        used = share_used(exchange, inputs, settled.some_unused)
         clock.lap("agree")
         union, spans = unite(exchange, backend, settled.found, settled.threshold, regions, workloads)
         clock.lap("unite")
@@ -139,6 +128,9 @@ class SparseStep:
             mean = reduce_by_mpi(exchange, values)
         else:
             mean = reduce_by_owner(exchange, backend, self.codec, values, spans)
+        bad = np.flatnonzero(~np.isfinite(mean))[:1]
+        if len(bad):  # on all ranks alike; the owner knows best where
+            raise Overflow(int(exchange.allreduce_(union[bad], "max")[0]))
         clock.lap("reduce")
         if self.codec is not None and not self.codec.lossless:
             backend.put(self.acc, union, values)
@@ -153,7 +145,7 @@ class SparseStep:
             after = self.selector.controller
         self.selector.adapt(union, after)
         clock.lap("adapt")
-        return Outcome(self._stats(inputs, regions, settled, clock), used)
+        return self._stats(inputs, regions, settled, clock)
 
     def _rungs(self, k: int) -> Rungs:
         return self.selector.controller.ladder(k) if k < len(self.acc) else np.zeros(1, dtype=np.float32)
@@ -215,22 +207,24 @@ class DenseStep:
         self.acc = parts.acc
         self.step = 0
 
-    def run(self, inputs: Inputs) -> Outcome:
-        """Do one step; collective. Raises StepRefused on all ranks alike, before anything is sent."""
+    def run(self, inputs: Inputs) -> Stats:
+        """Do one step; collective. Raises StepRefused or Overflow on all ranks alike if values are not finite."""
         clock = Clock()
         exchange, n = self.parts.exchange, len(self.acc)
         if inputs.gradients is not None:
             self.parts.accumulate(inputs, 0, 0, 0.0)
         clock.lap("accumulate")
-        _, some_unused = share_status(exchange, inputs, np.empty(0, dtype=np.int64), n)
-        used = share_used(exchange, inputs, some_unused)
+        share_counts(exchange, inputs, np.empty(0, dtype=np.int64), n)
         clock.lap("agree")
         total = self._sum()
+        *_, bad = self.parts.backend.select(total.numpy(), 0, n, float("inf"))
+        if bad >= 0:
+            raise Overflow(bad)
         clock.lap("reduce")
         self._publish(total)
         clock.lap("publish")
         self.step += 1
-        stats = Stats(
+        return Stats(
             step=self.step - 1,
             density=1.0,
             set_density=1.0,
@@ -241,7 +235,6 @@ class DenseStep:
             imbalance=0.0,
             seconds=clock.seconds,
         )
-        return Outcome(stats, used)
 
     def _sum(self) -> torch.Tensor:
         """Sum into the published buffer where it is one of float32, else into a tensor of its own."""

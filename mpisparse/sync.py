@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpisparse.agree import NO_BACKWARD, NONFINITE, STALE, DensityDiffers, Inputs, StepRefused
+from mpisparse.agree import NO_BACKWARD, NONFINITE, STALE, DensityDiffers, Inputs, Overflow, StepRefused, share_readiness
 from mpisparse.device import load_backend
 from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError
 from mpisparse.exchange import Exchange, end_job_on_uncaught_exception
@@ -83,19 +83,25 @@ class GradientSync:
         self._check_ready()
         self._exchange.reset_counters()
         inputs = self._inputs()
-        if self._options.nonfinite == "skip" and self._skip(inputs):
-            return
         try:
-            outcome = self._step.run(inputs)
+            used = share_readiness(self._exchange, inputs)
         except StepRefused as refused:
+            if self._options.nonfinite == "skip" and any(status == NONFINITE for status, _ in refused.statuses):
+                self._skip()
+                return
             raise self._refusal(refused) from None
         except DensityDiffers as differing:
             raise ConfigurationError(
                 f"r{self._exchange.rank} | density must be the same on all ranks; they select {differing.args[0]} elements: "
                 "set sync.density on all ranks alike"
             ) from None
-        self._stats = outcome.stats
-        self._publish(outcome.used)
+        try:
+            self._stats = self._step.run(inputs)
+        except StepRefused as refused:
+            raise self._refusal(refused) from None
+        except Overflow as overflow:
+            raise self._overflow(overflow.args[0]) from None
+        self._publish(used)
         self._watch.restart()
 
     @contextlib.contextmanager
@@ -311,7 +317,12 @@ class GradientSync:
         else:
             grads = self._watch.grads()
             unused = np.fromiter((g is None for g in grads), dtype=bool, count=len(grads))
-            inputs = Inputs(collect(self._layout, grads), self.k, unused)
+            gradients = collect(self._layout, grads)
+            inputs = Inputs(gradients, self.k, unused)
+            if self._options.nonfinite == "skip":
+                inputs.note_nonfinite(gradients.first_nonfinite(self._backend))
+        if inputs.status == NONFINITE:
+            return inputs
         if inputs.unused.all():
             inputs.status = NO_BACKWARD
         elif stale := self._watch.stale():
@@ -334,12 +345,8 @@ class GradientSync:
             self._bad = bad
         p.grad = None
 
-    def _skip(self, inputs: Inputs) -> bool:
-        """Tell whether any rank has a non-finite gradient; then drop all gradients and change nothing else."""
-        assert inputs.gradients is not None
-        bad = inputs.gradients.first_nonfinite(self._backend)
-        if not self.agree_any(bad >= 0):
-            return False
+    def _skip(self) -> None:
+        """Some rank has a non-finite gradient: drop all gradients and change nothing else."""
         for p in self._layout.params:
             p.grad = None
         self._watch.restart()
@@ -356,7 +363,6 @@ class GradientSync:
             seconds={},
             skipped=True,
         )
-        return True
 
     def _publish(self, used: np.ndarray[Any, np.dtype[np.bool_]] | None) -> None:
         """Make the published views p.grad; a parameter without a gradient on any rank, and nothing published, keeps None."""
@@ -365,6 +371,14 @@ class GradientSync:
                 p.grad = None
             elif p.grad is not view:
                 p.grad = view
+
+    def _overflow(self, index: int) -> Exception:
+        """The error that all ranks raise when every rank is finite and their sum is not."""
+        found = f"the sum over ranks is beyond what float32 holds in {self._layout.name_at(index)} (flat index {index})"
+        self._damaged = found
+        for p in self._layout.params:
+            p.grad = None
+        return NonFiniteGradientError(f"r{self.rank} | {found}; lower the learning rate or clip")
 
     def _refusal(self, refused: StepRefused) -> Exception:
         """The error that all ranks raise: of the first rank with the gravest trouble."""

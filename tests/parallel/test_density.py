@@ -148,10 +148,11 @@ def accuracy_after(comm: MPI.Intracomm, seed: int, epochs: int, scheme: str, **o
 
 
 def test_convergence_on_digits(comm: MPI.Intracomm) -> None:
-    dense = accuracy_after(comm, 0, 6, "dense")
-    sparse = accuracy_after(comm, 0, 6, "exdyna", density=0.01)
-    assert dense >= 0.9
-    assert sparse >= dense - 0.05
+    """300 steps: at density 0.01 an element waits some 100, so that half as many would show the delay, not the end."""
+    dense = accuracy_after(comm, 0, 10, "dense")
+    sparse = accuracy_after(comm, 0, 10, "exdyna", density=0.01)
+    assert dense >= 0.95
+    assert sparse >= dense - 0.04
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from mpisparse import device
 from mpisparse.codecs import CODECS, Codec
+from mpisparse.reduction import NOT_A_NUMBER
 
 Floats = NDArray[np.float32]
 
@@ -113,6 +114,14 @@ def test_near_the_largest_float(codec: Codec, kernels: Any, share: float) -> Non
     _, decoded, left = transmit(codec, kernels, values)
     assert_conserved(values, decoded, left)
     np.testing.assert_allclose(decoded[:2], values[:2], rtol=2.0**-7)
+
+
+@pytest.mark.parametrize("count", [1, 255, 600])
+def test_what_says_not_a_number(codec: Codec, kernels: Any, count: int) -> None:
+    payload = np.full(codec.nbytes(count), NOT_A_NUMBER, np.uint8)
+    values = np.zeros(count, np.float32)
+    codec.decode(kernels, payload, values)
+    assert np.isnan(values).all()
 
 
 def test_denormals(codec: Codec, kernels: Any) -> None:
