@@ -228,8 +228,8 @@ NumPy<int64_t> histogram(Array<float> acc, int64_t lo, int64_t hi, int threads) 
     return to_numpy(std::move(counts));
 }
 
-// Rungs between the first and the last, found through a table of equal cells over the bit patterns in between: cells are
-// narrow against rungs, so that few steps remain after the look-up.
+// Rungs between the first and the last, found through a table of equal cells over the bit patterns in between. Cells are
+// narrow against rungs: where none holds two, one comparison without a branch remains after the look-up.
 class Ladder {
 public:
     Ladder(const float* rungs, int64_t count) : count_(count), bits_(count) {
@@ -237,19 +237,32 @@ public:
         const uint32_t span = uint32_t(bits_.back() - bits_.front());
         while ((span >> shift_) >= CELLS) ++shift_;
         first_.resize((span >> shift_) + 1);
-        for (size_t cell = 0; cell < first_.size(); ++cell)
+        for (size_t cell = 0; cell < first_.size(); ++cell) {
             first_[cell] = reached_from(cell ? first_[cell - 1] : 0, bits_.front() + int32_t(cell << shift_));
+            single_ &= cell == 0 || first_[cell] <= first_[cell - 1] + 1;
+        }
+        single_ &= count_ <= first_.back() + 1;
     }
-    // How many rungs a magnitude reaches.
-    int64_t reached(float magnitude) const {
-        const int32_t x = int32_t(bits_of(magnitude));
-        if (x < bits_.front() || x > INFINITE) return 0;
-        if (x >= bits_.back()) return count_;
-        return reached_from(first_[uint32_t(x - bits_.front()) >> shift_], x);
+    // Adds one at the number of rungs that each magnitude reaches.
+    void count(const float* magnitudes, size_t n, int64_t* counts) const {
+        for (size_t i = 0; i < n; ++i) {
+            const int32_t x = int32_t(bits_of(magnitudes[i]));
+            if (single_ && x >= bits_.front() && x < bits_.back()) {
+                const int64_t r = first_[uint32_t(x - bits_.front()) >> shift_];
+                ++counts[r + (bits_[r] <= x)];
+            } else {
+                ++counts[reached(x)];
+            }
+        }
     }
 
 private:
     static constexpr uint32_t CELLS = 4096;
+    int64_t reached(int32_t x) const {
+        if (x < bits_.front() || x > INFINITE) return 0;
+        if (x >= bits_.back()) return count_;
+        return reached_from(first_[uint32_t(x - bits_.front()) >> shift_], x);
+    }
     int64_t reached_from(int64_t r, int32_t x) const {
         while (r < count_ && bits_[r] <= x) ++r;
         return r;
@@ -258,6 +271,7 @@ private:
     std::vector<int32_t> bits_;
     std::vector<int64_t> first_;
     int shift_ = 0;
+    bool single_ = true;
 };
 
 NumPy<int64_t> tail_counts(Array<const float> magnitudes, Array<const float> rungs) {
@@ -266,10 +280,24 @@ NumPy<int64_t> tail_counts(Array<const float> magnitudes, Array<const float> run
     if (n) {
         nb::gil_scoped_release released;
         const Ladder ladder(rungs.data(), n);
-        for (size_t i = 0; i < magnitudes.size(); ++i) ++counts[ladder.reached(magnitudes.data()[i])];
+        ladder.count(magnitudes.data(), magnitudes.size(), counts.data());
         for (int64_t r = n - 1; r > 0; --r) counts[r] += counts[r + 1];
     }
     counts.erase(counts.begin());
+    return to_numpy(std::move(counts));
+}
+
+// How many of the candidates (ascending) reach the threshold between each two edges.
+NumPy<int64_t> block_counts(Array<const int64_t> index, Array<const float> magnitude, float threshold, Array<const int64_t> edges) {
+    std::vector<int64_t> counts(edges.size() - 1, 0);
+    {
+        nb::gil_scoped_release released;
+        size_t block = 0;
+        for (size_t i = 0; i < index.size(); ++i) {
+            while (index.data()[i] >= edges.data()[block + 1]) ++block;
+            counts[block] += magnitude.data()[i] >= threshold;
+        }
+    }
     return to_numpy(std::move(counts));
 }
 
@@ -384,6 +412,7 @@ NB_MODULE(_cpu, m) {
     m.def("first_nonfinite", &first_nonfinite);
     m.def("histogram", &histogram);
     m.def("tail_counts", &tail_counts);
+    m.def("block_counts", &block_counts);
     m.def("compress_rows", &compress_rows);
     m.def("expand_rows", &expand_rows);
     m.def("take", &take);

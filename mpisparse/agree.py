@@ -173,13 +173,12 @@ class Settlement:
         return total, lambda rung: self.exchange.allgather(counts[rung : rung + 1])[:, 0]
 
 
-def share_block_counts(exchange: Exchange, found: Found, threshold: float, edges: Ints) -> list[Ints]:
+def share_block_counts(exchange: Exchange, backend: Any, found: Found, threshold: float, edges: Ints) -> list[Ints]:
     """Every rank's count in every block above the threshold, in rank order; collective."""
-    above = found.index[found.magnitude >= np.float32(threshold)]
     longest = int(np.diff(edges).max())
     kind = np.uint8 if longest < 2**8 else np.uint16 if longest < 2**16 else np.uint32
-    counts = np.diff(np.searchsorted(above, edges)).astype(kind)
-    return list(exchange.allgather(counts).astype(np.int64))
+    counts = backend.block_counts(found.index, found.magnitude, threshold, edges)
+    return list(exchange.allgather(counts.astype(kind)).astype(np.int64))
 
 
 def both(first: Settled, second: Settled) -> Settled:

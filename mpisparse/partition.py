@@ -23,13 +23,17 @@ BLOCKS_PER_RANK = 256
 def even_edges(n: int, blocks: int) -> Ints:
     """Cut n elements into blocks whose lengths differ by one at most (never more blocks than elements)."""
     count = max(1, min(blocks, n))
-    return np.array([i * n // count for i in range(count + 1)], dtype=np.int64)
+    block = np.arange(count + 1, dtype=np.int64)
+    edges: Ints = block * (n // count) + block * (n % count) // count
+    return edges
 
 
 def worked_edges(n: int, blocks: int, union: Ints) -> Ints:
     """Cut half of the blocks evenly by elements and half by the indices selected last, so that no block holds many."""
     share = max(1, len(union) // max(1, blocks // 2))
-    return np.unique(np.concatenate([even_edges(n, blocks - blocks // 2), union[share - 1 :: share]]))
+    edges: Ints = np.sort(np.concatenate([even_edges(n, blocks - blocks // 2), union[share - 1 :: share]]))
+    distinct: Ints = edges[np.append(True, edges[1:] != edges[:-1])]
+    return distinct
 
 
 def paper_edges(n: int, blocks: int = PAPER_BLOCKS) -> Ints:

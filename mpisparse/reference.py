@@ -115,6 +115,11 @@ def tail_counts(magnitudes: Floats, rungs: Floats) -> Ints:
     return np.cumsum(counts[::-1])[::-1][1:].astype(np.int64)
 
 
+def block_counts(index: Ints, magnitude: Floats, threshold: float, edges: Ints) -> Ints:
+    """Count the candidates (ascending) that reach the threshold between each two edges."""
+    return np.diff(np.searchsorted(index[magnitude >= np.float32(threshold)], edges)).astype(np.int64)
+
+
 def compress_rows(
     index: Ints, magnitude: Floats, threshold: float, lo: int, row: int, rows: int
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:

@@ -157,7 +157,7 @@ class SparseStep:
         settled = settlement.settle(scope, rungs, found, everywhere=selector.in_step)
         everywhere, floor = settled.found, settled.rungs[0]
         for _ in range(DRAWS if selector.in_step else 0):
-            selector.draw(share_block_counts(exchange, everywhere, settled.threshold, selector.edges))
+            selector.draw(share_block_counts(exchange, self.parts.backend, everywhere, settled.threshold, selector.edges))
             mine = next((r.lo, r.hi) for r in selector.regions() if r.rank == exchange.rank)
             settled = both(settled, settlement.settle(mine, settled.rungs, everywhere.within(*mine)))
             if imbalance(settled.workloads) <= BALANCED:

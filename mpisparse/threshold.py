@@ -55,7 +55,8 @@ def spread(low: float, high: float, count: int = RUNGS) -> Rungs:
     rungs = np.exp(exponents).astype(np.float32)
     np.clip(rungs, np.float32(low), np.float32(high), out=rungs)
     rungs[0] = low
-    return np.unique(rungs)
+    distinct: Rungs = rungs[np.append(True, rungs[1:] != rungs[:-1])]
+    return distinct
 
 
 def nearest_rung(counts: Counts, k: int) -> int:

@@ -202,6 +202,16 @@ def test_tail_counts(native: Any, count: int) -> None:
     assert_agree(native, "tail_counts", x[:0], np.ones(count, dtype=np.float32))
 
 
+@pytest.mark.parametrize("blocks", [1, 2, 100, 20_000])
+def test_block_counts(native: Any, blocks: int) -> None:
+    index, magnitude, _ = reference.select(values(np.random.default_rng(blocks), 9000, nonfinite=True), 0, 9000, 0.01)
+    edges = np.sort(np.append(np.random.default_rng(1).integers(0, 9001, blocks - 1), [0, 9000]))
+    for threshold in FLOORS:
+        assert_agree(native, "block_counts", index, magnitude, threshold, edges)
+        assert native.block_counts(index, magnitude, threshold, edges).sum() == (magnitude >= np.float32(threshold)).sum()
+    assert_agree(native, "block_counts", index[:0], magnitude[:0], 0.0, edges)
+
+
 @pytest.mark.parametrize("row", [64, 4096, 65_536])
 def test_rows(native: Any, row: int) -> None:
     lo, hi = 1234, 1234 + 5 * row + 7
