@@ -27,6 +27,7 @@ HISTOGRAM_SHIFT = 20
 
 SPAN_LEAST, SPAN_MOST = math.log(1.6), math.log(8.0)
 SLOPE_LEAST, SLOPE_MOST = 0.5, 64.0
+FIRST_GROWTH = 0.5  # log of what the second step multiplies: sqrt 2 if gradients are independent, 2 if they are equal
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Controller(Protocol):
 
 def spread(low: float, high: float, count: int = RUNGS) -> Rungs:
     """Space rungs geometrically from low to high; low itself is the first."""
-    low = max(low, TINY)
+    low = min(max(low, TINY), HUGE)
     high = min(max(high, low), HUGE)
     exponents = np.linspace(math.log(low), math.log(high), count)
     rungs = np.exp(exponents).astype(np.float32)
@@ -112,6 +113,7 @@ class TailAware:
     trend: float = 0.0
     error: float = 0.1
     last_k: int = 0
+    steps: int = 0
 
     def ladder(self, k: int) -> Rungs:
         if self.threshold <= 0.0:
@@ -121,7 +123,8 @@ class TailAware:
         return spread(centre * math.exp(-span), centre * math.exp(span))
 
     def _expected(self, k: int) -> float:
-        return self.threshold * math.exp(self.trend + math.log(self.last_k / k) / self.slope)
+        trend = FIRST_GROWTH if self.steps == 1 else self.trend
+        return self.threshold * math.exp(trend + math.log(self.last_k / k) / self.slope)
 
     def choose(self, rungs: Rungs, counts: Counts, k: int) -> Choice:
         return choose_rung(rungs, counts, k)
@@ -133,10 +136,11 @@ class TailAware:
         chosen = float(rungs[rung])
         slope = self._measured_slope(rungs, counts, rung)
         if self.threshold <= 0.0 or self.last_k != k:
-            return replace(self, threshold=chosen, slope=slope, last_k=k)
+            return replace(self, threshold=chosen, slope=slope, last_k=k, steps=self.steps + 1)
         miss = min(abs(math.log(chosen / self._expected(k))), 1.0)
         move = max(-1.0, min(1.0, math.log(chosen / self.threshold)))
-        return TailAware(chosen, slope, 0.7 * self.trend + 0.3 * move, 0.8 * self.error + 0.2 * miss, k)
+        trend, error = 0.7 * self.trend + 0.3 * move, 0.8 * self.error + 0.2 * miss
+        return TailAware(chosen, slope, trend, error, k, self.steps + 1)
 
     def _measured_slope(self, rungs: Rungs, counts: Counts, rung: int) -> float:
         """Fit the tail between the rungs that select up to half as many again and a third fewer."""
