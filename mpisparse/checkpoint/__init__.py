@@ -18,7 +18,7 @@ from typing import Any
 from mpisparse import __version__
 from mpisparse.checkpoint import store, tree
 from mpisparse.checkpoint.h5file import Arrays, Damaged, FileRecord, read_file, write_file
-from mpisparse.checkpoint.state import Subjects, flatten_own, flatten_shared, resize, snapshot, sources, split
+from mpisparse.checkpoint.state import Snapshot, Subjects, flatten_own, flatten_shared, resize, sources, split
 from mpisparse.errors import CheckpointError, ConfigurationError
 
 __all__ = ["CheckpointError", "Damaged", "Saving", "begin_save", "load", "save"]
@@ -28,14 +28,16 @@ class Saving:
     """A checkpoint that is being written; finish() makes it whole. Made by begin_save."""
 
     def __init__(
-        self, exchange: Any, directory: Path, place: Path, manifest: store.Manifest, keep: int | None, *, owns_exchange: bool
-    ) -> None:
+        self, exchange: Any, directory: Path, place: Path, manifest: store.Manifest, keep: int | None, *,
+        owns_exchange: bool, memory: Snapshot,
+    ) -> None:  # fmt: skip
         self._exchange = exchange
         self._owns_exchange = owns_exchange
         self._directory = directory
         self._place = place
         self._manifest = manifest
         self._keep = keep
+        self._memory = memory
         self._records: list[FileRecord] = []
         self._error: str | None = None
         self._thread: threading.Thread | None = None
@@ -95,11 +97,16 @@ class Saving:
 def begin_save(
     directory: str | Path, *, step: int, model: Any, optimizer: Any = None, sync: Any = None, scheduler: Any = None,
     scaler: Any = None, extra: dict[str, Any] | None = None, keep: int | None = None, background: bool = True,
+    last: Saving | None = None,
 ) -> Saving:  # fmt: skip
     """Begin a checkpoint; collective. With `background` the state is copied and written by a thread while training goes on.
 
-    Call finish() on the result, on all ranks, before the next checkpoint.
+    Call finish() on the result, on all ranks, before the next checkpoint. `last`: a finished one, whose memory for the
+    copy is used again.
     """
+    if last is not None and not last.written:
+        raise CheckpointError("the last checkpoint is still being written; call its finish() first")
+    memory = last._memory if last is not None else Snapshot()
     subjects = Subjects(model, optimizer, sync, scheduler, scaler)
     exchange = _exchange(sync)
     error: Exception | None = None
@@ -109,7 +116,8 @@ def begin_save(
             place = store.begin(Path(directory), step)
         files = _files(subjects, extra, exchange.rank, exchange.size)
         if background:
-            files = {name: (snapshot(arrays), texts) for name, (arrays, texts) in files.items()}
+            copies = memory.copy({name: arrays for name, (arrays, _) in files.items()})
+            files = {name: (copies[name], texts) for name, (_, texts) in files.items()}
     except (OSError, tree.UnsupportedError) as caught:
         error = CheckpointError(f"cannot begin a checkpoint in {directory}: {caught}")
     try:
@@ -121,7 +129,7 @@ def begin_save(
         raise
     place = Path(exchange.gather_texts(str(place))[0])
     manifest = store.Manifest(step, exchange.size, (), tuple(subjects.describe()), _origin(sync))
-    saving = Saving(exchange, Path(directory), place, manifest, keep, owns_exchange=sync is None)
+    saving = Saving(exchange, Path(directory), place, manifest, keep, owns_exchange=sync is None, memory=memory)
     saving._start(files, background=background)
     return saving
 
@@ -160,7 +168,10 @@ def load(
 
 def _load(directory: Path, subjects: Subjects, extra: dict[str, Any] | None, exchange: Any) -> int | None:
     """Restore the newest checkpoint that is whole on all ranks; collective."""
-    listed = json.dumps([str(p) for p in store.found(directory)]) if exchange.rank == 0 else ""
+    listed = ""
+    if exchange.rank == 0:
+        store.recover(directory)
+        listed = json.dumps([str(p) for p in store.found(directory)])
     for path in json.loads(exchange.gather_texts(listed)[0]):
         damage, contents = "", None
         try:

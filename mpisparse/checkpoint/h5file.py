@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from mpisparse.device import load_backend
 
 Arrays = dict[str, NDArray[Any]]
-CHUNK_NBYTES = 1 << 22
+CHUNK_NBYTES = 1 << 20  # so that a chunk stays in cache from digest to write
+FLUSH_NBYTES = 1 << 24
 
 
 class Damaged(Exception):  # noqa: N818 - named for what it says of a file
@@ -42,14 +43,16 @@ def write_file(path: Path, arrays: Arrays, texts: dict[str, str]) -> FileRecord:
     """Write arrays and texts to a new file and flush it to disk; local. The digest is taken from what is being written."""
     digest = _Digest(texts)
     with open(path, "w+b", buffering=0) as raw:
-        steady = _Steady(raw)
+        steady, flushed = _Steady(raw), 0
         with h5py.File(steady, "w", libver="latest") as file:
             for name, text in sorted(texts.items()):
                 file.create_dataset(f"texts/{name}", data=np.frombuffer(text.encode(), np.uint8), fletcher32=bool(text))
             for name, array in sorted(arrays.items()):
                 digest.begin(name, array)
                 for _ in _write_array(file, f"arrays/{name}", array, digest):
-                    os.posix_fadvise(raw.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # the disk begins while we go on
+                    if raw.tell() - flushed >= FLUSH_NBYTES:  # the disk begins while we go on
+                        os.posix_fadvise(raw.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                        flushed = raw.tell()
         if steady.error is not None:
             raise steady.error
         os.fsync(raw.fileno())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mpisparse.checkpoint import tree
 from mpisparse.checkpoint.h5file import Arrays
@@ -108,16 +109,27 @@ def set_random_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
 
 
-def snapshot(arrays: Arrays) -> Arrays:
-    """Copy arrays into one block of memory: a large one comes in huge pages, and first touching those is cheap."""
-    aligned = {name: -(-array.nbytes // 64) * 64 for name, array in arrays.items()}
-    block = np.empty(sum(aligned.values()), dtype=np.uint8)
-    copies, at = {}, 0
-    for name, array in arrays.items():
-        copies[name] = block[at : at + array.nbytes].view(array.dtype)
-        copies[name][:] = array
-        at += aligned[name]
-    return copies
+class Snapshot:
+    """Memory for copies of arrays. Touching fresh memory takes longer than copying, so it is kept for the next copies."""
+
+    def __init__(self) -> None:
+        self.block = np.empty(0, dtype=np.uint8)
+
+    def copy(self, groups: dict[str, Arrays]) -> dict[str, Arrays]:
+        """Copy groups of arrays, overwriting the copies made before."""
+        aligned = [-(-array.nbytes // 64) * 64 for arrays in groups.values() for array in arrays.values()]
+        if len(self.block) < sum(aligned):
+            self.block = np.empty(sum(aligned), dtype=np.uint8)
+        starts = iter(np.cumsum([0, *aligned]).tolist())
+        return {
+            group: {name: self._put(array, next(starts)) for name, array in arrays.items()}
+            for group, arrays in groups.items()
+        }
+
+    def _put(self, array: NDArray[Any], start: int) -> NDArray[Any]:
+        copy = self.block[start : start + array.nbytes].view(array.dtype)
+        copy[:] = array
+        return copy
 
 
 def split(arrays: Arrays, parts: int) -> list[Arrays]:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from mpisparse.checkpoint.h5file import Damaged, FileRecord
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-UNFINISHED, RETIRED = ".unfinished-", ".retired-"
+REMOVER = "mpisparse-remove"
+UNFINISHED, REPLACED, RETIRED = ".unfinished-", ".replaced-", ".retired-"
 
 
 @dataclass(frozen=True)
@@ -60,17 +62,21 @@ def sync_directory(path: Path) -> None:
 
 
 def begin(directory: Path, step: int) -> Path:
-    """Make the place where the files of a checkpoint are written, after removing what killed runs left."""
+    """Make the place where the files of a checkpoint are written, and begin to remove what killed runs left."""
     directory.mkdir(parents=True, exist_ok=True)
-    for left in (*directory.glob(f"{UNFINISHED}*"), *directory.glob(f"{RETIRED}*")):
-        shutil.rmtree(left, ignore_errors=True)
+    recover(directory)
+    left = list(directory.glob(f"{UNFINISHED}*"))
+    for path in left:
+        path.rename(_retired(path))
+    if left:
+        _remove_retired(directory)
     place = directory / f"{UNFINISHED}{name_of(step)}"
     place.mkdir()
     return place
 
 
 def complete(directory: Path, place: Path, manifest: Manifest, keep: int | None) -> Path:
-    """Write the manifest, flush, and give the checkpoint its name; then remove the oldest beyond `keep`."""
+    """Write the manifest, flush, and give the checkpoint its name; then remove the oldest beyond `keep` whole ones."""
     body = {"format": FORMAT, **asdict(manifest)}
     text = json.dumps({**body, "sha256": _digest(body)}, indent=1)
     with open(place / MANIFEST, "w") as file:
@@ -79,15 +85,58 @@ def complete(directory: Path, place: Path, manifest: Manifest, keep: int | None)
         os.fsync(file.fileno())
     sync_directory(place)
     target = directory / name_of(manifest.step)
+    replaced = directory / f"{REPLACED}{target.name}"
     if target.exists():
-        target.rename(directory / f"{RETIRED}{target.name}")
+        target.rename(replaced)
     place.rename(target)
     sync_directory(directory)
-    for old in [path for path in found(directory) if path != target][max(0, (keep or 10**9) - 1) :]:
-        old.rename(directory / f"{RETIRED}{old.name}")
-    for retired in directory.glob(f"{RETIRED}*"):
-        shutil.rmtree(retired, ignore_errors=True)
+    for old in ([replaced] if replaced.exists() else []) + _expired(directory, target, keep):
+        old.rename(_retired(old))
+    _remove_retired(directory)
     return target
+
+
+def _retired(path: Path) -> Path:
+    """A name for what is to be removed; not that of something else whose removal is still going on."""
+    return next(p for n in range(10**6) if not (p := path.with_name(f"{RETIRED}{n}-{path.name}")).exists())
+
+
+def _remove_retired(directory: Path) -> None:
+    """Remove in a thread: freeing a large file takes as long as writing much of it."""
+    retired = list(directory.glob(f"{RETIRED}*"))
+    if retired:
+        threading.Thread(target=lambda: [*map(discard, retired)], name=REMOVER).start()
+
+
+def _expired(directory: Path, newest: Path, keep: int | None) -> list[Path]:
+    """All checkpoints older than the `keep` - 1 whole ones that are to stay beside the newest."""
+    left = (keep or 10**9) - 1
+    expired = []
+    for path in found(directory):
+        if path == newest:
+            continue
+        if left <= 0:
+            expired.append(path)
+        left -= _has_manifest(path)
+    return expired
+
+
+def _has_manifest(path: Path) -> bool:
+    try:
+        read_manifest(path)
+    except Damaged:
+        return False
+    return True
+
+
+def recover(directory: Path) -> None:
+    """Give a checkpoint its name back that was being replaced when the run was killed."""
+    for replaced in directory.glob(f"{REPLACED}*"):
+        target = directory / replaced.name.removeprefix(REPLACED)
+        if target.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            replaced.rename(target)
 
 
 def discard(place: Path) -> None:

@@ -39,6 +39,7 @@ def run(elements: int, rounds: int, directory: Path | None, *, as_json: bool) ->
     nbytes = (2 * 4 * elements) // comm.size + 4 * elements  # a share of weights and momentum, and the residual
     plain, copied = np.ones(nbytes, dtype=np.uint8), np.empty(nbytes, dtype=np.uint8)
     times: dict[str, list[float]] = {}
+    saving: list[checkpoint.Saving] = []
     try:
         for turn in range(1 + rounds):
             measured = {
@@ -46,10 +47,9 @@ def run(elements: int, rounds: int, directory: Path | None, *, as_json: bool) ->
                 "checkpoint": _timed(comm, _save(place, 2 * turn, state)),
                 "copy in memory": _timed(comm, lambda: np.copyto(copied, plain)),
             }
-            saving: list[Any] = []
             begin = _begin(saving, place, 2 * turn + 1, state)
             measured["begin in the background"] = _timed(comm, begin)
-            saving[0].finish()
+            saving[-1].finish()
             if turn:
                 for name, seconds in measured.items():
                     times.setdefault(name, []).append(seconds)
@@ -83,8 +83,9 @@ def _save(place: Path, step: int, state: dict[str, Any]) -> Callable[[], Any]:
     return lambda: checkpoint.save(place, step=step, keep=1, **state)
 
 
-def _begin(saving: list[Any], place: Path, step: int, state: dict[str, Any]) -> Callable[[], None]:
-    return lambda: saving.append(checkpoint.begin_save(place, step=step, keep=1, **state))
+def _begin(saving: list[checkpoint.Saving], place: Path, step: int, state: dict[str, Any]) -> Callable[[], None]:
+    last = saving[-1] if saving else None
+    return lambda: saving.append(checkpoint.begin_save(place, step=step, keep=1, last=last, **state))
 
 
 def _timed(comm: MPI.Intracomm, work: Callable[[], Any]) -> float:

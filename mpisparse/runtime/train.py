@@ -61,6 +61,7 @@ class Trainer:
         self.out = Path(settings.out)
         self.resumed = self._resume()
         self.saving: checkpoint.Saving | None = None
+        self.saved: checkpoint.Saving | None = None
         self.metrics = self._open_metrics()
         self.progress = make_progress(self.sync.rank, self.total, self.step)
         self.writer = self._open_tensorboard()
@@ -258,7 +259,7 @@ class Trainer:
         try:
             self.saving = checkpoint.begin_save(
                 self.checkpoints, step=self.step, model=self.model, optimizer=self.optimizer, sync=self.sync,
-                extra=extra, keep=self.settings.keep, background=background,
+                extra=extra, keep=self.settings.keep, background=background, last=self.saved,
             )  # fmt: skip
         except CheckpointError as error:
             self.failed = True
@@ -274,7 +275,7 @@ class Trainer:
         saving, self.saving = self.saving, None
         try:
             self._event("checkpoint", str(saving.finish()))
-            self.failed = False
+            self.failed, self.saved = False, saving
         except CheckpointError as error:
             self.failed = True
             self._event("checkpoint failed", str(error))

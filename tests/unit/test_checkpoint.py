@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import subprocess
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -324,6 +325,38 @@ def test_another_format_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.M
         store.read_manifest(path)
 
 
+def await_removal() -> None:
+    for thread in threading.enumerate():
+        if thread.name == store.REMOVER:
+            thread.join()
+
+
+def test_one_that_was_being_replaced_comes_back(tmp_path: Path) -> None:
+    first = complete(tmp_path, 4)
+    (first / "mark").touch()
+    first.rename(tmp_path / f"{store.REPLACED}{first.name}")  # killed before the new one had its name
+    store.recover(tmp_path)
+    assert (first / "mark").exists()
+    first.rename(tmp_path / f"{store.REPLACED}{first.name}")
+    complete(tmp_path, 5)
+    assert [p.name for p in store.found(tmp_path)] == ["step-00000005", "step-00000004"]
+    complete(tmp_path, 4).rename(tmp_path / f"{store.REPLACED}{first.name}")
+    complete(tmp_path, 4)  # killed after it had: the new one stays
+    store.recover(tmp_path)
+    await_removal()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000004", "step-00000005"]
+
+
+def test_a_damaged_one_does_not_count_as_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        complete(tmp_path, step)
+    (tmp_path / "step-00000003" / store.MANIFEST).write_text("{")
+    complete(tmp_path, 4, keep=2)
+    assert [p.name for p in store.found(tmp_path)] == ["step-00000004", "step-00000003", "step-00000002"]
+    complete(tmp_path, 5, keep=2)
+    assert [p.name for p in store.found(tmp_path)] == ["step-00000005", "step-00000004"]
+
+
 def test_unfinished_ones_are_ignored_and_removed(tmp_path: Path) -> None:
     complete(tmp_path, 1)
     place = store.begin(tmp_path, 2)
@@ -332,6 +365,7 @@ def test_unfinished_ones_are_ignored_and_removed(tmp_path: Path) -> None:
     (tmp_path / f"{store.RETIRED}step-00000000").mkdir()
     (tmp_path / "step-notes.txt").write_text("of the user")
     again = store.begin(tmp_path, 3)
+    await_removal()
     assert sorted(p.name for p in tmp_path.iterdir()) == [again.name, "step-00000001", "step-notes.txt"]
     store.discard(again)
     assert not again.exists()
@@ -342,6 +376,7 @@ def test_keep(tmp_path: Path, keep: int | None) -> None:
     for step in range(1, 6):
         complete(tmp_path, step, keep)
     kept = [5, 4, 3, 2, 1][:keep]
+    await_removal()
     assert [store.read_manifest(p).step for p in store.found(tmp_path)] == kept
     assert len(list(tmp_path.iterdir())) == len(kept)
 
@@ -351,6 +386,7 @@ def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
     (first / "mark").touch()
     assert complete(tmp_path, 4) == first
     assert not (first / "mark").exists()
+    await_removal()
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000004"]
 
 
