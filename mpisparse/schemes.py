@@ -10,7 +10,7 @@ from mpisparse.agree import Inputs
 from mpisparse.codecs import CODECS
 from mpisparse.errors import ConfigurationError, check_choice, suggest
 from mpisparse.selector import PARTITIONERS, ExclusiveSelector
-from mpisparse.step import DenseStep, Parts, SparseStep, Stats
+from mpisparse.step import Clock, DenseStep, Parts, SparseStep, Stats
 from mpisparse.threshold import CONTROLLERS
 
 SEGMENT_NBYTES = 1 << 30
@@ -19,7 +19,7 @@ SEGMENT_NBYTES = 1 << 30
 class Step(Protocol):
     """One step of a scheme; `run` is collective."""
 
-    def run(self, inputs: Inputs) -> Stats: ...
+    def run(self, inputs: Inputs, clock: Clock) -> Stats: ...
     def state(self) -> dict[str, Any]: ...
     def check(self, state: dict[str, Any]) -> None: ...
     def load(self, state: dict[str, Any]) -> None: ...

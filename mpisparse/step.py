@@ -110,9 +110,8 @@ class SparseStep:
         self.selector = selector
         self.codec = codec
 
-    def run(self, inputs: Inputs) -> Stats:
+    def run(self, inputs: Inputs, clock: Clock) -> Stats:
         """Do one step; collective. Raises StepRefused or Overflow on all ranks alike if values are not finite."""
-        clock = Clock()
         exchange, backend, published = self.parts.exchange, self.parts.backend, self.parts.published
         scope, rungs = self.selector.scope(exchange.rank), self._rungs(inputs.k)
         found = self.parts.accumulate(inputs, *(scope if len(rungs) else (0, 0)), float(rungs[0]) if len(rungs) else 0.0)
@@ -207,9 +206,8 @@ class DenseStep:
         self.acc = parts.acc
         self.step = 0
 
-    def run(self, inputs: Inputs) -> Stats:
+    def run(self, inputs: Inputs, clock: Clock) -> Stats:
         """Do one step; collective. Raises StepRefused or Overflow on all ranks alike if values are not finite."""
-        clock = Clock()
         exchange, n = self.parts.exchange, len(self.acc)
         if inputs.gradients is not None:
             self.parts.accumulate(inputs, 0, 0, 0.0)

@@ -20,7 +20,7 @@ from mpisparse.exchange import Exchange, end_job_on_uncaught_exception
 from mpisparse.flat import Layout, Published, add_sparse_, collect, in_order, zeros
 from mpisparse.registry import parameters_registered
 from mpisparse.schemes import Options, check_density, configure
-from mpisparse.step import Parts, Stats
+from mpisparse.step import Clock, Parts, Stats
 from mpisparse.watch import GradientWatch
 
 STATE_FORMAT = 1
@@ -82,6 +82,7 @@ class GradientSync:
         """Exchange the gradients since the last step and publish their mean as p.grad; collective."""
         self._check_ready()
         self._exchange.reset_counters()
+        clock = Clock()
         inputs = self._inputs()
         try:
             used = share_readiness(self._exchange, inputs)
@@ -95,8 +96,9 @@ class GradientSync:
                 f"r{self._exchange.rank} | density must be the same on all ranks; they select {differing.args[0]} elements: "
                 "set sync.density on all ranks alike"
             ) from None
+        clock.lap("wait")
         try:
-            self._stats = self._step.run(inputs)
+            self._stats = self._step.run(inputs, clock)
         except StepRefused as refused:
             raise self._refusal(refused) from None
         except Overflow as overflow:

@@ -23,7 +23,8 @@ from mpisparse.runtime.signals import INTERRUPTED, StopRequest
 from mpisparse.runtime.workloads import Data, Task, build
 from mpisparse.step import Clock
 
-PHASES = ("data", "compute", "accumulate", "agree", "unite", "reduce", "feedback", "publish", "adapt", "optimizer")
+EXCHANGE = ("wait", "accumulate", "agree", "unite", "reduce", "feedback", "publish", "adapt")
+PHASES = ("data", "compute", *EXCHANGE, "optimizer")
 DEFAULT_EPOCHS = 5
 
 
