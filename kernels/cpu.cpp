@@ -25,16 +25,17 @@ using NumPy = nb::ndarray<nb::numpy, T, nb::ndim<1>, nb::c_contig>;
 namespace {
 
 using Scan = int32_t (*)(const Piece&);
-struct Isa { const char* name; Scan scan; };
+using Average = void (*)(const Averaging&);
+struct Isa { const char* name; Scan scan; Average average; };
 
 std::vector<Isa> available_isas() {
-    std::vector<Isa> isas{{generic::NAME, generic::scan}};
+    std::vector<Isa> isas{{generic::NAME, generic::scan, generic::average}};
 #ifdef MPISPARSE_X86
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi"))
-        isas.push_back({avx2::NAME, avx2::scan});
+        isas.push_back({avx2::NAME, avx2::scan, avx2::average});
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("bmi"))
-        isas.push_back({avx512::NAME, avx512::scan});
+        isas.push_back({avx512::NAME, avx512::scan, avx512::average});
 #endif
     return isas;
 }
@@ -181,6 +182,65 @@ nb::tuple select_above(Array<float> acc, int64_t lo, int64_t hi, float floor, in
         all = join(found, bad);
     }
     return nb::make_tuple(to_numpy(std::move(all.index)), to_numpy(std::move(all.magnitude)), all.bad);
+}
+
+// As accumulate_select, but what is collected is the moving average of the gradients' magnitudes, updated in the same pass:
+// a tile of both vectors stays in cache from one operation to the next.
+nb::tuple average_select(Array<float> acc, Array<float> average, float rate, Array<const uint64_t> pointers, Array<const int64_t> ends,
+                         Array<const uint8_t> kinds, int64_t lo, int64_t hi, float floor, int threads) {
+    constexpr int64_t TILE = 2048;
+    const int32_t bits = magnitude_bits(floor);
+    const Gradients grads{pointers.data(), ends.data(), kinds.data(), int64_t(pointers.size())};
+    const int64_t size = int64_t(acc.size());
+    Scanned all;
+    {
+        nb::gil_scoped_release released;
+        threads = usable_threads(threads, size);
+        std::vector<Found> found(threads);
+        std::vector<int64_t> bad(threads, -1);
+        in_parts(0, size, threads, [&](int part, int64_t begin, int64_t end) {
+            grads.each(begin, end, [&](const char* source, Kind kind, int64_t from, int64_t to) {
+                for (int64_t a = from; a < to; a += TILE) {
+                    const int64_t b = std::min(a + TILE, to);
+                    const char* grad = source ? source + (a - from) * (kind == FP32 ? 4 : 2) : nullptr;
+                    isa.average({average.data() + a, grad, kind, b - a, rate});
+                    if (grad && isa.scan({acc.data() + a, grad, kind, b - a, a, 0, nullptr}) >= INFINITE && bad[part] < 0)
+                        bad[part] = first_nonfinite_of(acc.data(), a, b);
+                    const int64_t inner = std::max(a, lo), outer = std::min(b, hi);
+                    if (inner < outer)
+                        isa.scan({average.data() + inner, nullptr, FP32, outer - inner, inner, bits, &found[part]});
+                }
+            });
+        });
+        all = join(found, bad);
+    }
+    return nb::make_tuple(to_numpy(std::move(all.index)), to_numpy(std::move(all.magnitude)), all.bad);
+}
+
+// What is sent of masked values and of what earlier steps left: share x value + (1 - share) x previous, at either index.
+nb::tuple blend(Array<const int64_t> index, Array<const float> values, Array<const int64_t> carried, Array<const float> previous, float share) {
+    const size_t n = index.size(), m = carried.size();
+    std::vector<int64_t> all(n + m);
+    std::vector<float> mixed(n + m);
+    std::vector<uint8_t> selected(n + m);
+    size_t at = 0;
+    {
+        nb::gil_scoped_release released;
+        const float rest = 1.0f - share;
+        for (size_t i = 0, j = 0; i < n || j < m; ++at) {
+            const bool first = j == m || (i < n && index.data()[i] <= carried.data()[j]);
+            const bool second = i == n || (j < m && carried.data()[j] <= index.data()[i]);
+            all[at] = first ? index.data()[i] : carried.data()[j];
+            mixed[at] = share * (first ? values.data()[i] : 0.0f) + rest * (second ? previous.data()[j] : 0.0f);
+            selected[at] = first;
+            i += first;
+            j += second;
+        }
+        all.resize(at);
+        mixed.resize(at);
+        selected.resize(at);
+    }
+    return nb::make_tuple(to_numpy(std::move(all)), to_numpy(std::move(mixed)), to_numpy(std::move(selected)));
 }
 
 int64_t accumulate(Array<float> acc, uint64_t pointer, uint8_t kind, int threads) {
@@ -412,6 +472,8 @@ NB_MODULE(_cpu, m) {
     m.def("first_nonfinite", &first_nonfinite);
     m.def("histogram", &histogram);
     m.def("tail_counts", &tail_counts);
+    m.def("average_select", &average_select);
+    m.def("blend", &blend);
     m.def("block_counts", &block_counts);
     m.def("compress_rows", &compress_rows);
     m.def("expand_rows", &expand_rows);

@@ -40,6 +40,15 @@ struct Found {
     }
 };
 
+// Arguments of a moving average's update: average = rate x |grad| + (1 - rate) x average; no grad is a grad of zeros.
+struct Averaging {
+    float* average;
+    const void* grad;
+    Kind kind;
+    int64_t count;
+    float rate;
+};
+
 // Arguments of a pass over acc[0, count): grad may be null, hits are reported from `base` on if `found` is given.
 struct Piece {
     float* acc;
@@ -59,6 +68,9 @@ inline Vec load(const float* p) { return *p; }
 inline Vec widen(const uint16_t* p, Kind kind) { return load_one(p, kind, 0); }
 inline void store(float* p, Vec x) { *p = x; }
 inline Vec add(Vec x, Vec y) { return x + y; }
+inline Vec multiply(Vec x, Vec y) { return x * y; }
+inline Vec everywhere(float x) { return x; }
+inline Vec absolute(Vec x) { return float_of(bits_of(x) & MAGNITUDE); }
 inline Bits spread(int32_t x) { return x; }
 inline Bits magnitude(Vec x) { return int32_t(bits_of(x) & MAGNITUDE); }
 inline Bits larger(Bits x, Bits y) { return std::max(x, y); }
@@ -86,6 +98,9 @@ inline Vec widen(const uint16_t* p, Kind kind) {
 }
 inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
 inline Vec add(Vec x, Vec y) { return _mm256_add_ps(x, y); }
+inline Vec multiply(Vec x, Vec y) { return _mm256_mul_ps(x, y); }
+inline Vec everywhere(float x) { return _mm256_set1_ps(x); }
+inline Vec absolute(Vec x) { return _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(MAGNITUDE))); }
 inline Bits spread(int32_t x) { return _mm256_set1_epi32(x); }
 inline Bits magnitude(Vec x) { return _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(MAGNITUDE)); }
 inline Bits larger(Bits x, Bits y) { return _mm256_max_epi32(x, y); }
@@ -117,6 +132,9 @@ inline Vec widen(const uint16_t* p, Kind kind) {
 }
 inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
 inline Vec add(Vec x, Vec y) { return _mm512_add_ps(x, y); }
+inline Vec multiply(Vec x, Vec y) { return _mm512_mul_ps(x, y); }
+inline Vec everywhere(float x) { return _mm512_set1_ps(x); }
+inline Vec absolute(Vec x) { return _mm512_abs_ps(x); }
 inline Bits spread(int32_t x) { return _mm512_set1_epi32(x); }
 inline Bits magnitude(Vec x) { return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(MAGNITUDE)); }
 inline Bits larger(Bits x, Bits y) { return _mm512_max_epi32(x, y); }

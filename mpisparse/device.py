@@ -18,7 +18,7 @@ from mpisparse.errors import ConfigurationError, check_choice
 
 Backend = Any  # a namespace with the functions of mpisparse.reference; see there for what each does
 BACKENDS = ("native", "numpy")
-THREADED = ("accumulate_select", "accumulate", "select", "first_nonfinite", "histogram")
+THREADED = ("accumulate_select", "average_select", "accumulate", "select", "first_nonfinite", "histogram")
 
 
 @functools.cache

@@ -36,6 +36,11 @@ class Slot:
     def kind(self) -> int:
         return KINDS[self.dtype]
 
+    @property
+    def sent_kind(self) -> int:
+        """The type in which a gradient is read: float64 ones are read as float32."""
+        return FP32 if self.kind == FP64 else self.kind
+
     def view(self, flat: torch.Tensor, begin: int = 0) -> torch.Tensor:
         """This parameter's part of a flat tensor that starts at element `begin`, in the parameter's shape."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.begin - begin)
@@ -67,7 +72,7 @@ class Layout:
         if at == 0:
             raise ConfigurationError(f"the trainable parameters of {type(model).__name__} have no elements")
         self.ends: Ints = np.array([slot.end for slot in self.slots], dtype=np.int64)
-        self.kinds = np.array([FP32 if s.kind == FP64 else s.kind for s in self.slots], dtype=np.uint8)
+        self.kinds = np.array([s.sent_kind for s in self.slots], dtype=np.uint8)
 
     def describe(self) -> list[str]:
         """One line for each parameter; equal on all ranks if and only if the layouts are."""
@@ -107,6 +112,14 @@ class Gradients:
     kinds: NDArray[np.uint8]
     sparse: list[tuple[Slot, torch.Tensor]]
     alive: list[torch.Tensor]
+
+    def densified(self) -> Gradients:
+        """The same gradients with the sparse ones as dense memory."""
+        pointers, alive = self.pointers.copy(), list(self.alive)
+        for slot, grad in self.sparse:
+            alive.append(in_order(slot, grad.to_dense()))
+            pointers[np.searchsorted(self.ends, slot.end)] = alive[-1].data_ptr()
+        return Gradients(pointers, self.ends, self.kinds, [], alive)
 
     def first_nonfinite(self, backend: Any) -> int:
         """Read all gradients; the first flat index that is not finite, or -1."""

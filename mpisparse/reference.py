@@ -79,6 +79,35 @@ def accumulate_select(
     return index, magnitude, min(bads, default=-1)
 
 
+def average_select(
+    acc: Floats, average: Floats, rate: float, pointers: NDArray[np.uint64], ends: Ints, kinds: NDArray[np.uint8],
+    lo: int, hi: int, floor: float,
+) -> tuple[Ints, Floats, int]:  # fmt: skip
+    """Add the gradients into acc, update average = rate x |gradient| + (1 - rate) x average, and collect from that."""
+    begin, share = 0, np.float32(rate)
+    for pointer, end, kind in zip(pointers.tolist(), ends.tolist(), kinds.tolist(), strict=True):
+        part = average[begin:end]
+        part *= np.float32(1) - share
+        if pointer:
+            part += share * np.abs(widen(memory(pointer, kind, end - begin), kind))
+        begin = end
+    bad = _add(acc, pointers, ends, kinds)
+    index, magnitude, _ = select(average, lo, hi, floor)
+    return index, magnitude, bad
+
+
+def blend(
+    index: Ints, values: Floats, carried: Ints, previous: Floats, share: float
+) -> tuple[Ints, Floats, NDArray[np.uint8]]:
+    """Mix share x value + (1 - share) x previous at the union of two ascending indices; also which are of the first."""
+    both = np.union1d(index, carried)
+    new, old = np.zeros((2, len(both)), dtype=np.float32)
+    new[np.searchsorted(both, index)] = values
+    old[np.searchsorted(both, carried)] = previous
+    mixed = np.float32(share) * new + (np.float32(1) - np.float32(share)) * old
+    return both, mixed, np.isin(both, index).astype(np.uint8)
+
+
 def select(acc: Floats, lo: int, hi: int, floor: float) -> tuple[Ints, Floats, int]:
     """Return index and magnitude of what reaches the floor in acc[lo:hi], and its first non-finite index or -1."""
     magnitude = np.abs(acc[lo:hi])

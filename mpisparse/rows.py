@@ -13,15 +13,14 @@ if TYPE_CHECKING:
     from mpisparse.selector import Region
 
 Ints = NDArray[np.int64]
-Span = tuple[int, int]
 
 ROW = 65_536
 
 
 def unite(
     exchange: Exchange, backend: Any, found: Found, threshold: float, regions: list[Region], workloads: list[int]
-) -> tuple[Ints, list[Span]]:
-    """Gather what every rank selects in its region; returns the sorted union and each rank's span in it. Collective.
+) -> Ints:
+    """Gather what every rank selects in its region; returns the sorted union. Collective.
 
     `found` lies inside this rank's region; `workloads` are the counts above the threshold, in rank order.
     """
@@ -44,4 +43,4 @@ def unite(
         row_counts, rest = block[: 4 * rows[p]].view(np.uint32), block[4 * rows[p] :].view(np.uint16)
         if not backend.expand_rows(row_counts, rest[: shares[p]], region.lo, ROW, union[ends[p] : ends[p + 1]]):
             raise RuntimeError(f"r{exchange.rank} | the rows of rank {region.rank} do not add up: the message is damaged")
-    return union, [(ends[p], ends[p + 1]) for p in order]
+    return union

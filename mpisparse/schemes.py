@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mpisparse.agree import Inputs
+from mpisparse.blend import Blend
 from mpisparse.codecs import CODECS
 from mpisparse.errors import ConfigurationError, check_choice, suggest
+from mpisparse.score import Average, Magnitude
 from mpisparse.selector import PARTITIONERS, ExclusiveSelector
 from mpisparse.step import Clock, DenseStep, Parts, SparseStep, Stats
 from mpisparse.threshold import CONTROLLERS
@@ -17,8 +19,10 @@ SEGMENT_NBYTES = 1 << 30
 
 
 class Step(Protocol):
-    """One step of a scheme; `run` is collective."""
+    """One step of a scheme; `run` is collective. Gradients that come before it are the scorer's to add."""
 
+    @property
+    def scorer(self) -> Magnitude: ...
     def run(self, inputs: Inputs, clock: Clock) -> Stats: ...
     def state(self) -> dict[str, Any]: ...
     def check(self, state: dict[str, Any]) -> None: ...
@@ -42,6 +46,7 @@ class Options:
     density: share of all elements selected in a step. codec: how finely values are sent.
     accumulate: "step" reads p.grad in step(); "backward" takes each gradient as backward makes it.
     nonfinite: "raise" an error on all ranks, or "skip" the step on all ranks (accumulate="step" only).
+    beta: with a momentum codec, the share of what is selected now in what is sent.
     segment_nbytes: the largest single message.
     """
 
@@ -49,6 +54,7 @@ class Options:
     codec: str = "fp32"
     accumulate: str = "step"
     nonfinite: str = "raise"
+    beta: float = 0.7
     segment_nbytes: int = SEGMENT_NBYTES
 
     def __post_init__(self) -> None:
@@ -61,7 +67,13 @@ class Options:
                 'nonfinite="skip" needs accumulate="step": during backward a non-finite value is already added when it is '
                 "seen, and cannot be taken back"
             )
+        check_share("beta", self.beta)
         check_whole("segment_nbytes", self.segment_nbytes, 1)
+
+    @property
+    def needs_whole_gradient(self) -> bool:
+        """Tell whether a step's gradient may not come in parts."""
+        return False
 
     def build(self, parts: Parts) -> Step:
         """Put the step together."""
@@ -72,6 +84,12 @@ def check_whole(name: str, value: object, least: int) -> None:
     """Raise unless value is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(f"{name} must be a whole number >= {least}, got {value!r}")
+
+
+def check_share(name: str, value: object) -> None:
+    """Raise unless value is a number in (0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value <= 1.0:
+        raise ConfigurationError(f"{name} must be a number in (0, 1], got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -92,14 +110,19 @@ class Dense(Options):
 
 
 @dataclass(frozen=True)
-class Exdyna(Options):
-    """Exclusive partitions, re-balanced, with a threshold found online.
+class Sparse(Options):
+    """Selection in exclusive partitions, re-balanced, with a threshold found online.
 
+    scorer: "magnitude" of the accumulator, or "average", a moving one of the gradients' magnitudes with the rate alpha.
+    compensate: what is not sent stays in the residual; False drops it.
     controller: "tail" finds the threshold of every step inside it; "paper" scales it between steps.
     partitioner: "best" re-balances at once; "paper" moves one block a step. blocks: None for the default.
     reduce: "owner" sums in rank order at the partition's owner; "allreduce" leaves it to MPI (fp32 only).
     """
 
+    scorer: str = "magnitude"
+    alpha: float = 0.9
+    compensate: bool = True
     controller: str = "tail"
     partitioner: str = "best"
     blocks: int | None = None
@@ -107,6 +130,10 @@ class Exdyna(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_choice("scorer", self.scorer, ("magnitude", "average"))
+        check_share("alpha", self.alpha)
+        if not isinstance(self.compensate, bool):
+            raise ConfigurationError(f"compensate must be True or False, got {self.compensate!r}")
         check_choice("controller", self.controller, CONTROLLERS)
         check_choice("partitioner", self.partitioner, PARTITIONERS)
         check_choice("reduce", self.reduce, ("owner", "allreduce"))
@@ -115,21 +142,77 @@ class Exdyna(Options):
         if self.reduce == "allreduce" and self.codec != "fp32":
             raise ConfigurationError(f'reduce="allreduce" sums float32: codec must be "fp32", got {self.codec!r}')
 
+    @property
+    def needs_whole_gradient(self) -> bool:
+        return self.scorer == "average"
+
     def build(self, parts: Parts) -> Step:
-        n, size = len(parts.residual), parts.exchange.size
+        return self.put_together(parts)
+
+    def put_together(self, parts: Parts, *, mask: str = "score", exact: bool = False) -> SparseStep:
+        """The step of these options, with what a scheme adds to them."""
+        if self.scorer == "average":
+            scorer: Magnitude = Average(parts.residual, parts.backend, parts.layout.slots, self.alpha)
+        else:
+            scorer = Magnitude(parts.residual, parts.backend)
         selector = ExclusiveSelector(
-            n,
-            size,
+            len(parts.residual),
+            parts.exchange.size,
             controller=self.controller,
             partitioner=self.partitioner,
             blocks=self.blocks,
-            reads_region=self.accumulate == "backward",
+            reads_region=self.accumulate == "backward" or mask != "score" or exact,
+            prior=scorer.prior if self.compensate else 0.0,
         )
-        codec = CODECS[self.codec] if self.reduce == "owner" else None
-        return SparseStep(parts, selector=selector, codec=codec)
+        codec = CODECS[self.codec]
+        return SparseStep(
+            parts,
+            scorer=scorer,
+            selector=selector,
+            codec=codec if self.reduce == "owner" else None,
+            blend=Blend(self.beta) if codec.blended else None,
+            mask=mask,
+            exact=exact,
+            compensate=self.compensate,
+        )
 
 
-SCHEMES: dict[str, type[Options]] = {"dense": Dense, "exdyna": Exdyna}
+@dataclass(frozen=True)
+class Exdyna(Sparse):
+    """The magnitude of the accumulator against a threshold that gives the set density in every step."""
+
+
+@dataclass(frozen=True)
+class Momentum(Sparse):
+    """The moving average of each element's gradient magnitude against its percentile; int8 with momentum.
+
+    mask: "average" selects by the average itself; "gradient" by the accumulator (which is the gradient if compensate is
+    False) against the average's percentile. None: "average" if what is not sent is kept, else "gradient".
+    percentile: "estimate" by counts, or "exact" by gathering and sorting all averages, for tests.
+    """
+
+    density: float = 0.1
+    codec: str = "momentum-int8"
+    scorer: str = "average"
+    mask: str | None = None
+    percentile: str = "estimate"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scorer != "average":
+            raise ConfigurationError(
+                f'scheme "momentum" scores by a moving average: scorer must be "average", got {self.scorer!r}'
+            )
+        if self.mask is not None:
+            check_choice("mask", self.mask, ("average", "gradient"))
+        check_choice("percentile", self.percentile, ("estimate", "exact"))
+
+    def build(self, parts: Parts) -> Step:
+        mask = self.mask or ("average" if self.compensate else "gradient")
+        return self.put_together(parts, mask="gradient" if mask == "gradient" else "score", exact=self.percentile == "exact")
+
+
+SCHEMES: dict[str, type[Options]] = {"dense": Dense, "exdyna": Exdyna, "momentum": Momentum}
 
 
 def configure(scheme: str, **options: Any) -> Options:

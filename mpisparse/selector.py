@@ -40,10 +40,13 @@ class Region:
 class ExclusiveSelector:
     """Partitions and threshold of one run; equal on all ranks, because it sees only what all ranks saw.
 
-    `reads_region`: a rank reads its own region only (accumulate="backward"), so that a region's length costs too.
+    `reads_region`: a rank selects by reading its own region only, so that a region's length costs too. `prior` is how much
+    scores are expected to grow after the first step, as a logarithm.
     """
 
-    def __init__(self, n: int, size: int, *, controller: str, partitioner: str, blocks: int | None, reads_region: bool):
+    def __init__(
+        self, n: int, size: int, *, controller: str, partitioner: str, blocks: int | None, reads_region: bool, prior: float
+    ) -> None:
         self.size = size
         self.partitioner = partitioner
         self.reads_region = reads_region
@@ -56,7 +59,7 @@ class ExclusiveSelector:
             self.edges = partition.even_edges(n, self.blocks)
         self.borders = partition.even_borders(len(self.edges) - 1, size)
         self.work: Ints = np.zeros(len(self.edges) - 1, dtype=np.int64)
-        self.controller: Controller = CONTROLLERS[controller]()
+        self.controller: Controller = CONTROLLERS[controller](prior=prior)
         self.step = 0
 
     def regions(self) -> list[Region]:

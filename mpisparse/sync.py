@@ -17,7 +17,7 @@ from mpisparse.agree import NO_BACKWARD, NONFINITE, STALE, DensityDiffers, Input
 from mpisparse.device import load_backend
 from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError
 from mpisparse.exchange import Exchange, end_job_on_uncaught_exception
-from mpisparse.flat import Layout, Published, add_sparse_, collect, in_order, zeros
+from mpisparse.flat import Layout, Published, collect, zeros
 from mpisparse.registry import parameters_registered
 from mpisparse.schemes import Options, check_density, configure
 from mpisparse.step import Clock, Parts, Stats
@@ -67,7 +67,7 @@ class GradientSync:
         self._registered = parameters_registered()
         self._residual = zeros(self._layout.size, torch.float32)
         self._published = Published(self._layout, self._backend)
-        self._step = self._options.build(Parts(self._residual, self._published, self._exchange, self._backend))
+        self._step = self._options.build(Parts(self._layout, self._residual, self._published, self._exchange, self._backend))
         in_backward = self._options.accumulate == "backward"
         self._watch = GradientWatch(self._layout, self._published, self._accumulate if in_backward else None)
         self._density = float(self._options.density)
@@ -109,6 +109,11 @@ class GradientSync:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients only: backward inside adds up, and step() is refused until the block is left."""
+        if self._options.accumulate == "backward" and self._options.needs_whole_gradient:
+            raise ConfigurationError(
+                f'r{self.rank} | no_sync() with accumulate="backward": a moving average needs the step\'s whole gradient at '
+                'once, which only accumulate="step" has'
+            )
         before, self._syncing = self._syncing, False
         try:
             yield
@@ -196,7 +201,8 @@ class GradientSync:
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Everything that the next step depends on, as tensors and scalars; local. copy=False: residual live."""
         state = {
-            key: torch.from_numpy(v.copy()) if isinstance(v, np.ndarray) else v for key, v in self._step.state().items()
+            key: torch.from_numpy(v.copy() if copy else v) if isinstance(v, np.ndarray) else v
+            for key, v in self._step.state().items()
         }
         return {
             "format": STATE_FORMAT,
@@ -334,15 +340,8 @@ class GradientSync:
     def _accumulate(self, i: int) -> None:
         """Path "backward": add parameter i's gradient into the residual and drop it."""
         slot, p = self._layout.slots[i], self._layout.params[i]
-        grad = p.grad
-        assert grad is not None
-        if grad.layout is not torch.strided:
-            bad = add_sparse_(self._residual, slot, grad.coalesce())
-        else:
-            source = in_order(slot, grad)
-            part = self._residual[slot.begin : slot.end].numpy()
-            bad = self._backend.accumulate(part, source.data_ptr(), int(self._layout.kinds[i]))
-            bad = bad + slot.begin if bad >= 0 else bad
+        assert p.grad is not None
+        bad = self._step.scorer.add(i, slot, p.grad)
         if bad >= 0 and self._bad < 0:
             self._bad = bad
         p.grad = None

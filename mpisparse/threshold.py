@@ -114,6 +114,7 @@ class TailAware:
     error: float = 0.1
     last_k: int = 0
     steps: int = 0
+    prior: float = FIRST_GROWTH
 
     def ladder(self, k: int) -> Rungs:
         if self.threshold <= 0.0:
@@ -123,7 +124,7 @@ class TailAware:
         return spread(centre * math.exp(-span), centre * math.exp(span))
 
     def _expected(self, k: int) -> float:
-        trend = FIRST_GROWTH if self.steps == 1 else self.trend
+        trend = self.prior if self.steps == 1 else self.trend
         return self.threshold * math.exp(trend + math.log(self.last_k / k) / self.slope)
 
     def choose(self, rungs: Rungs, counts: Counts, k: int) -> Choice:
@@ -140,7 +141,7 @@ class TailAware:
         miss = min(abs(math.log(chosen / self._expected(k))), 1.0)
         move = max(-1.0, min(1.0, math.log(chosen / self.threshold)))
         trend, error = 0.7 * self.trend + 0.3 * move, 0.8 * self.error + 0.2 * miss
-        return TailAware(chosen, slope, trend, error, k, self.steps + 1)
+        return TailAware(chosen, slope, trend, error, k, self.steps + 1, self.prior)
 
     def _measured_slope(self, rungs: Rungs, counts: Counts, rung: int) -> float:
         """Fit the tail between the rungs that select up to half as many again and a third fewer."""
@@ -164,6 +165,7 @@ class Paper:
     """The paper's online threshold scaling: one rung, scaled by a fixed factor after each step."""
 
     threshold: float = 0.0
+    prior: float = 0.0
 
     def ladder(self, k: int) -> Rungs:
         start = 1.0 / (2.0 * math.sqrt(k))
@@ -176,10 +178,10 @@ class Paper:
         raise AssertionError("the paper's controller always has a threshold")
 
     def after(self, rungs: Rungs, counts: Counts, rung: int, k: int) -> Paper:
-        return Paper(threshold=float(rungs[0]) * paper_factor(int(counts[0]) / k))
+        return replace(self, threshold=float(rungs[0]) * paper_factor(int(counts[0]) / k))
 
     def state(self) -> dict[str, float]:
-        return {"threshold": self.threshold}
+        return {"threshold": self.threshold, "prior": self.prior}
 
 
 def paper_factor(ratio: float) -> float:

@@ -162,13 +162,30 @@ def sources(old: int, new: int, rank: int) -> list[int]:
 
 
 def resize(owns: dict[int, dict[str, Any]], old: int, new: int, rank: int) -> dict[str, Any]:
-    """This rank's own state on another number of ranks: residuals merged or split, the rest of the nearest old rank."""
-    first = owns[sources(old, new, rank)[0]]
+    """This rank's own state on another number of ranks: residuals merged or split, means averaged over the old ranks taken
+    over, what is on its way put back into the residual, the rest of the first old rank."""
+    taken = sources(old, new, rank)
+    first = owns[taken[0]]
     if "sync" not in first:
         return first
-    residuals = {source: own["sync"]["residual"] for source, own in owns.items()}
-    residual = merge_residuals(residuals, old, new, rank)
-    return {**first, "sync": {**first["sync"], "residual": residual, "rank": rank, "size": new}}
+    syncs = {source: at_rest(own["sync"]) for source, own in owns.items()}
+    residual = merge_residuals({source: sync["residual"] for source, sync in syncs.items()}, old, new, rank)
+    means = {
+        key: torch.stack([syncs[source][key].double() for source in taken]).mean(0).float()
+        for key in first["sync"]
+        if key.startswith("step.mean.")
+    }
+    return {**first, "sync": {**syncs[taken[0]], **means, "residual": residual, "rank": rank, "size": new}}
+
+
+def at_rest(sync: dict[str, Any]) -> dict[str, Any]:
+    """A rank's exchange with nothing on its way: what was still to be sent of blended elements is in the residual."""
+    if "step.blend.index" not in sync:
+        return sync
+    index, value = sync["step.blend.index"], sync["step.blend.value"]
+    residual = sync["residual"].clone()
+    residual[index] += sync["step.blend.pending"] * value
+    return {**sync, "residual": residual, "step.blend.index": index[:0], "step.blend.value": value[:0]}
 
 
 def flatten_shared(state: dict[str, Any]) -> tuple[str, Arrays]:

@@ -11,6 +11,7 @@ from mpisparse.codecs.bf16 import Bf16
 from mpisparse.codecs.fp16 import Fp16
 from mpisparse.codecs.fp32 import Fp32
 from mpisparse.codecs.int8 import Int8
+from mpisparse.codecs.momentum import Momentum
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -28,14 +29,22 @@ class Kernels(Protocol):
 
 
 class Codec(Protocol):
-    """Values to bytes and back. `encode` leaves in `values` what was not sent: values before = decoded + values after."""
+    """Values to bytes and back. `encode` leaves in `values` what was not sent: values before = decoded + values after.
 
-    name: str
-    lossless: bool
+    `blended`: values are to be mixed with what was sent before (mpisparse.blend) on their way to encode.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def lossless(self) -> bool: ...
+    @property
+    def blended(self) -> bool: ...
 
     def nbytes(self, count: int) -> int: ...
     def encode(self, kernels: Kernels, values: Floats, payload: Bytes) -> None: ...
     def decode(self, kernels: Kernels, payload: Bytes, values: Floats) -> None: ...
 
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (Fp32(), Fp16(), Bf16(), Int8())}
+_PLAIN: tuple[Codec, ...] = (Fp32(), Fp16(), Bf16(), Int8())
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (*_PLAIN, Momentum(Int8()), Momentum(Fp32()))}

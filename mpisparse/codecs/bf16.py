@@ -17,6 +17,7 @@ class Bf16:
 
     name = "bf16"
     lossless = False
+    blended = False
 
     def nbytes(self, count: int) -> int:
         return 4 * -(-count // 2)

@@ -19,6 +19,7 @@ class Fp16:
 
     name = "fp16"
     lossless = False
+    blended = False
 
     def nbytes(self, count: int) -> int:
         return grouped_nbytes(count, 2)

@@ -17,6 +17,7 @@ class Fp32:
 
     name = "fp32"
     lossless = True
+    blended = False
 
     def nbytes(self, count: int) -> int:
         return 4 * count

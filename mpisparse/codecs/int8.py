@@ -19,6 +19,7 @@ class Int8:
 
     name = "int8"
     lossless = False
+    blended = False
 
     def nbytes(self, count: int) -> int:
         return grouped_nbytes(count, 1)

@@ -87,6 +87,14 @@ def published(model: nn.Module) -> torch.Tensor:
     return torch.cat([in_memory_order(p, p.grad) for p in trainable(model)])
 
 
+def held(sync: mpisparse.GradientSync) -> torch.Tensor:
+    """What a rank has still to give: its residual, and what is on its way of blended elements."""
+    state, kept = sync.state_dict(copy=False), sync.residual.double()
+    if "step.blend.index" in state:
+        kept[state["step.blend.index"]] += state["step.blend.pending"] * state["step.blend.value"].double()
+    return kept
+
+
 class Ledger:
     """Records what backward gives this rank's parameters, and checks that a step loses and invents nothing."""
 
@@ -106,7 +114,8 @@ class Ledger:
     def restart(self) -> None:
         """Forget what backward gave; the residual is what it is. Collective."""
         self.given.zero_()
-        self.held = total(self.comm, torch.stack([self.sync.residual, self.sync.residual.abs()]))
+        kept = held(self.sync)
+        self.held = total(self.comm, torch.stack([kept, kept.abs()]))
 
     def step(self) -> None:
         """Call sync.step(); then what the ranks held and were given is what they publish and hold. Collective."""
@@ -114,7 +123,8 @@ class Ledger:
         self.sync.step()
         self.restart()
         after = self.comm.size * published(self.model) + self.held[0]
-        bound = 1e-7 * (self.comm.size + 3) * magnitude + 1e-42  # one rounding for each addition and each conversion
+        roundings = self.comm.size + (3 if "step.blend.index" not in self.sync.state_dict(copy=False) else 8)
+        bound = 1e-7 * roundings * magnitude + 1e-42  # one rounding for each addition and each conversion
         off = (before - after).abs() - bound
         at = int(off.argmax())
         assert alike(self.comm, [p.grad for p in self.model.parameters()]), "the ranks have other gradients"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from mpi4py import MPI
-from ranks import alike, bits, everywhere, seeded, total
+from ranks import alike, bits, everywhere, held, seeded, total
 from torch import nn
 
 import mpisparse
@@ -24,6 +24,12 @@ from mpisparse.errors import CheckpointError
 CODECS = ["fp32", "fp16", "bf16", "int8"]
 SCHEMES = [{"scheme": "dense"}] + [
     {"density": 0.05, "codec": codec, "accumulate": path} for codec in CODECS for path in ("step", "backward")
+]
+SCHEMES += [
+    {"scheme": "momentum"},
+    {"scheme": "momentum", "accumulate": "backward"},
+    {"scheme": "momentum", "compensate": False},
+    {"scheme": "exdyna", "codec": "momentum-int8", "density": 0.05},
 ]
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
@@ -82,7 +88,8 @@ class Run:
         """All that must be the same after a resume: weights, statistics, residual, optimizer, random numbers to come."""
         states = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
         rate = torch.tensor([group["lr"] for group in self.optimizer.param_groups], dtype=torch.float64)
-        return bits([*self.model.state_dict().values(), self.sync.residual, *states, rate, torch.get_rng_state()])
+        scheme = [t for t in self.sync.state_dict().values() if isinstance(t, torch.Tensor)]
+        return bits([*self.model.state_dict().values(), *scheme, *states, rate, torch.get_rng_state()])
 
     def close(self) -> None:
         self.sync.close()
@@ -336,27 +343,35 @@ def test_without_a_sync_no_communicator_is_left_behind(
 
 
 def mean_residual(comm: MPI.Intracomm, run: Run) -> torch.Tensor:
-    """(1 / ranks) x the sum of residuals; collective."""
-    return total(comm, run.sync.residual) / comm.size
+    """(1 / ranks) x the sum of residuals, with what is on its way; collective."""
+    return total(comm, held(run.sync)) / comm.size
 
 
-@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def averages(run: Run) -> torch.Tensor:
+    """The moving average of a scheme that has one, else nothing."""
+    return run.sync.state_dict().get("step.mean.average", torch.zeros(0))
+
+
+@pytest.mark.parametrize("options", [{}, {"codec": "int8"}, {"scheme": "momentum"}], ids=str)
 @pytest.mark.parametrize("fewer", [1, 2, 3])
 @pytest.mark.parametrize("grow", [False, True], ids=["shrink", "grow"])
-def test_another_number_of_ranks(comm: MPI.Intracomm, directory: Path, fewer: int, grow: bool, codec: str) -> None:
+def test_another_number_of_ranks(
+    comm: MPI.Intracomm, directory: Path, fewer: int, grow: bool, options: dict[str, Any]
+) -> None:
     if fewer >= comm.size:
         pytest.skip(f"{comm.size} ranks are no more than {fewer}")
     part = comm.Split(0 if comm.rank < fewer else MPI.UNDEFINED, comm.rank)
     writers, readers = (part, comm) if grow else (comm, part)
-    options = {"density": 0.02, "codec": codec}
+    options = {"density": 0.02, **options}
     before: Any = None
     if writers != MPI.COMM_NULL:
         run = Run(writers, **options)
         run.train(0, 6)
         run.save(directory, 6)
-        before = (bits(run.model.parameters()), mean_residual(writers, run), run.sync.residual.abs().max().item())
+        mean, largest = mean_residual(writers, run), run.sync.residual.abs().max().item()
+        before = (bits(run.model.parameters()), mean, largest, writers.allgather(averages(run)))
         run.close()
-    parameters, mean, largest = comm.bcast(before)
+    parameters, mean, largest, average = comm.bcast(before)
     if readers != MPI.COMM_NULL:
         run = Run(readers, seed=8, **options)
         assert run.load(directory) == 6
@@ -365,6 +380,8 @@ def test_another_number_of_ranks(comm: MPI.Intracomm, directory: Path, fewer: in
         assert mean.abs().max() > 0, "there is nothing to merge"
         largest = readers.allreduce(max(largest, run.sync.residual.abs().max().item()), MPI.MAX)
         torch.testing.assert_close(now, mean, rtol=1e-6, atol=1e-6 * largest)
+        taken = state.sources(len(average), readers.size, readers.rank)
+        torch.testing.assert_close(averages(run), torch.stack([average[r] for r in taken]).mean(0))
         assert run.extra["own"][0] in range(comm.size)
         run.train(6, 10)
         assert alike(readers, run.model.parameters())

@@ -175,7 +175,7 @@ def test_the_bytes_of_one_step(comm: MPI.Intracomm) -> None:
     borders = sync.stats.borders
     lengths = np.diff(borders).tolist()
     mine = lengths[comm.rank]  # in the first step partition r is rank r's
-    header = others * (4 * 8 + 4)  # status, detail, k, unused; one count
+    header = others * (4 * 8 + 2 * 8 + 4)  # status, detail, k, unused; then status, detail, one count
     rows = [4 * 1 + 4 * -(-length // 2) for length in lengths]  # one row of at most 65,536 elements, 2 bytes a column
     indices = sum(rows) - rows[comm.rank]
     values = others * 4 * mine  # the others' values of my partition
@@ -188,12 +188,12 @@ def test_the_bytes_of_one_step(comm: MPI.Intracomm) -> None:
 
 
 def test_the_bytes_of_a_dense_step(comm: MPI.Intracomm) -> None:
-    """An all-reduce moves at least 2 (P - 1) / P of the vector; a status is gathered before."""
+    """An all-reduce moves at least 2 (P - 1) / P of the vector; a status is gathered before and after accumulation."""
     model = small()
     sync = mpisparse.GradientSync(model, scheme="dense")
     loss_of(model, seeded(comm.rank, 0)).backward()
     sync.step()
-    expected = 2 * 4 * 785 * (comm.size - 1) // comm.size + (comm.size - 1) * 4 * 8
+    expected = 2 * 4 * 785 * (comm.size - 1) // comm.size + (comm.size - 1) * (4 + 2) * 8
     assert sync.stats.bytes_received == expected
     assert sync.stats.bytes_sent == expected
     sync.close()

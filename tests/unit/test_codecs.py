@@ -19,6 +19,7 @@ from mpisparse.reduction import NOT_A_NUMBER
 Floats = NDArray[np.float32]
 
 LARGEST = float(np.finfo(np.float32).max)
+PLAIN = ["fp32", "fp16", "bf16", "int8"]
 COUNTS = (0, 1, 2, 3, 255, 256, 257, 1000)
 
 
@@ -29,7 +30,7 @@ def kernels(request: pytest.FixtureRequest) -> Any:
     return device.load_backend(request.param)
 
 
-@pytest.fixture(scope="module", params=list(CODECS))
+@pytest.fixture(scope="module", params=PLAIN)
 def codec(request: pytest.FixtureRequest) -> Codec:
     return CODECS[request.param]
 
@@ -72,7 +73,7 @@ def assert_bounded(name: str, values: Floats, left: Floats) -> None:
 def test_nbytes(count: int) -> None:
     padded, groups = count + count % 2, -(-count // 256)
     sizes = {"fp32": 4 * count, "fp16": 4 * groups + 2 * padded, "bf16": 2 * padded, "int8": 4 * groups + -(-count // 4) * 4}
-    assert {name: codec.nbytes(count) for name, codec in CODECS.items()} == sizes
+    assert {name: CODECS[name].nbytes(count) for name in PLAIN} == sizes
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -90,7 +91,19 @@ def test_conserves_within_its_bound(codec: Codec, kernels: Any, count: int) -> N
 
 
 def test_only_fp32_is_lossless() -> None:
-    assert [name for name, codec in CODECS.items() if codec.lossless] == ["fp32"]
+    assert [name for name in PLAIN if CODECS[name].lossless] == ["fp32"]
+
+
+@pytest.mark.parametrize("name", ["int8", "fp32"])
+def test_a_momentum_codec_sends_the_bytes_of_another(kernels: Any, name: str) -> None:
+    plain, blended = CODECS[name], CODECS[f"momentum-{name}"]
+    assert (plain.blended, blended.blended) == (False, True)
+    assert blended.lossless == plain.lossless
+    values = np.random.default_rng(0).standard_normal(700, dtype=np.float32)
+    (sent, decoded, left), expected = transmit(blended, kernels, values), transmit(plain, kernels, values)
+    assert sent == expected[0]
+    assert decoded.tobytes() == expected[1].tobytes()
+    assert left.tobytes() == expected[2].tobytes()
 
 
 @given(values=arrays(np.float32, st.integers(0, 40), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)))

@@ -135,6 +135,29 @@ def test_accumulate_select(native: Any, n: int, nonfinite: bool) -> None:
             assert_agree(native, "accumulate_select", acc, *flat, lo, hi, floor, writes=(0,))
 
 
+@pytest.mark.parametrize("nonfinite", [False, True])
+@pytest.mark.parametrize("n", SIZES)
+def test_average_select(native: Any, n: int, nonfinite: bool) -> None:
+    rng = np.random.default_rng(n + 1)
+    cuts = sorted([*rng.integers(0, n + 1, 5).tolist(), n // 2, n // 2])
+    flat, _alive = gradients(values(rng, n, nonfinite=nonfinite), cuts, [FP32, FP16, BF16, None, FP32, BF16, None, FP16])
+    acc, average = values(rng, n, nonfinite=nonfinite), np.abs(values(rng, n))
+    for lo, hi in regions(n)[::3]:
+        for rate, floor in zip((0.9, 1.0, 0.001), FLOORS[::2], strict=False):
+            assert_agree(native, "average_select", acc, average, rate, *flat, lo, hi, floor, writes=(0, 1))
+
+
+@given(
+    first=st.sets(st.integers(0, 60)), second=st.sets(st.integers(0, 60)), share=st.sampled_from([0.7, 1.0, 0.01]),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_blend(native: Any, first: set[int], second: set[int], share: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    indices = [np.array(sorted(s), dtype=np.int64) for s in (first, second)]
+    new, old = (values(rng, len(i)) for i in indices)
+    assert_agree(native, "blend", indices[0], new, indices[1], old, share)
+
+
 @pytest.mark.parametrize("kind", [FP32, FP16, BF16])
 @pytest.mark.parametrize("n", SIZES)
 def test_accumulate(native: Any, n: int, kind: int) -> None:

@@ -308,7 +308,8 @@ def test_killed_at_any_moment_and_resumed_gives_the_same_bits(home: Path, refere
     moments = sorted(draw.sample(range(1, STEPS - 40 if kills < 20 else STEPS - 10), kills))
     for i, step in enumerate(moments):
         background = ["--background"] if draw.random() < 0.5 else []
-        kill(Job(home, out, *command, *background), HOWS[i % len(HOWS)], step, draw)
+        new = max(step, last_step(out) + 1)
+        kill(Job(home, out, *command, *background), HOWS[i % len(HOWS)], new, draw)
     job = Job(home, out, *command)
     assert job.wait() == 0, job.output
     assert not unfinished(out)
