@@ -8,11 +8,15 @@
 
 constexpr int64_t GROUP = 256;
 
+// The bits of |x| are ordered like |x|, and integers can be compared side by side.
 inline float largest(const float* x, int64_t n) {
-    float most = 0.0f;
-    for (int64_t i = 0; i < n; ++i) most = std::max(most, std::fabs(x[i]));
-    return most;
+    int32_t most = 0;
+    for (int64_t i = 0; i < n; ++i) most = std::max(most, int32_t(bits_of(x[i]) & 0x7fffffff));
+    return float_of(uint32_t(most));
 }
+
+// To the nearest whole number, ties to even, for |x| < 2^22: the sum has no bits behind the point.
+inline float whole(float x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
 
 // HDF5's checksum: running sums of big-endian 16-bit words (an odd last byte is a word's high one), modulo 65535, 0 only for 0.
 inline uint32_t fletcher32(const uint8_t* data, int64_t nbytes) {
@@ -47,16 +51,23 @@ inline void encode_int8(float* x, int64_t n, float* scales, int8_t* q) {
     for (int64_t g = 0; g * GROUP < n; ++g, x += GROUP, q += GROUP) {
         const int64_t count = std::min(GROUP, n - g * GROUP);
         const float scale = scales[g] = std::min(largest(x, count) / 127.0f, 0x1.020406p+121f);
+        if (!(scale > 0.0f)) {
+            std::fill(q, q + count, int8_t(0));
+            continue;
+        }
         for (int64_t i = 0; i < count; ++i) {
-            const float steps = scale > 0.0f ? std::nearbyint(x[i] / scale) : 0.0f;
-            q[i] = int8_t(std::max(-127.0f, std::min(127.0f, steps)));
-            x[i] -= float(q[i]) * scale;
+            const float steps = std::max(-127.0f, std::min(127.0f, whole(x[i] / scale)));
+            q[i] = int8_t(int32_t(steps));
+            x[i] -= steps * scale;
         }
     }
 }
 
 inline void decode_int8(const float* scales, const int8_t* q, int64_t n, float* x) {
-    for (int64_t i = 0; i < n; ++i) x[i] = float(q[i]) * scales[i / GROUP];
+    for (int64_t g = 0; g * GROUP < n; ++g, x += GROUP, q += GROUP) {
+        const int64_t count = std::min(GROUP, n - g * GROUP);
+        for (int64_t i = 0; i < count; ++i) x[i] = float(q[i]) * scales[g];
+    }
 }
 
 // A power of two that brings the group's largest magnitude into [2^14, 2^15): no overflow, and scaling is exact.

@@ -49,6 +49,8 @@ void use_isa(const std::string& name) {
     throw std::invalid_argument("this CPU or build has no instruction set named " + name);
 }
 
+constexpr int64_t AHEAD = 24;  // indices lie far apart: fetch the line and its page early
+
 int32_t magnitude_bits(float threshold) {
     if (!(threshold >= 0.0f)) throw std::invalid_argument("threshold must be a number >= 0");
     return int32_t(bits_of(threshold));
@@ -243,6 +245,31 @@ nb::tuple blend(Array<const int64_t> index, Array<const float> values, Array<con
     return nb::make_tuple(to_numpy(std::move(all)), to_numpy(std::move(mixed)), to_numpy(std::move(selected)));
 }
 
+// What was sent is over for elements that nobody selected and of which nothing arrived: their `left` takes what was still to
+// come, pending x value. Adds `left` into acc, and returns the others with their values.
+nb::tuple come_to_rest(Array<float> acc, Array<const int64_t> index, Array<const float> values, Array<const uint8_t> selected,
+                       Array<const float> mean, Array<float> left, float pending) {
+    const int64_t n = int64_t(index.size());
+    std::vector<int64_t> moving(n);
+    std::vector<float> sent(n);
+    int64_t kept = 0;
+    {
+        nb::gil_scoped_release released;
+        for (int64_t i = 0; i < n; ++i) {
+            if (i + AHEAD < n) __builtin_prefetch(acc.data() + index.data()[i + AHEAD], 1);
+            const bool resting = !selected.data()[i] && mean.data()[i] == 0.0f;
+            if (resting) left.data()[i] += pending * values.data()[i];
+            acc.data()[index.data()[i]] += left.data()[i];
+            moving[kept] = index.data()[i];
+            sent[kept] = values.data()[i];
+            kept += !resting;
+        }
+        moving.resize(kept);
+        sent.resize(kept);
+    }
+    return nb::make_tuple(to_numpy(std::move(moving)), to_numpy(std::move(sent)));
+}
+
 int64_t accumulate(Array<float> acc, uint64_t pointer, uint8_t kind, int threads) {
     nb::gil_scoped_release released;
     const int64_t size = int64_t(acc.size());
@@ -393,8 +420,6 @@ bool expand_rows(Array<const uint32_t> counts, Array<const uint16_t> columns, in
     return at == out.size();
 }
 
-constexpr int64_t AHEAD = 24;  // indices lie far apart: fetch the line and its page early
-
 template <class T, class Visit>
 void each_at(T* data, const Array<const int64_t>& index, Visit visit) {
     const int64_t n = int64_t(index.size());
@@ -474,6 +499,7 @@ NB_MODULE(_cpu, m) {
     m.def("tail_counts", &tail_counts);
     m.def("average_select", &average_select);
     m.def("blend", &blend);
+    m.def("come_to_rest", &come_to_rest);
     m.def("block_counts", &block_counts);
     m.def("compress_rows", &compress_rows);
     m.def("expand_rows", &expand_rows);

@@ -25,7 +25,7 @@ class Blended:
 
     index: Ints
     values: Floats
-    selected: NDArray[np.bool_]
+    selected: NDArray[np.uint8]
 
 
 class Blend:
@@ -43,15 +43,13 @@ class Blend:
 
     def mix(self, backend: Any, index: Ints, values: Floats) -> Blended:
         """What to send, given the values selected now."""
-        both, mixed, selected = backend.blend(index, values, self.index, self.value, self.share)
-        return Blended(both, mixed, selected.view(bool))
+        return Blended(*backend.blend(index, values, self.index, self.value, self.share))
 
-    def settle(self, sent: Blended, mean: Floats, left: Floats) -> None:
-        """Note what was sent; elements of which nothing arrived come to rest, and `left` takes what was still to come."""
-        resting = (mean == 0) & ~sent.selected
-        left[resting] += self.pending * sent.values[resting]
-        moving = ~resting
-        self.index, self.value = sent.index[moving], sent.values[moving]
+    def settle(self, backend: Any, acc: Floats, sent: Blended, mean: Floats, left: Floats) -> None:
+        """Note what was sent and add to acc what was `left`; elements of which nothing arrived come to rest."""
+        self.index, self.value = backend.come_to_rest(
+            acc, sent.index, sent.values, sent.selected, mean, left, float(self.pending)
+        )
 
     def state(self) -> dict[str, Any]:
         """What the next step depends on."""

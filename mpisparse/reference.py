@@ -108,6 +108,17 @@ def blend(
     return both, mixed, np.isin(both, index).astype(np.uint8)
 
 
+def come_to_rest(
+    acc: Floats, index: Ints, values: Floats, selected: NDArray[np.uint8], mean: Floats, left: Floats, pending: float
+) -> tuple[Ints, Floats]:
+    """Add to `left` what was still to come (pending x value) of elements that are not selected and of which nothing arrived;
+    add `left` into acc; return the other elements with their values."""
+    resting = (selected == 0) & (mean == 0)
+    left[resting] += np.float32(pending) * values[resting]
+    acc[index] += left
+    return index[~resting], values[~resting]
+
+
 def select(acc: Floats, lo: int, hi: int, floor: float) -> tuple[Ints, Floats, int]:
     """Return index and magnitude of what reaches the floor in acc[lo:hi], and its first non-finite index or -1."""
     magnitude = np.abs(acc[lo:hi])

@@ -141,7 +141,7 @@ class SparseStep:
         clock.lap("unite")
         values = np.empty(len(union), dtype=np.float32)
         backend.take(self.acc, union, values)
-        sent = self.blend.mix(backend, union, values) if self.blend else Blended(union, values, np.empty(0, dtype=bool))
+        sent = self.blend.mix(backend, union, values) if self.blend else Blended(union, values, np.empty(0, dtype=np.uint8))
         left = sent.values.copy() if self.blend else values
         if self.codec is None:
             mean = reduce_by_mpi(exchange, left)
@@ -152,8 +152,7 @@ class SparseStep:
             raise Overflow(int(exchange.allreduce_(sent.index[bad], "max")[0]))
         clock.lap("reduce")
         if self.blend:
-            self.blend.settle(sent, mean, left)
-            backend.add_at(self.acc, sent.index, left)
+            self.blend.settle(backend, self.acc, sent, mean, left)
         elif self.codec is not None and not self.codec.lossless:
             backend.put(self.acc, union, left)
         clock.lap("feedback")

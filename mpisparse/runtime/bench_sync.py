@@ -24,17 +24,23 @@ from mpisparse.runtime.table import show
 
 WARM_UP = 3
 COLUMNS = {
-    "what": "", "ms": ".2f", "times_faster": ".2f", "received_MB": ".3f", "bytes_per_element": ".2f", "density": ".6f",
-    "imbalance": ".3f",
+    "what": "", "codec": "", "ms": ".2f", "times_faster": ".2f", "received_MB": ".3f", "bytes_per_element": ".2f",
+    "density": ".6f", "sent_density": ".6f", "imbalance": ".3f",
 }  # fmt: skip
 
 
-def run(elements: int, density: float, codec: str, rounds: int, *, gloo: bool, as_json: bool) -> int:
-    """Measure and print on rank 0; collective."""
+def run(
+    elements: int, density: float, schemes: list[str], codec: str | None, rounds: int, *, gloo: bool, as_json: bool
+) -> int:
+    """Measure both paths of every scheme and print on rank 0; collective."""
     comm = MPI.COMM_WORLD
     peers = _dense_peers(comm, elements, gloo=gloo)
     model = SyntheticModel(elements, seed=100 + comm.rank)
-    syncs = {path: _Path(path, model, elements, density, codec) for path in ("step", "backward")}
+    syncs = {
+        f"{scheme}, {path}": _Path(scheme, path, model, density, codec)
+        for scheme in schemes
+        for path in ("step", "backward")
+    }
     times: dict[str, list[float]] = {}
     for turn in range(WARM_UP + rounds):
         for name, work in peers.items():
@@ -45,16 +51,16 @@ def run(elements: int, density: float, codec: str, rounds: int, *, gloo: bool, a
             path.backward()
             seconds = _timed(comm, path.sync.step)
             if turn >= WARM_UP:
-                times.setdefault(f"exdyna, {name}", []).append(seconds)
+                times.setdefault(name, []).append(seconds)
                 path.note()
     if comm.rank == 0:
         records = [_record(name, seconds, times["MPI Allreduce"]) for name, seconds in times.items()]
         for path, record in zip(syncs.values(), records[len(peers) :], strict=True):
             record.update(path.summary())
         for record in records:
-            record.update(elements=elements, ranks=comm.size, set_density=density, codec=codec, rounds=rounds)
+            record.update(elements=elements, ranks=comm.size, set_density=density, rounds=rounds)
         if not as_json:
-            print(f"{elements:,} float32, {comm.size} ranks, density {density:g}, {codec}; medians of {rounds} rounds")
+            print(f"{elements:,} float32, {comm.size} ranks, density {density:g}; medians of {rounds} rounds")
         show(records, COLUMNS, as_json=as_json)
         if not as_json:
             _explain(records, syncs)
@@ -66,12 +72,14 @@ def run(elements: int, density: float, codec: str, rounds: int, *, gloo: bool, a
 class _Path:
     """One way to accumulate, on parameters of its own that share the model's prepared gradients."""
 
-    def __init__(self, path: str, source: SyntheticModel, elements: int, density: float, codec: str) -> None:
+    def __init__(self, scheme: str, path: str, source: SyntheticModel, density: float, codec: str | None) -> None:
         self.model = SyntheticModel.__new__(SyntheticModel)
         torch.nn.Module.__init__(self.model)
         self.model.layers = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros_like(p)) for p in source.layers)
         self.model.sets, self.model.turn = source.sets, 0
-        self.sync = mpisparse.GradientSync(self.model, density=density, codec=codec, accumulate=path)
+        momentum = scheme == "momentum" and codec is not None and not codec.startswith("momentum-")
+        self.codec = f"momentum-{codec}" if momentum else codec
+        self.sync = mpisparse.GradientSync(self.model, scheme=scheme, density=density, codec=self.codec, accumulate=path)
         self.held: list[torch.Tensor | None] = []
         self.notes: list[mpisparse.Stats] = []
 
@@ -90,9 +98,11 @@ class _Path:
         received = statistics.mean(s.bytes_received for s in self.notes)
         phases = {key: statistics.median(s.seconds[key] for s in self.notes) for key in self.notes[0].seconds}
         return {
+            "codec": self.sync.options.codec,
             "received_MB": received / 1e6,
             "bytes_per_element": received / selected,
             "density": statistics.mean(s.density for s in self.notes),
+            "sent_density": statistics.mean(s.sent_density for s in self.notes),
             "imbalance": statistics.mean(s.imbalance for s in self.notes),
             "ms_by_phase": {key: round(1e3 * value, 3) for key, value in phases.items()},
         }
@@ -158,6 +168,6 @@ def _start_gloo(comm: MPI.Intracomm) -> str | None:
 def _explain(records: list[dict[str, Any]], syncs: dict[str, _Path]) -> None:
     add = next(r["ms"] for r in records if r["what"] == "plain in-place add")
     for name, path in syncs.items():
-        record = next(r for r in records if r["what"] == f"exdyna, {name}")
+        record = next(r for r in records if r["what"] == name)
         phases = ", ".join(f"{key} {value:.2f}" for key, value in path.summary()["ms_by_phase"].items())
-        print(f'accumulate="{name}": {record["ms"] / add:.2f} times the plain in-place add; ms by phase: {phases}')
+        print(f"{name}: {record['ms'] / add:.2f} times the plain in-place add; ms by phase: {phases}")

@@ -40,7 +40,8 @@ def _add_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -
     sync = benches.add_parser("sync", help="a whole step against dense all-reduce over MPI and gloo; run it under mpirun")
     _add_common(sync)
     sync.add_argument("--density", type=_density, default=0.001, help="share of elements selected (default %(default)s)")
-    sync.add_argument("--codec", choices=("fp32", "fp16", "bf16", "int8"), default="fp32", help="default %(default)s")
+    sync.add_argument("--scheme", nargs="+", default=["exdyna"], metavar="NAME", help="one or several; default exdyna")
+    sync.add_argument("--codec", help="fp32, fp16, bf16 or int8 (default: the scheme's); momentum sends momentum-CODEC")
     sync.add_argument("--no-gloo", action="store_true", help="leave the gloo peer out")
     saving = benches.add_parser("checkpoint", help="writing a checkpoint against a plain write of the same bytes")
     _add_common(saving)
@@ -127,7 +128,9 @@ def _bench(args: argparse.Namespace) -> int:
         return run_checkpoint(args.elements, args.rounds, args.directory, as_json=args.json)
     from mpisparse.runtime.bench_sync import run as run_sync
 
-    return run_sync(args.elements, args.density, args.codec, args.rounds, gloo=not args.no_gloo, as_json=args.json)
+    return run_sync(
+        args.elements, args.density, args.scheme, args.codec, args.rounds, gloo=not args.no_gloo, as_json=args.json
+    )
 
 
 COMMANDS = {"train": _train, "report": _report, "inspect": _inspect, "doctor": _doctor, "bench": _bench}

@@ -156,6 +156,10 @@ def test_blend(native: Any, first: set[int], second: set[int], share: float, see
     indices = [np.array(sorted(s), dtype=np.int64) for s in (first, second)]
     new, old = (values(rng, len(i)) for i in indices)
     assert_agree(native, "blend", indices[0], new, indices[1], old, share)
+    index, mixed, selected = reference.blend(indices[0], new, indices[1], old, share)
+    mean = np.where(rng.random(len(index)) < 0.5, np.float32(0), mixed)
+    rest = (index, mixed, selected, mean, values(rng, len(index)), 0.43)
+    assert_agree(native, "come_to_rest", values(rng, 61), *rest, writes=(0, 5))
 
 
 @pytest.mark.parametrize("kind", [FP32, FP16, BF16])
