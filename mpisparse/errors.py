@@ -7,7 +7,12 @@ from collections.abc import Iterable
 
 
 class ConfigurationError(ValueError):
-    """An option has a value it cannot have, or the ranks were given different ones."""
+    """An option has a value it cannot have, or the ranks were given different ones.
+
+    `repeated`: rank 0 raises the same, and says it for all.
+    """
+
+    repeated = False
 
 
 class GradientError(RuntimeError):

@@ -124,7 +124,10 @@ class Exchange:
         texts = self.gather_texts("" if error is None else str(error) or type(error).__name__)
         for rank, text in enumerate(texts):
             if text:
-                raise kind(f"r{rank} | {text}") from (error if rank == self.rank else None)
+                agreed = kind(f"r{rank} | {text}")
+                if isinstance(agreed, ConfigurationError):
+                    agreed.repeated = self.rank != 0
+                raise agreed from (error if rank == self.rank else None)
 
     def _count(self, sent: int, received: int) -> None:
         self.nbytes_sent += sent

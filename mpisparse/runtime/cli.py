@@ -46,6 +46,14 @@ def _add_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -
     saving = benches.add_parser("checkpoint", help="writing a checkpoint against a plain write of the same bytes")
     _add_common(saving)
     saving.add_argument("--directory", type=Path, help="the file system to measure (default: that of temporary files)")
+    train = benches.add_parser("train", help="schemes beside each other on real training; run it under mpirun")
+    train.add_argument("--models", nargs="+", default=["digits-cnn"], metavar="NAME[=DATA]", help="default digits-cnn")
+    train.add_argument(
+        "--cases", nargs="+", default=["dense", "exdyna"], metavar="SCHEME[:NAME=VALUE,...]", help="default dense exdyna"
+    )
+    train.add_argument("--seeds", type=_count, default=3, help="runs of each (default %(default)s)")
+    train.add_argument("--json", action="store_true", help="one JSON record a line instead of a table")
+    add_arguments(train, leave_out=("model", "data", "seed", "scheme", "density", "codec", "options", "resume"))
     kernels = benches.add_parser("kernels", help="native kernels against plain memory passes of the same elements")
     _add_common(kernels)
     kernels.add_argument("--density", type=_density, default=0.001, help="share of elements selected (default %(default)s)")
@@ -83,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return COMMANDS[args.command](args)
     except ConfigurationError as error:
-        print(f"mpisparse {args.command}: {error}", file=sys.stderr)
+        if not error.repeated:
+            print(f"mpisparse {args.command}: {error}", file=sys.stderr)
         return 2
 
 
@@ -126,6 +135,11 @@ def _bench(args: argparse.Namespace) -> int:
         from mpisparse.runtime.bench_checkpoint import run as run_checkpoint
 
         return run_checkpoint(args.elements, args.rounds, args.directory, as_json=args.json)
+    if args.bench == "train":
+        settings = resolve(vars(args))
+        from mpisparse.runtime.bench_train import run as run_train
+
+        return run_train(settings, args.models, args.cases, args.seeds, as_json=args.json)
     from mpisparse.runtime.bench_sync import run as run_sync
 
     return run_sync(

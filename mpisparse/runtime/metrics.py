@@ -42,6 +42,7 @@ def step_fields(stats: Any, phases: list[str], rows: NDArray[np.float64]) -> dic
     shown = (
         "density",
         "set_density",
+        "sent_density",
         "threshold",
         "selected",
         "imbalance",

@@ -8,6 +8,7 @@ import json
 import math
 import tomllib
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -85,10 +86,12 @@ class Settings:
 TYPES: dict[str, Any] = get_type_hints(Settings)
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
+def add_arguments(command: argparse.ArgumentParser, leave_out: Sequence[str] = ()) -> None:
     """Add a flag for every setting; a flag that is not given leaves no trace, so that the file counts."""
     command.add_argument("--config", type=Path, metavar="FILE.toml", help="settings from a file; flags override it")
     for entry in dataclasses.fields(Settings):
+        if entry.name in leave_out:
+            continue
         flag, text = f"--{entry.name.replace('_', '-')}", entry.metadata["help"]
         kind = _plain(TYPES[entry.name])
         if kind is bool:
@@ -120,7 +123,7 @@ def resolve(given: dict[str, Any]) -> Settings:
     values = read_file(config) if config is not None else {}
     flags = {key: value for key, value in given.items() if key in TYPES}
     if "options" in flags:
-        flags["options"] = {**values.get("options", {}), **_parse_options(flags["options"])}
+        flags["options"] = {**values.get("options", {}), **parse_options(flags["options"])}
     if "steps" in flags or "epochs" in flags:
         values.pop("steps", None)
         values.pop("epochs", None)
@@ -129,7 +132,8 @@ def resolve(given: dict[str, Any]) -> Settings:
     return Settings(**{**values, **flags})
 
 
-def _parse_options(pairs: list[str]) -> dict[str, Any]:
+def parse_options(pairs: list[str]) -> dict[str, Any]:
+    """Options of a scheme from NAME=VALUE texts."""
     options = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")

@@ -1,0 +1,114 @@
+"""bench train: schemes beside each other on real training, with the same seeds and batches; loss against bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+
+from mpisparse.errors import ConfigurationError
+from mpisparse.runtime.settings import Settings, parse_options
+from mpisparse.runtime.signals import StopRequest
+from mpisparse.runtime.table import show
+from mpisparse.runtime.train import Trainer
+
+COLUMNS = {
+    "model": "", "case": "", "ranks": "d", "seeds": "d", "train_loss": ".4f", "spread": ".4f", "test_loss": ".4f",
+    "metric": ".4f", "received_MB": ".2f", "of_dense": ".4f", "density": ".4f", "sent_density": ".4f", "ms_a_step": ".1f",
+}  # fmt: skip
+SETTINGS = ("density", "codec")  # what of a case is a setting of its own; the rest are options of the scheme
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A scheme with its options, as `SCHEME:NAME=VALUE,NAME=VALUE`."""
+
+    text: str
+    scheme: str
+    values: dict[str, Any]
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        scheme, _, rest = text.partition(":")
+        return cls(text, scheme, parse_options(rest.split(",")) if rest else {})
+
+    def settings(self, base: Settings, model: str, data: str | None, seed: int, out: Path) -> Settings:
+        """The settings of one run of this case."""
+        own = {name: self.values[name] for name in SETTINGS if name in self.values}
+        options = {name: value for name, value in self.values.items() if name not in SETTINGS}
+        return dataclasses.replace(
+            base, model=model, data=data, seed=seed, out=str(out), scheme=self.scheme, options=options, **own
+        )
+
+
+def run(base: Settings, models: list[str], cases: list[str], seeds: int, *, as_json: bool) -> int:
+    """Train every case on every model (NAME or NAME=DATA) with every seed, and print on rank 0; collective."""
+    comm = MPI.COMM_WORLD
+    stop = StopRequest()
+    parsed = [Case.parse(text) for text in cases]
+    records = []
+    try:
+        for model in models:
+            name, _, data = model.partition("=")
+            for case in parsed:
+                runs = []
+                for seed in range(seeds):
+                    label = "".join(c if c.isalnum() else "-" for c in f"{name}-{case.text}")
+                    out = Path(base.out) / f"{label}-{comm.size}-ranks-seed-{seed}"
+                    settings = case.settings(base, name, data or None, seed, out)
+                    code = _train(settings, stop)
+                    if code:
+                        return code
+                    runs.append(_result(out) if comm.rank == 0 else {})
+                if comm.rank == 0:
+                    records.append({"model": name, "case": case.text, "ranks": comm.size, **_summary(runs)})
+    finally:
+        stop.restore()
+    if comm.rank == 0:
+        show(records, COLUMNS, as_json=as_json)
+        if not as_json:
+            print(f"train loss: mean of the last tenth of the steps; spread: largest less smallest over {seeds} seeds")
+            print(f"pages with all curves: mpisparse report {base.out}/*")
+    return 0
+
+
+def _train(settings: Settings, stop: StopRequest) -> int:
+    trainer = Trainer(settings, stop)
+    try:
+        code = trainer.train()
+    finally:
+        trainer.close()
+    trainer.sync.close()
+    return code
+
+
+def _result(out: Path) -> dict[str, Any]:
+    """What a finished run's metrics say."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "step"]
+    evaluations = [line for line in lines if line["kind"] == "eval"]
+    if not steps or not evaluations:
+        raise ConfigurationError(f"{out} holds no steps or no evaluation: remove it, or choose another --out")
+    last = steps[-max(1, len(steps) // 10) :]
+    received = sum(line["bytes_received"]["mean"] for line in steps)
+    return {
+        "train_loss": statistics.mean(line["loss"]["mean"] for line in last),
+        "test_loss": evaluations[-1]["loss"],
+        "metric": evaluations[-1]["metric"],
+        "received_MB": received / 1e6,
+        "of_dense": received / max(1, sum(line["bytes_dense"] for line in steps)),
+        "density": statistics.mean(line["density"] for line in steps),
+        "sent_density": statistics.mean(line["sent_density"] for line in steps),
+        "ms_a_step": 1e3 * evaluations[-1]["time"] / len(steps),
+    }
+
+
+def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means over the seeds."""
+    means = {key: statistics.mean(run[key] for run in runs) for key in runs[0]}
+    losses = [run["train_loss"] for run in runs]
+    return {"seeds": len(runs), **means, "spread": max(losses) - min(losses)}
