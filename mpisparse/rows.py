@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from mpisparse.agree import Found
     from mpisparse.exchange import Exchange
-    from mpisparse.selector import Region
+    from mpisparse.parts import Region
 
 Ints = NDArray[np.int64]
 

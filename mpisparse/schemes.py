@@ -10,9 +10,11 @@ from mpisparse.agree import Inputs
 from mpisparse.blend import Blend
 from mpisparse.codecs import CODECS
 from mpisparse.errors import ConfigurationError, check_choice, suggest
+from mpisparse.exclusive import ExclusiveChooser
+from mpisparse.parts import Clock, Parts
 from mpisparse.score import Average, Magnitude
 from mpisparse.selector import PARTITIONERS, ExclusiveSelector
-from mpisparse.step import Clock, DenseStep, Parts, SparseStep, Stats
+from mpisparse.step import DenseStep, SparseStep, Stats
 from mpisparse.threshold import CONTROLLERS
 
 SEGMENT_NBYTES = 1 << 30
@@ -168,11 +170,9 @@ class Sparse(Options):
         return SparseStep(
             parts,
             scorer=scorer,
-            selector=selector,
+            chooser=ExclusiveChooser(parts, scorer, selector, mask=mask, exact=exact),
             codec=codec if self.reduce == "owner" else None,
             blend=Blend(self.beta) if codec.blended else None,
-            mask=mask,
-            exact=exact,
             compensate=self.compensate,
         )
 

@@ -9,7 +9,6 @@ block counts are known. Elsewhere the borders follow a moving average of past co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from mpisparse import partition
 from mpisparse.errors import ConfigurationError
+from mpisparse.parts import Region
 from mpisparse.threshold import CONTROLLERS, Controller
 
 Ints = NDArray[np.int64]
@@ -26,15 +26,6 @@ IN_STEP_RANKS = 16  # up to so many ranks the block counts of all are gathered i
 FRACTION = 8  # bits behind the point of the moving average
 SMOOTHING = 2  # it moves by 2^-2 of the difference at each step
 READS_PER_SELECTED = 128  # elements that one can read in the time that handling a selected one takes
-
-
-@dataclass(frozen=True)
-class Region:
-    """Elements [lo, hi) of the flat vector, exclusive to one rank in this step."""
-
-    rank: int
-    lo: int
-    hi: int
 
 
 class ExclusiveSelector:

@@ -18,9 +18,10 @@ from mpisparse.device import load_backend
 from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError
 from mpisparse.exchange import Exchange, end_job_on_uncaught_exception
 from mpisparse.flat import Layout, Published, collect, zeros
+from mpisparse.parts import Clock, Parts
 from mpisparse.registry import parameters_registered
 from mpisparse.schemes import Options, check_density, configure
-from mpisparse.step import Clock, Parts, Stats
+from mpisparse.step import Stats
 from mpisparse.watch import GradientWatch
 
 STATE_FORMAT = 1

@@ -14,6 +14,7 @@ import mpisparse
 from mpisparse import checkpoint
 from mpisparse.errors import CheckpointError, ConfigurationError
 from mpisparse.exchange import Exchange, end_job_on_uncaught_exception
+from mpisparse.parts import Clock
 from mpisparse.runtime.evaluate import evaluate, reached
 from mpisparse.runtime.metrics import MetricsFile, step_fields
 from mpisparse.runtime.progress import facts_of, human_bytes, make_progress
@@ -21,7 +22,6 @@ from mpisparse.runtime.schedule import Order, Position, density_at, lr_factor
 from mpisparse.runtime.settings import Settings, to_toml
 from mpisparse.runtime.signals import INTERRUPTED, StopRequest
 from mpisparse.runtime.workloads import Data, Task, build
-from mpisparse.step import Clock
 
 EXCHANGE = ("wait", "accumulate", "agree", "unite", "reduce", "feedback", "publish", "adapt")
 PHASES = ("data", "compute", *EXCHANGE, "optimizer")
