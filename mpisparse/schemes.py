@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mpisparse.agree import Inputs
+from mpisparse.baselines import CyclicTopK, HardThreshold, Picker, RandomK, TopK, UnionChooser
 from mpisparse.blend import Blend
 from mpisparse.codecs import CODECS
 from mpisparse.errors import ConfigurationError, check_choice, suggest
@@ -212,7 +214,88 @@ class Momentum(Sparse):
         return self.put_together(parts, mask="gradient" if mask == "gradient" else "score", exact=self.percentile == "exact")
 
 
-SCHEMES: dict[str, type[Options]] = {"dense": Dense, "exdyna": Exdyna, "momentum": Momentum}
+@dataclass(frozen=True)
+class Baseline(Options):
+    """What others choose, with this project's exchange around it. compensate: what is not sent stays in the residual."""
+
+    compensate: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.compensate, bool):
+            raise ConfigurationError(f"compensate must be True or False, got {self.compensate!r}")
+
+    def picker(self, parts: Parts) -> Picker:
+        """How a rank chooses."""
+        raise NotImplementedError
+
+    def build(self, parts: Parts) -> Step:
+        scorer, codec = Magnitude(parts.residual, parts.backend), CODECS[self.codec]
+        return SparseStep(
+            parts,
+            scorer=scorer,
+            chooser=UnionChooser(parts, scorer, self.picker(parts)),
+            codec=codec,
+            blend=Blend(self.beta) if codec.blended else None,
+            compensate=self.compensate,
+        )
+
+
+@dataclass(frozen=True)
+class LocalTopK(Baseline):
+    """Every rank's k largest; all send the union of them."""
+
+    def picker(self, parts: Parts) -> Picker:
+        return TopK()
+
+
+@dataclass(frozen=True)
+class CyclicLocalTopK(Baseline):
+    """One rank's k largest, in turn, for all."""
+
+    def picker(self, parts: Parts) -> Picker:
+        return CyclicTopK(parts.exchange.rank, parts.exchange.size)
+
+
+@dataclass(frozen=True)
+class SharedRandomK(Baseline):
+    """k elements by lot, the same on all ranks. seed: of the lot, with the step."""
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("seed", self.seed, 0)
+
+    def picker(self, parts: Parts) -> Picker:
+        return RandomK(self.seed)
+
+
+@dataclass(frozen=True)
+class FixedThreshold(Baseline):
+    """All that reach a fixed threshold; None: the one that gives each rank k in the first step."""
+
+    threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = self.threshold
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < math.inf):
+            raise ConfigurationError(f"threshold must be a number above 0, got {given!r}")
+
+    def picker(self, parts: Parts) -> Picker:
+        return HardThreshold(parts.backend, self.threshold)
+
+
+SCHEMES: dict[str, type[Options]] = {
+    "dense": Dense,
+    "exdyna": Exdyna,
+    "momentum": Momentum,
+    "topk": LocalTopK,
+    "cltk": CyclicLocalTopK,
+    "randomk": SharedRandomK,
+    "threshold": FixedThreshold,
+}
 
 
 def configure(scheme: str, **options: Any) -> Options:

@@ -23,7 +23,7 @@ from mpisparse.runtime.settings import Settings, to_toml
 from mpisparse.runtime.signals import INTERRUPTED, StopRequest
 from mpisparse.runtime.workloads import Data, Task, build
 
-EXCHANGE = ("wait", "accumulate", "agree", "unite", "reduce", "feedback", "publish", "adapt")
+EXCHANGE = ("wait", "accumulate", "agree", "select", "unite", "reduce", "feedback", "publish", "adapt")
 PHASES = ("data", "compute", *EXCHANGE, "optimizer")
 DEFAULT_EPOCHS = 5
 

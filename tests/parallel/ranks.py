@@ -87,11 +87,11 @@ def published(model: nn.Module) -> torch.Tensor:
     return torch.cat([in_memory_order(p, p.grad) for p in trainable(model)])
 
 
-def held(sync: mpisparse.GradientSync) -> torch.Tensor:
-    """What a rank has still to give: its residual, and what is on its way of blended elements."""
-    state, kept = sync.state_dict(copy=False), sync.residual.double()
+def held(sync: mpisparse.GradientSync, of: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> torch.Tensor:
+    """What a rank has still to give (or the sum of its terms' magnitudes): its residual, and blended elements on their way."""
+    state, kept = sync.state_dict(copy=False), of(sync.residual.double())
     if "step.blend.index" in state:
-        kept[state["step.blend.index"]] += state["step.blend.pending"] * state["step.blend.value"].double()
+        kept[state["step.blend.index"]] += of(state["step.blend.pending"] * state["step.blend.value"].double())
     return kept
 
 
@@ -114,8 +114,7 @@ class Ledger:
     def restart(self) -> None:
         """Forget what backward gave; the residual is what it is. Collective."""
         self.given.zero_()
-        kept = held(self.sync)
-        self.held = total(self.comm, torch.stack([kept, kept.abs()]))
+        self.held = total(self.comm, torch.stack([held(self.sync), held(self.sync, torch.abs)]))
 
     def step(self) -> None:
         """Call sync.step(); then what the ranks held and were given is what they publish and hold. Collective."""

@@ -30,6 +30,10 @@ SCHEMES += [
     {"scheme": "momentum", "accumulate": "backward"},
     {"scheme": "momentum", "compensate": False},
     {"scheme": "exdyna", "codec": "momentum-int8", "density": 0.05},
+    {"scheme": "topk", "density": 0.05},
+    {"scheme": "cltk", "density": 0.05},
+    {"scheme": "randomk", "density": 0.05},
+    {"scheme": "threshold", "density": 0.05},
 ]
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),

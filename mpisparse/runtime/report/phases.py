@@ -17,7 +17,17 @@ from mpisparse.runtime.report.units import seconds
 
 Floats = NDArray[np.float64]
 
-ORDER = ("wait", "accumulate", "agree", "unite", "reduce", "feedback", "publish", "adapt")  # the exchange: at the bottom
+ORDER = (
+    "wait",
+    "accumulate",
+    "agree",
+    "select",
+    "unite",
+    "reduce",
+    "feedback",
+    "publish",
+    "adapt",
+)  # the exchange: at the bottom
 LABELLED = 4  # so many runs leave room for numbers
 LAST = ("data", "compute")  # on top: most of the time, and not the exchange's
 

@@ -1,0 +1,167 @@
+"""What others choose: each rank its own largest elements everywhere, one rank for all, a fixed threshold, or by lot.
+
+None of them has exclusive regions, so that what is chosen may build up: all ranks send what any of them chose
+(`Stats.build_up`). The sums of a step are shared out evenly.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mpisparse.agree import Found, Inputs, share_counts
+from mpisparse.errors import ConfigurationError
+from mpisparse.parts import Chosen, Clock, Parts, Region
+from mpisparse.rows import unite
+from mpisparse.score import Magnitude
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+
+class Picker(Protocol):
+    """A rank's own choice: ascending indices, and the magnitude from which they were chosen (0: none)."""
+
+    common: bool  # the choice is the same on all ranks without a message
+
+    def pick(self, acc: Floats, k: int, step: int) -> tuple[Ints, float]: ...
+    def state(self) -> dict[str, Any]: ...
+    def check(self, state: dict[str, Any]) -> None: ...
+    def load(self, state: dict[str, Any]) -> None: ...
+
+
+class Stateless:
+    """A picker that remembers nothing."""
+
+    common = False
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def check(self, state: dict[str, Any]) -> None:
+        pass
+
+    def load(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class TopK(Stateless):
+    """The k largest of this rank, as torch.topk finds them."""
+
+    def pick(self, acc: Floats, k: int, step: int) -> tuple[Ints, float]:
+        values, index = torch.topk(torch.from_numpy(acc).abs(), k, sorted=False)
+        return np.sort(index.numpy()), float(values.min())
+
+
+class CyclicTopK(TopK):
+    """The k largest of one rank, which all take; it is another rank's turn in every step."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+    def pick(self, acc: Floats, k: int, step: int) -> tuple[Ints, float]:
+        if step % self.size != self.rank:
+            return np.empty(0, dtype=np.int64), 0.0
+        return super().pick(acc, k, step)
+
+
+class RandomK(Stateless):
+    """k elements by lot, the same on all ranks because their generators are."""
+
+    common = True
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def pick(self, acc: Floats, k: int, step: int) -> tuple[Ints, float]:
+        generator = np.random.Generator(np.random.Philox(key=[self.seed, step]))
+        return np.sort(generator.choice(len(acc), k, replace=False, shuffle=False)), 0.0
+
+
+class HardThreshold:
+    """All that reach a fixed threshold; none given: the one that gave this rank k in the first step."""
+
+    common = False
+
+    def __init__(self, backend: Any, threshold: float | None) -> None:
+        self.backend = backend
+        self.threshold = threshold or 0.0
+
+    def pick(self, acc: Floats, k: int, step: int) -> tuple[Ints, float]:
+        if self.threshold <= 0.0:
+            self.threshold = float(np.partition(np.abs(acc), len(acc) - k)[len(acc) - k])
+        index, _, _ = self.backend.select(acc, 0, len(acc), self.threshold)
+        return index, self.threshold
+
+    def state(self) -> dict[str, Any]:
+        return {"threshold": self.threshold}
+
+    def check(self, state: dict[str, Any]) -> None:
+        if not 0.0 <= float(state["threshold"]) < float("inf"):
+            raise ConfigurationError(f"the threshold in the state is no magnitude: {state['threshold']!r}")
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.threshold = float(state["threshold"])
+
+
+class UnionChooser:
+    """All ranks exchange what any of them picked."""
+
+    def __init__(self, parts: Parts, scorer: Magnitude, picker: Picker) -> None:
+        self.parts = parts
+        self.scorer = scorer
+        self.picker = picker
+        self.step = 0
+
+    def choose(self, inputs: Inputs, clock: Clock) -> Chosen:
+        """Accumulate, pick, and unite what the ranks picked."""
+        exchange, n = self.parts.exchange, len(self.parts.acc)
+        self.scorer.accumulate(inputs, 0, 0, 0.0)
+        clock.lap("accumulate")
+        share_counts(exchange, inputs, np.empty(0, dtype=np.int64), n)  # nobody picks among values that are not finite
+        clock.lap("agree")
+        mine, threshold = self.picker.pick(self.parts.acc, min(inputs.k, n), self.step)
+        clock.lap("select")
+        if self.picker.common:
+            workloads = np.diff(np.arange(exchange.size + 1) * len(mine) // exchange.size)
+            union = mine
+        else:
+            workloads = share_counts(exchange, inputs, np.array([len(mine)]), n)[:, 0]
+            union = self._unite(mine, workloads)
+        clock.lap("unite")
+        return Chosen(union, shared_out(union, n, exchange.size), workloads, threshold)
+
+    def _unite(self, mine: Ints, workloads: Ints) -> Ints:
+        everything = [Region(rank, 0, len(self.parts.acc)) for rank in range(len(workloads))]
+        found = Found(mine, np.zeros(len(mine), dtype=np.float32))
+        picked = unite(self.parts.exchange, self.parts.backend, found, 0.0, everything, workloads.tolist())
+        return picked if np.count_nonzero(workloads) <= 1 else np.unique(picked)
+
+    def adapt(self) -> None:
+        """Go on to the next step."""
+        self.step += 1
+
+    def state(self) -> dict[str, Any]:
+        """What the next choice depends on."""
+        return {"step": self.step, **self.picker.state()}
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise ConfigurationError unless load() could take the state."""
+        int(state["step"])
+        self.picker.check(state)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take what state() gave."""
+        self.step = int(state["step"])
+        self.picker.load(state)
+
+
+def shared_out(union: Ints, n: int, size: int) -> list[Region]:
+    """Regions with about as many chosen elements for each rank."""
+    cuts = [int(union[p * len(union) // size]) if len(union) else p * n // size for p in range(1, size)]
+    bounds = [0, *cuts, n]
+    return [Region(p, bounds[p], bounds[p + 1]) for p in range(size)]

@@ -1,0 +1,157 @@
+"""The baselines against plain NumPy, and the laws that every scheme keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from numpy.typing import NDArray
+from oracle import SENT
+from ranks import PATHS, everywhere, raised, seeded, train_lawfully
+from torch import nn
+
+import mpisparse
+from mpisparse.errors import ConfigurationError
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+BASELINES = ["topk", "cltk", "randomk", "threshold"]
+both_paths = pytest.mark.parametrize("path", PATHS)
+every_baseline = pytest.mark.parametrize("scheme", BASELINES)
+
+
+def small() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(30, 50), nn.Tanh(), nn.Linear(50, 20))
+
+
+def loss_of(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
+    x = torch.randn(8, 30, generator=generator)
+    return (model(x) - x[:, :20].sin()).square().mean()
+
+
+class Twin:
+    """All ranks of a baseline in one process."""
+
+    def __init__(self, scheme: str, n: int, size: int, k: int, codec: str) -> None:
+        self.scheme, self.n, self.size, self.k, self.sent = scheme, n, size, k, SENT[codec]
+        self.acc = np.zeros((size, n), np.float32)
+        self.thresholds: list[np.float32] = []
+        self.t = 0
+
+    def picks(self) -> list[Ints]:
+        """What each rank picks."""
+        largest = [np.argsort(np.abs(acc), kind="stable")[self.n - self.k :] for acc in self.acc]
+        if self.scheme == "topk":
+            return largest
+        if self.scheme == "cltk":
+            return [index if r == self.t % self.size else index[:0] for r, index in enumerate(largest)]
+        if self.scheme == "randomk":
+            lot = np.random.Generator(np.random.Philox(key=[0, self.t])).choice(self.n, self.k, False, shuffle=False)
+            return [lot] * self.size
+        if not self.thresholds:
+            self.thresholds = [np.sort(np.abs(acc))[self.n - self.k] for acc in self.acc]
+        return [np.flatnonzero(np.abs(a) >= t) for a, t in zip(self.acc, self.thresholds, strict=True)]
+
+    def step(self, gradients: list[Floats]) -> tuple[Floats, Ints]:
+        """The published mean, and how many elements each rank picked."""
+        self.acc += np.stack(gradients)
+        picks = self.picks()
+        union = np.unique(np.concatenate(picks))
+        mean = np.zeros(self.n, np.float32)
+        for owner in range(self.size):
+            part = union[owner * len(union) // self.size : (owner + 1) * len(union) // self.size]
+            arrived = [self.sent(acc[part]) for acc in self.acc]
+            summed = arrived[0].copy()
+            for row in arrived[1:]:
+                summed += row
+            back = self.sent(summed)
+            for r in range(self.size):
+                self.acc[r, part] -= arrived[r]
+            self.acc[owner, part] += summed - back
+            mean[part] = back / np.float32(self.size)
+        self.t += 1
+        return mean, np.array([len(index) for index in picks])
+
+
+@both_paths
+@every_baseline
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_the_whole_step_against_numpy(comm: MPI.Intracomm, scheme: str, path: str, codec: str) -> None:
+    model = small()
+    sync = mpisparse.GradientSync(model, scheme=scheme, density=0.03, codec=codec, accumulate=path)
+    twin = Twin(scheme, sync.residual.numel(), comm.size, sync.k, codec)
+    for step in range(9):
+        model.zero_grad()
+        loss = loss_of(model, seeded(comm.rank, step))
+        grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        loss.backward()
+        sync.step()
+        expected, picked = twin.step(comm.allgather(torch.cat([g.reshape(-1) for g in grads]).numpy()))
+        published = torch.cat([p.grad.reshape(-1) for p in model.parameters()]).numpy()
+        assert everywhere(comm, np.array_equal(published, expected)), f"step {step}"
+        assert everywhere(comm, np.array_equal(sync.residual.numpy(), twin.acc[comm.rank])), f"step {step}"
+        assert everywhere(comm, sync.stats.selected >= picked.max())
+        if scheme != "randomk":
+            assert everywhere(comm, sorted(sync.stats.workloads) == sorted(picked.tolist()))
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+    sync.close()
+
+
+@every_baseline
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate": "backward"}, {"codec": "int8"}, {"codec": "momentum-int8"}, {"density": 1.0}], ids=str
+)
+def test_nothing_is_lost_and_replicas_are_equal(comm: MPI.Intracomm, scheme: str, options: dict[str, Any]) -> None:
+    model = small()
+    sync = mpisparse.GradientSync(model, scheme=scheme, **{"density": 0.02, **options})
+    train_lawfully(comm, model, sync, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loss_of, 8)
+
+
+def test_what_builds_up_and_what_does_not(comm: MPI.Intracomm) -> None:
+    """Ranks with different data pick different elements: local top-k sends more the more ranks there are."""
+    built = {}
+    for scheme in ("exdyna", "topk", "cltk", "randomk"):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(64, 200), nn.Tanh(), nn.Linear(200, 64))
+        sync = mpisparse.GradientSync(model, scheme=scheme, density=0.02)
+        for step in range(6):
+            model.zero_grad()
+            x = torch.randn(4, 64, generator=seeded(comm.rank, step))
+            (model(x) - x).square().mean().backward()
+            sync.step()
+        built[scheme] = sync.stats.build_up
+        sync.close()
+    assert built["exdyna"] == pytest.approx(1.0, abs=0.02)
+    assert built["cltk"] == built["randomk"] == pytest.approx(1.0, abs=1e-9)
+    assert 1.0 + 0.2 * (comm.size - 1) <= built["topk"] <= comm.size
+
+
+def test_what_is_not_compensated_is_dropped(comm: MPI.Intracomm) -> None:
+    for scheme in BASELINES:
+        model = small()
+        sync = mpisparse.GradientSync(model, scheme=scheme, density=0.05, compensate=False)
+        loss_of(model, seeded(comm.rank, 0)).backward()
+        sync.step()
+        assert everywhere(comm, not sync.residual.any())
+        sync.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"scheme": "threshold", "threshold": -1.0}, "threshold must be a number above 0, got -1.0"),
+        ({"scheme": "randomk", "seed": 0.5}, "seed must be a whole number >= 0, got 0.5"),
+        ({"scheme": "topk", "compensate": 1}, "compensate must be True or False, got 1"),
+        ({"scheme": "top-k"}, "did you mean 'topk'?"),
+        ({"scheme": "cltk", "blocks": 5}, "unknown option 'blocks'"),
+    ],
+)
+def test_options_are_checked(comm: MPI.Intracomm, options: dict[str, Any], words: str) -> None:
+    assert words in raised(comm, ConfigurationError, lambda: mpisparse.GradientSync(small(), **options))
