@@ -88,7 +88,7 @@ def published(model: nn.Module) -> torch.Tensor:
 
 
 def held(sync: mpisparse.GradientSync, of: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> torch.Tensor:
-    """What a rank has still to give (or the sum of its terms' magnitudes): its residual, and blended elements on their way."""
+    """What a rank has still to give (or the sum of its magnitudes): its residual, and blended elements on their way."""
     state, kept = sync.state_dict(copy=False), of(sync.residual.double())
     if "step.blend.index" in state:
         kept[state["step.blend.index"]] += of(state["step.blend.pending"] * state["step.blend.value"].double())
