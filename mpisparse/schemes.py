@@ -90,6 +90,12 @@ def check_whole(name: str, value: object, least: int) -> None:
         raise ConfigurationError(f"{name} must be a whole number >= {least}, got {value!r}")
 
 
+def check_flag(name: str, value: object) -> None:
+    """Raise unless value is True or False."""
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name} must be True or False, got {value!r}")
+
+
 def check_share(name: str, value: object) -> None:
     """Raise unless value is a number in (0, 1]."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value <= 1.0:
@@ -136,8 +142,7 @@ class Sparse(Options):
         super().__post_init__()
         check_choice("scorer", self.scorer, ("magnitude", "average"))
         check_share("alpha", self.alpha)
-        if not isinstance(self.compensate, bool):
-            raise ConfigurationError(f"compensate must be True or False, got {self.compensate!r}")
+        check_flag("compensate", self.compensate)
         check_choice("controller", self.controller, CONTROLLERS)
         check_choice("partitioner", self.partitioner, PARTITIONERS)
         check_choice("reduce", self.reduce, ("owner", "allreduce"))
@@ -222,8 +227,7 @@ class Baseline(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.compensate, bool):
-            raise ConfigurationError(f"compensate must be True or False, got {self.compensate!r}")
+        check_flag("compensate", self.compensate)
 
     def picker(self, parts: Parts) -> Picker:
         """How a rank chooses."""

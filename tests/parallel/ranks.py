@@ -25,6 +25,18 @@ def seeded(rank: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(1000 * step + rank)
 
 
+def small() -> nn.Module:
+    """A net of 2,570 parameters, the same in every run."""
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(30, 50), nn.Tanh(), nn.Linear(50, 20))
+
+
+def loss_of(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
+    """What it is trained on: to give back the sines of some inputs."""
+    x = torch.randn(8, 30, generator=generator)
+    return (model(x) - x[:, :20].sin()).square().mean()
+
+
 def everywhere(comm: MPI.Intracomm, flag: object) -> bool:
     """Tell whether a flag is set on all ranks; collective."""
     return bool(comm.allreduce(bool(flag), MPI.LAND))

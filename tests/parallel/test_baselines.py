@@ -10,7 +10,7 @@ import torch
 from mpi4py import MPI
 from numpy.typing import NDArray
 from oracle import SENT
-from ranks import PATHS, everywhere, raised, seeded, train_lawfully
+from ranks import PATHS, everywhere, loss_of, raised, seeded, small, train_lawfully
 from torch import nn
 
 import mpisparse
@@ -22,16 +22,6 @@ Ints = NDArray[np.int64]
 BASELINES = ["topk", "cltk", "randomk", "threshold"]
 both_paths = pytest.mark.parametrize("path", PATHS)
 every_baseline = pytest.mark.parametrize("scheme", BASELINES)
-
-
-def small() -> nn.Module:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(30, 50), nn.Tanh(), nn.Linear(50, 20))
-
-
-def loss_of(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
-    x = torch.randn(8, 30, generator=generator)
-    return (model(x) - x[:, :20].sin()).square().mean()
 
 
 class Twin:

@@ -10,7 +10,7 @@ import torch
 from mpi4py import MPI
 from numpy.typing import NDArray
 from oracle import by_group, int8
-from ranks import PATHS, alike, everywhere, held, raised, seeded, total, train_lawfully
+from ranks import PATHS, alike, everywhere, held, loss_of, raised, seeded, small, total, train_lawfully
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -20,16 +20,6 @@ from mpisparse.errors import ConfigurationError, GradientError
 Floats = NDArray[np.float32]
 
 both_paths = pytest.mark.parametrize("path", PATHS)
-
-
-def small() -> nn.Module:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(30, 50), nn.Tanh(), nn.Linear(50, 20))
-
-
-def loss_of(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
-    x = torch.randn(8, 30, generator=generator)
-    return (model(x) - x[:, :20].sin()).square().mean()
 
 
 def local_gradient(model: nn.Module, rank: int, step: int) -> Floats:
