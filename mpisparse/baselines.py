@@ -6,6 +6,7 @@ None of them has exclusive regions, so that what is chosen may build up: all ran
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +21,9 @@ from mpisparse.score import Magnitude
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
+
+
+PIECE = 65_536
 
 
 class Picker(Protocol):
@@ -106,6 +110,62 @@ class HardThreshold:
 
     def load(self, state: dict[str, Any]) -> None:
         self.threshold = float(state["threshold"])
+
+
+class Sidco:
+    """A threshold by fitting exponentials to the tail: the mean excess over one threshold leads to the next.
+
+    A stage leaves a quarter, the last what is wanted. The more stages, the farther out the fit; one more is tried
+    whenever the mean over five steps is off by more than a fifth, and after the most that the density allows, one again.
+    """
+
+    common = False
+    STAGE, PATIENCE, TOLERANCE = 0.25, 5, 0.2
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.stages = 1
+        self.ratios: list[float] = []
+
+    def pick(self, acc: Floats, k: int, step: int) -> tuple[Ints, float]:
+        wanted = k / len(acc)
+        most = max(1, math.ceil(math.log(wanted) / math.log(self.STAGE))) if wanted < 1.0 else 1
+        stages = min(self.stages, most)
+        shares = [self.STAGE] * (stages - 1) + [wanted / self.STAGE ** (stages - 1)]
+        threshold = mean_magnitude(acc) * math.log(1.0 / min(1.0, shares[0]))
+        index, magnitude, _ = self.backend.select(acc, 0, len(acc), threshold)
+        for share in shares[1:]:
+            excess = float(np.mean(magnitude, dtype=np.float64)) - threshold if len(magnitude) else 0.0
+            threshold += excess * math.log(1.0 / share)
+            reached = magnitude >= np.float32(threshold)
+            index, magnitude = index[reached], magnitude[reached]
+        self._adapt(len(index) / k, most)
+        return index, threshold
+
+    def _adapt(self, ratio: float, most: int) -> None:
+        self.ratios.append(ratio)
+        if len(self.ratios) == self.PATIENCE:
+            off = abs(sum(self.ratios) / self.PATIENCE - 1.0)
+            if off > self.TOLERANCE:
+                self.stages = self.stages + 1 if self.stages < most else 1
+            self.ratios = []
+
+    def state(self) -> dict[str, Any]:
+        return {"stages": self.stages, "ratios": np.array(self.ratios)}
+
+    def check(self, state: dict[str, Any]) -> None:
+        if int(state["stages"]) < 1 or not np.isfinite(np.asarray(state["ratios"])).all():
+            raise ConfigurationError(f"the state's number of stages is {state['stages']!r}")
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.stages = int(state["stages"])
+        self.ratios = np.asarray(state["ratios"]).tolist()
+
+
+def mean_magnitude(acc: Floats) -> float:
+    """The mean of |acc|, piece by piece so that pieces stay in cache; the same bits for the same vector."""
+    pieces = range(0, len(acc), PIECE)
+    return sum(float(np.abs(acc[at : at + PIECE]).sum(dtype=np.float64)) for at in pieces) / len(acc)
 
 
 class UnionChooser:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mpisparse.agree import Inputs
-from mpisparse.baselines import CyclicTopK, HardThreshold, Picker, RandomK, TopK, UnionChooser
+from mpisparse.baselines import CyclicTopK, HardThreshold, Picker, RandomK, Sidco, TopK, UnionChooser
 from mpisparse.blend import Blend
 from mpisparse.codecs import CODECS
 from mpisparse.errors import ConfigurationError, check_choice, suggest
@@ -291,6 +291,14 @@ class FixedThreshold(Baseline):
         return HardThreshold(parts.backend, self.threshold)
 
 
+@dataclass(frozen=True)
+class StatisticalThreshold(Baseline):
+    """Each rank's own threshold, by exponentials fitted to the tail of its accumulator in stages."""
+
+    def picker(self, parts: Parts) -> Picker:
+        return Sidco(parts.backend)
+
+
 SCHEMES: dict[str, type[Options]] = {
     "dense": Dense,
     "exdyna": Exdyna,
@@ -299,6 +307,7 @@ SCHEMES: dict[str, type[Options]] = {
     "cltk": CyclicLocalTopK,
     "randomk": SharedRandomK,
     "threshold": FixedThreshold,
+    "sidco": StatisticalThreshold,
 }
 
 

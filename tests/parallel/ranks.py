@@ -51,10 +51,14 @@ def total(comm: MPI.Intracomm, values: torch.Tensor) -> torch.Tensor:
 
 def bits(tensors: Iterable[torch.Tensor | None]) -> bytes:
     """The memory of tensors; NaN and the sign of zero count."""
-    parts = [
-        b"none" if t is None else t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors
-    ]
-    return b"|".join(parts)
+    return b"|".join(
+        b"none"
+        if t is None
+        else t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        if t.numel()
+        else b""
+        for t in tensors
+    )
 
 
 def alike(comm: MPI.Intracomm, tensors: Iterable[torch.Tensor | None]) -> bool:

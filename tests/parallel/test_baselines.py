@@ -19,7 +19,7 @@ from mpisparse.errors import ConfigurationError
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
-BASELINES = ["topk", "cltk", "randomk", "threshold"]
+BASELINES = ["topk", "cltk", "randomk", "threshold", "sidco"]
 both_paths = pytest.mark.parametrize("path", PATHS)
 every_baseline = pytest.mark.parametrize("scheme", BASELINES)
 
@@ -31,6 +31,7 @@ class Twin:
         self.scheme, self.n, self.size, self.k, self.sent = scheme, n, size, k, SENT[codec]
         self.acc = np.zeros((size, n), np.float32)
         self.thresholds: list[np.float32] = []
+        self.stages, self.ratios = [1] * size, [[] for _ in range(size)]
         self.t = 0
 
     def picks(self) -> list[Ints]:
@@ -43,9 +44,29 @@ class Twin:
         if self.scheme == "randomk":
             lot = np.random.Generator(np.random.Philox(key=[0, self.t])).choice(self.n, self.k, False, shuffle=False)
             return [lot] * self.size
+        if self.scheme == "sidco":
+            return [self.by_fit(r) for r in range(self.size)]
         if not self.thresholds:
             self.thresholds = [np.sort(np.abs(acc))[self.n - self.k] for acc in self.acc]
         return [np.flatnonzero(np.abs(a) >= t) for a, t in zip(self.acc, self.thresholds, strict=True)]
+
+    def by_fit(self, rank: int) -> Ints:
+        """What lies beyond the threshold that exponentials in stages of a quarter lead to; then the stages adapt."""
+        magnitude, stages, share = np.abs(self.acc[rank]), self.stages[rank], self.k / self.n
+        tail = magnitude.astype(np.float64)
+        threshold = tail.mean() * np.log(1 / min(1.0, 0.25 if stages > 1 else share))
+        for stage in range(1, stages):
+            tail = tail[tail >= np.float32(threshold)]
+            rest = 0.25 if stage < stages - 1 else share / 0.25 ** (stages - 1)
+            threshold += (tail.mean() - threshold) * np.log(1 / rest)
+        picked = np.flatnonzero(magnitude >= np.float32(threshold))
+        self.ratios[rank].append(len(picked) / self.k)
+        if len(self.ratios[rank]) == 5:
+            most = int(np.ceil(np.log(share) / np.log(0.25)))
+            if abs(np.mean(self.ratios[rank]) - 1) > 0.2:
+                self.stages[rank] = stages + 1 if stages < most else 1
+            self.ratios[rank] = []
+        return picked
 
     def step(self, gradients: list[Floats]) -> tuple[Floats, Ints]:
         """The published mean, and how many elements each rank picked."""
@@ -75,7 +96,7 @@ def test_the_whole_step_against_numpy(comm: MPI.Intracomm, scheme: str, path: st
     model = small()
     sync = mpisparse.GradientSync(model, scheme=scheme, density=0.03, codec=codec, accumulate=path)
     twin = Twin(scheme, sync.residual.numel(), comm.size, sync.k, codec)
-    for step in range(9):
+    for step in range(14):
         model.zero_grad()
         loss = loss_of(model, seeded(comm.rank, step))
         grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)

@@ -34,6 +34,7 @@ SCHEMES += [
     {"scheme": "cltk", "density": 0.05},
     {"scheme": "randomk", "density": 0.05},
     {"scheme": "threshold", "density": 0.05},
+    {"scheme": "sidco", "density": 0.05},
 ]
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),

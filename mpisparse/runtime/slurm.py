@@ -1,0 +1,343 @@
+"""All that is known of Slurm: what a job's environment says, how long it lasts, and scripts for sbatch. No MPI, no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mpisparse.errors import ConfigurationError
+from mpisparse.runtime.signals import INTERRUPTED
+
+MPIRUN_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PRTE_LAUNCHED", "MPI_LOCALNRANKS")  # set by mpirun of Open MPI and MPICH
+NAMES = {"openmpi": "Open MPI", "mpich": "MPICH", "intel": "Intel MPI", "cray": "Cray MPICH"}
+PMI = {"openmpi": "pmix", "mpich": "pmi2", "intel": "pmi2", "cray": "cray_shasta"}
+SIGNAL_SECONDS = (30, 300)  # before the limit: at least, at most
+COMMAND_SECONDS = 10
+
+
+# Inside a job
+
+
+def launcher(environ: Mapping[str, str] = os.environ) -> str:
+    """What started this process: mpirun, srun or nothing. mpirun starts its daemons by srun, whose variables ranks inherit."""
+    if any(name in environ for name in MPIRUN_VARIABLES):
+        return "mpirun"
+    return "srun" if "SLURM_STEP_ID" in environ else "none"
+
+
+def pmi(environ: Mapping[str, str] = os.environ) -> str:
+    """How ranks were told of each other."""
+    if "PMIX_NAMESPACE" in environ:
+        return f"pmix {environ.get('PMIX_VERSION', '')}".strip()
+    if "PMI_FD" in environ or "PMI_RANK" in environ:
+        return "pmi2" if launcher(environ) == "srun" else "pmi"
+    return "none"
+
+
+def first_task(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this is the task that speaks for all, should each task be a world of its own."""
+    return launcher(environ) != "srun" or environ.get("SLURM_PROCID", "0") == "0"
+
+
+def separate_worlds(size: int, library: str, environ: Mapping[str, str] = os.environ) -> str | None:
+    """What to change if srun started more tasks than MPI sees ranks; each world would train a model of its own."""
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
+    if launcher(environ) != "srun" or not tasks.isdigit() or size >= int(tasks):
+        return None
+    kind = kind_of(library)
+    used = environ.get("SLURM_MPI_TYPE", "none")
+    fitting = PMI[kind] if kind else "pmix for Open MPI, --mpi=pmi2 for MPICH"
+    advice = f"start it with srun --mpi={fitting}"
+    if kind and used == fitting:
+        advice = f"--mpi={used} should fit {library}, but this build of it does not use it"
+    return (
+        f"srun started {tasks} tasks, but {library} sees {size} of them: with --mpi={used} each would train a model of its own; "
+        f"{advice} (srun --mpi=list shows what there is), or with mpirun inside sbatch (docs/slurm.md)"
+    )
+
+
+def check_world(size: int, library: str) -> None:
+    """Refuse a job whose tasks do not see each other; said by its first task."""
+    problem = separate_worlds(size, library)
+    if problem:
+        error = ConfigurationError(problem)
+        error.repeated = not first_task()
+        raise error
+
+
+def kind_of(library: str) -> str | None:
+    """The family of an MPI library, by its name."""
+    name = library.lower()
+    found = [kind for kind, word in (("cray", "cray"), ("intel", "intel"), ("openmpi", "open"), ("mpich", "mpich")) if word in name]
+    return found[0] if found else None
+
+
+class Deadline:
+    """When the job ends, and whether it is time to stop before that."""
+
+    def __init__(self, end: float | None, margin: float) -> None:
+        """`end` in seconds since the epoch; the margin is cut to a tenth of the time there is."""
+        self.end = end
+        self.margin = margin if end is None else min(margin, max(0.0, end - time.time()) / 10)
+        self.longest = 0.0
+        self.last: float | None = None
+        self.reached = False
+
+    def near(self) -> bool:
+        """Tell, once a step, whether another step and a checkpoint may not fit; both were in the longest time between calls."""
+        now = time.time()
+        if self.last is not None:
+            self.longest = max(self.longest, now - self.last)
+        self.last = now
+        self.reached = self.end is not None and now + 2 * self.longest + self.margin >= self.end
+        return self.reached
+
+
+def end_time(environ: Mapping[str, str] = os.environ) -> float | None:
+    """When this job reaches its time limit, in seconds since the epoch; None without a job or a limit."""
+    if "SLURM_JOB_END_TIME" in environ:
+        try:
+            return float(environ["SLURM_JOB_END_TIME"])
+        except ValueError:
+            return None
+    if "SLURM_JOB_ID" not in environ:
+        return None
+    left = _output("squeue", "--noheader", "--jobs", environ["SLURM_JOB_ID"], "--format", "%L")
+    seconds = parse_time(left.strip()) if left else None
+    return None if seconds is None else time.time() + seconds
+
+
+def parse_time(text: str, *, left: bool = True) -> int | None:
+    """Seconds in a time of Slurm; None for UNLIMITED and the like. `left`: as squeue prints it, where one number is seconds."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        return None
+    days, *rest = match.groups()
+    numbers = [int(number) for number in rest if number is not None]
+    if days is not None:
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+        return ((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds
+    if len(numbers) == 1 and not left:
+        return 60 * numbers[0]
+    total = 0
+    for number in numbers:
+        total = 60 * total + number
+    return total
+
+
+def facts(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What doctor shows of Slurm; on its own this process's job."""
+    version = (_output("sinfo", "--version") or "").strip()
+    found = {"installed": version or "no"}
+    if "SLURM_JOB_ID" not in environ:
+        return {**found, "job": "none"}
+    found["job"] = environ["SLURM_JOB_ID"]
+    found["nodes"] = f"{environ.get('SLURM_JOB_NUM_NODES', '?')}: {environ.get('SLURM_JOB_NODELIST', '?')}"
+    found["tasks"] = environ.get("SLURM_STEP_NUM_TASKS" if launcher(environ) == "srun" else "SLURM_NTASKS", "?")
+    end = end_time(environ)
+    found["time left"] = "no limit known" if end is None else f"{end - time.time():.0f} s"
+    if launcher(environ) == "srun":
+        found["srun --mpi"] = environ.get("SLURM_MPI_TYPE", "none")
+    return found
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints, or None if it is missing, fails or does not answer."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout + done.stderr if done.returncode == 0 else None
+
+
+# Scripts for sbatch
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The MPI, the launcher, and why: one comment line each."""
+
+    kind: str
+    launcher: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a script is to do. `words` are the settings of mpisparse train."""
+
+    choice: Choice
+    words: Sequence[str]
+    nodes: int = 1
+    ranks_per_node: int = 1
+    cpus_per_rank: int = 1
+    gpus_per_node: int = 0
+    time: str = "1:00:00"
+    account: str | None = None
+    partition: str | None = None
+    job_name: str = "mpisparse"
+    restarts: int = 20
+    setup: Sequence[str] = field(default_factory=tuple)
+    sweep: str | None = None
+    settings_in_sweep: int = 0
+    container: str | None = None
+
+
+def find_mpi() -> tuple[str, str] | None:
+    """The family of the MPI here, and how that is known; nothing is started but mpirun --version."""
+    if "CRAY_MPICH_VERSION" in os.environ:
+        return "cray", f"Cray MPICH {os.environ['CRAY_MPICH_VERSION']} is loaded"
+    beside = Path(sys.executable).with_name("mpirun")
+    for path, where in ((str(beside) if beside.exists() else None, "beside this Python"), (shutil.which("mpirun"), "on PATH")):
+        told = _output(path, "--version") if path else None
+        for mark, kind in (("Open MPI", "openmpi"), ("Open RTE", "openmpi"), ("Intel", "intel"), ("HYDRA", "mpich")):
+            if told and mark in told:
+                return kind, f"mpirun {where} is {NAMES[kind]}'s"
+    return None
+
+
+def offered() -> set[str] | None:
+    """The kinds of --mpi= that srun offers here, or None without Slurm."""
+    told = _output("srun", "--mpi=list")
+    return None if told is None else set(re.findall(r"[a-z][a-z0-9_]+", told.partition("\n")[2]))
+
+
+def choose(mpi: str = "auto", launcher: str = "auto") -> Choice:
+    """The MPI and the launcher for it: as asked for, or by what is found."""
+    found = (mpi, f"{NAMES[mpi]} was asked for") if mpi != "auto" else find_mpi()
+    kind, why = found or ("openmpi", "no MPI was found here: Open MPI is assumed")
+    if launcher == "mpirun":
+        return Choice(kind, "mpirun", f"{why}; mpirun was asked for")
+    fitting, kinds = PMI[kind], offered()
+    if launcher == "srun" or kinds is None or fitting in kinds:
+        known = "asked for" if launcher == "srun" else "not checked: no Slurm here" if kinds is None else "offered by this Slurm"
+        return Choice(kind, f"srun --mpi={fitting}", f"{why}; it needs srun --mpi={fitting} ({known})")
+    return Choice(kind, "mpirun", f"{why}; it needs srun --mpi={fitting}, which this Slurm lacks (srun --mpi=list): mpirun")
+
+
+def script(request: Request) -> str:
+    """A script for sbatch that trains, comes back after preemption and the time limit, and says how it ended."""
+    parts = [_head(request), _environment(request), _start(request), _ending(request)]
+    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+def _head(request: Request) -> list[str]:
+    limit = parse_time(request.time, left=False)
+    if limit is None or limit < 60:
+        raise ConfigurationError(f"--time is MINUTES, HH:MM:SS or DAYS-HH:MM:SS, at least a minute; got {request.time!r}")
+    ahead = min(max(limit // 10, SIGNAL_SECONDS[0]), SIGNAL_SECONDS[1])
+    by_mpirun = request.choice.launcher == "mpirun"
+    array = request.sweep is not None
+    options = [
+        (f"--job-name={request.job_name}", ""),
+        (f"--account={request.account}" if request.account else "", ""),
+        (f"--partition={request.partition}" if request.partition else "", ""),
+        (f"--array=1-{request.settings_in_sweep}" if array else "", "one task a line of settings"),
+        (f"--nodes={request.nodes}", ""),
+        (f"--ntasks-per-node={request.ranks_per_node}", "ranks a node"),
+        (f"--cpus-per-task={request.cpus_per_rank}", "threads a rank"),
+        (f"--gpus-per-node={request.gpus_per_node}" if request.gpus_per_node else "", "as many as ranks"),
+        (f"--time={request.time}", ""),
+        (f"--signal={'B:' if by_mpirun else ''}USR1@{ahead}", f"{'this shell' if by_mpirun else 'all ranks'}: checkpoint and leave"),
+        ("--requeue", "after preemption and a lost node"),
+        ("--open-mode=append", "a restarted job goes on with its log"),
+        (f"--output=%x-%j{'-%a' if array else ''}.log", ""),
+    ]
+    lines = [f"#SBATCH {option:<28}# {text}" if text else f"#SBATCH {option}" for option, text in options if option]
+    ranks = request.nodes * request.ranks_per_node
+    what = f"{ranks} ranks on {request.nodes} nodes" + (", a GPU each" if request.gpus_per_node else "")
+    return ["#!/bin/bash", f"# mpisparse: {what}. Settings after the script's name are added: sbatch SCRIPT --seed 7", *lines]
+
+
+def _environment(request: Request) -> list[str]:
+    lines = [*request.setup] or [f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"]
+    lines.append("export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}")
+    if request.choice.launcher == "mpirun":
+        lines.append("export SLURM_KILL_BAD_EXIT=1             # for the srun by which mpirun starts its daemons: --kill-on-bad-exit=1")
+        lines.append("unset SLURM_NTASKS_PER_NODE              # which that srun would take for the number of daemons")
+    else:
+        lines.append("export SRUN_CPUS_PER_TASK=$OMP_NUM_THREADS  # srun does not take it from sbatch since Slurm 22.05")
+    if request.gpus_per_node:
+        lines += [
+            "# MPI reads and writes GPU memory, if it was built to; a variable of another MPI does no harm",
+            "export OMPI_MCA_opal_cuda_support=true OMPI_MCA_accelerator=cuda  # Open MPI 4 with CUDA; 5",
+            "export MPIR_CVAR_ENABLE_GPU=1                                     # MPICH",
+            "export MPICH_GPU_SUPPORT_ENABLED=1                                # Cray MPICH; load craype-accel-* too",
+        ]
+    if request.container is not None:
+        lines.append("# Inside the container there is no squeue: say when the job ends")
+        lines.append('export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s)}')
+    return lines
+
+
+def _start(request: Request) -> list[str]:
+    words = ["mpisparse", "train", *(shlex.quote(word) for word in request.words)]
+    lines = [f"# Launcher: {request.choice.why}."]
+    if request.sweep is not None:
+        lines.append(f'read -ra settings < <(sed -n "${{SLURM_ARRAY_TASK_ID}}p" {shlex.quote(request.sweep)})')
+        words += ['"${settings[@]}"', "--out", '"runs/$SLURM_JOB_NAME-$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID"']
+    elif not any(word.partition("=")[0] in ("--out", "--config") for word in request.words):
+        words += ["--out", '"runs/$SLURM_JOB_NAME-$SLURM_JOB_ID"']
+    words.append('"$@"')
+    if request.container is not None:
+        gpus = "--nv " if request.gpus_per_node else ""
+        lines.append("# The MPI in the container must be of the family, and speak the PMI, that is used here")
+        words.insert(0, f'apptainer exec {gpus}--bind "$PWD" {shlex.quote(request.container)}')
+    command = " ".join(words)
+    if request.choice.launcher == "mpirun":
+        return [
+            *lines,
+            f'mpirun -n "$SLURM_NTASKS" {command} &',
+            "pid=$!",
+            "# mpirun ends its ranks when it gets TERM, but hands USR1 on; a second signal would end them, so once",
+            "trap 'kill -USR1 $pid; trap : TERM USR1' TERM USR1",
+            "wait $pid; code=$?",
+            "while kill -0 $pid 2>/dev/null; do wait $pid; code=$?; done  # a trap ends wait early",
+        ]
+    bind = "--gpu-bind=single:1 " if request.gpus_per_node else ""
+    lines.append("trap : TERM  # ranks get it too; this shell must live to see how they end")
+    return [*lines, f"{request.choice.launcher} --kill-on-bad-exit=1 {bind}{command}", "code=$?"]
+
+
+def _ending(request: Request) -> list[str]:
+    array = request.sweep is not None
+    job = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if array else "$SLURM_JOB_ID"
+    return [
+        f"# {INTERRUPTED}: stopped after a checkpoint. A preempted job whose ranks could not stop so goes on from an earlier one.",
+        f"job={job} restarts=${{SLURM_RESTART_COUNT:-0}}",
+        'state=$(scontrol show job --oneliner "$job")',
+        "if [ $code -eq 0 ]; then",
+        '  echo "mpisparse: training is done, after $restarts restarts"',
+        f'elif [ $code -ne {INTERRUPTED} ] && [[ $state != *" PreemptTime="[0-9]* ]]; then',
+        '  echo "mpisparse: training failed with exit code $code" >&2',
+        'elif [[ $state != *" JobState=RUNNING "* ]]; then',
+        '  echo "mpisparse: the job was cancelled, or its time is over; submit it again with the same --out to go on" >&2',
+        f"elif [ $restarts -ge {request.restarts} ]; then",
+        f'  echo "mpisparse: stopped after {request.restarts} restarts; submit it again with the same --out to go on" >&2',
+        "else",
+        '  echo "mpisparse: stopped before the end; requeued, restart $((restarts + 1))"',
+        '  scontrol requeue "$job" && exit 0',
+        "fi",
+        "exit $code",
+    ]
+
+
+def read_sweep(path: str) -> list[list[str]]:
+    """The settings of each line of a sweep's file."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the settings in {path}: {error.strerror}") from error
+    if not lines or not all(line.strip() for line in lines):
+        raise ConfigurationError(f"{path} must have settings on every line, and no line without")
+    return [line.split() for line in lines]
