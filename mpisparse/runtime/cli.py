@@ -9,8 +9,9 @@ from pathlib import Path
 
 from mpisparse import __version__
 from mpisparse.errors import ConfigurationError
+from mpisparse.runtime import slurm
 from mpisparse.runtime.settings import add_arguments, resolve
-from mpisparse.runtime.signals import StopRequest
+from mpisparse.runtime.signals import StopRequest, ignore
 
 
 def parser() -> argparse.ArgumentParser:
@@ -22,6 +23,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train = commands.add_parser("train", help="train a built-in workload or any torch model; run it under mpirun or srun")
     add_arguments(train)
+    slurm.add_arguments(commands.add_parser("slurm", help="print a script for sbatch that runs train; needs no MPI"))
     report = commands.add_parser("report", help="plots and a page from run directories")
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory")
     report.add_argument("--out", type=Path, metavar="FILE.html", help="where to write (default: in the run's directory)")
@@ -88,12 +90,17 @@ def _density(text: str) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     args = parser().parse_args(argv)
+    code = 1
     try:
-        return COMMANDS[args.command](args)
+        code = COMMANDS[args.command](args)
     except ConfigurationError as error:
         if not error.repeated:
             print(f"mpisparse {args.command}: {error}", file=sys.stderr)
-        return 2
+        code = 2
+    finally:
+        if argv is None and code:
+            ignore()  # srun and mpirun end all ranks when the first one leaves so: each is to leave with its own exit code
+    return code
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -105,6 +112,10 @@ def _train(args: argparse.Namespace) -> int:
         return run(settings, stop)
     finally:
         stop.restore()
+
+
+def _slurm(args: argparse.Namespace) -> int:
+    return slurm.run(args, lambda words: resolve(vars(parser().parse_args(words))))
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -147,7 +158,7 @@ def _bench(args: argparse.Namespace) -> int:
     )
 
 
-COMMANDS = {"train": _train, "report": _report, "inspect": _inspect, "doctor": _doctor, "bench": _bench}
+COMMANDS = {"train": _train, "slurm": _slurm, "report": _report, "inspect": _inspect, "doctor": _doctor, "bench": _bench}
 
 
 if __name__ == "__main__":

@@ -6,23 +6,22 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
-import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from mpisparse import __version__
+from mpisparse.runtime import slurm
 
 CPU_FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512bw", "amx_tile", "asimd", "sve")
-SLURM_VARIABLES = ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_CPUS_PER_TASK", "SLURM_MPI_TYPE")
 
 
 def run(*, as_json: bool) -> int:
-    """Print what is here, on rank 0; collective under mpirun. Returns 0, or 1 if MPI cannot be used."""
+    """Print what is here, on rank 0; collective under mpirun and srun. Returns 0, or 1 if MPI cannot be used so."""
     mpi, rank = _mpi()
-    if rank:
+    if rank or not slurm.first_task():
         return 0
     found: dict[str, dict[str, Any]] = {
         "mpisparse": {"version": __version__, "python": platform.python_version()},
@@ -30,7 +29,7 @@ def run(*, as_json: bool) -> int:
         "kernels": _kernels(),
         "cpu": _cpu(),
         "gpu": _gpus(),
-        "slurm": _slurm(),
+        "slurm": slurm.facts(),
     }
     if as_json:
         print(json.dumps(found))
@@ -38,28 +37,41 @@ def run(*, as_json: bool) -> int:
         for part, facts in found.items():
             for i, (key, value) in enumerate(facts.items()):
                 print(f"{part if i == 0 else '':<10} {key:<12} {value}")
-    return 1 if "error" in mpi else 0
+    return 1 if "error" in mpi or "warning" in mpi else 0
 
 
 def _mpi() -> tuple[dict[str, Any], int]:
-    """The library, and how the ranks lie on hosts."""
+    """The library, how ranks were started, and how they lie on hosts and cores."""
     try:
-        from mpi4py import MPI
-
         from mpisparse.exchange import Exchange, cuda_support, library
     except (ImportError, RuntimeError) as error:
         hint = "load your site's MPI module, or install PyPI's Open MPI: pip install 'mpisparse[mpi]'"
         return {"error": f"{error}; {hint}"}, 0
-    exchange = Exchange(MPI.COMM_WORLD)
-    hosts = Counter(exchange.gather_texts(platform.node()))
-    facts = {**library(), "mpi4py": importlib.metadata.version("mpi4py"), "cuda-aware": cuda_support()}
-    facts["ranks"] = f"{exchange.size} on {', '.join(f'{host} ({n})' for host, n in hosts.items())}"
-    expected = os.environ.get("SLURM_NTASKS")
-    if exchange.size == 1 and expected not in (None, "1") and "SLURM_STEP_ID" in os.environ:
-        facts["warning"] = (
-            f"Slurm started {expected} tasks, but this MPI sees one rank: change srun's --mpi= (srun --mpi=list)"
-        )
+    exchange = Exchange()
+    hosts = exchange.gather_texts(platform.node())
+    facts: dict[str, Any] = {**library(), "mpi4py": importlib.metadata.version("mpi4py"), "cuda-aware": cuda_support()}
+    facts["launcher"], facts["pmi"] = slurm.launcher(), slurm.pmi()
+    facts["ranks"] = f"{exchange.size} on {', '.join(f'{host} ({n})' for host, n in Counter(hosts).items())}"
+    facts["binding"] = _binding(hosts, exchange.gather_texts(_ranges(os.sched_getaffinity(0))))
+    problem = slurm.separate_worlds(exchange.size, facts["name"])
+    if problem:
+        facts["warning"] = problem
     return facts, exchange.rank
+
+
+def _binding(hosts: list[str], cores: list[str]) -> str:
+    """On which cores each rank may run."""
+    if set(cores) == {_ranges(range(os.cpu_count() or 1))}:
+        return f"none: every rank may run on all cores of its host ({cores[0]})"
+    return ", ".join(f"r{rank} {host}:{own}" for rank, (host, own) in enumerate(zip(hosts, cores, strict=True)))
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Numbers as Linux writes them: 0-3+8."""
+    ordered = sorted(numbers)
+    starts = [n for n in ordered if n - 1 not in ordered]
+    ends = [n for n in ordered if n + 1 not in ordered]
+    return "+".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
 def _kernels() -> dict[str, Any]:
@@ -111,17 +123,6 @@ def _version(package: str) -> str | None:
         return f"{package} {importlib.metadata.version(package)}"
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _slurm() -> dict[str, Any]:
-    variables = {key: os.environ[key] for key in SLURM_VARIABLES if key in os.environ}
-    if shutil.which("sinfo") is None:
-        return {"installed": "no", **variables}
-    try:
-        version = subprocess.run(["sinfo", "--version"], capture_output=True, text=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired) as error:
-        version = f"sinfo does not answer ({error})"
-    return {"installed": version, **(variables or {"job": "none"})}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a person sees while it trains: a live bar on a terminal, plain lines elsewhere; rank 0 only.
+"""What a person sees while it trains: a live bar on a terminal, plain lines elsewhere; rank 0 only, unless ranks have logs.
 
 mpirun puts a pipe between a rank and the terminal; MPISPARSE_PROGRESS=bar|plain overrides what is found.
 """
@@ -32,8 +32,9 @@ class Silent:
 class Plain:
     """A line every few seconds."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, rank: int = 0) -> None:
         self.total = total
+        self.rank = rank
         self.shown = 0.0
 
     def step(self, step: int, facts: dict[str, str]) -> None:
@@ -43,7 +44,7 @@ class Plain:
             self.say(f"step {step}/{self.total}  " + "  ".join(f"{key} {value}" for key, value in facts.items()))
 
     def say(self, text: str) -> None:
-        print(f"r0 | {text}", flush=True)
+        print(f"r{self.rank} | {text}", flush=True)
 
     def close(self) -> None: ...
 
@@ -72,8 +73,10 @@ class Bar:
         self.bar.stop()
 
 
-def make_progress(rank: int, total: int, start: int) -> Progress:
-    """The progress display for a rank."""
+def make_progress(rank: int, total: int, start: int, *, log_ranks: bool = False) -> Progress:
+    """The progress display for a rank; plain lines on every rank if each has a log."""
+    if log_ranks:
+        return Plain(total, rank)
     wanted = os.environ.get("MPISPARSE_PROGRESS") or ("bar" if sys.stdout.isatty() else "plain")
     if rank:
         return Silent()
@@ -87,6 +90,11 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     raise AssertionError("unreachable")
+
+
+def own_facts(loss: float, seconds: dict[str, float]) -> dict[str, str]:
+    """What a rank's own log shows of a step."""
+    return {"loss": f"{loss:.4f}"} | {phase: f"{1e3 * taken:.1f} ms" for phase, taken in seconds.items()}
 
 
 def facts_of(fields: dict[str, Any], dense: float) -> dict[str, str]:

@@ -58,13 +58,15 @@ class Settings:
     keep: int = _setting(2, "checkpoints to keep")
     resume: str = _setting("auto", "auto, never, or a directory with checkpoints")
     tensorboard: bool = _setting(False, "write TensorBoard events to the run's directory")
+    log_ranks: bool = _setting(False, "a log for each rank in the run's directory")
+    stop_before: float = _setting(60.0, "in a Slurm job: seconds before its limit at which to checkpoint and stop")
 
     def __post_init__(self) -> None:
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
         check_choice("schedule", self.schedule, SCHEDULES)
         for name in ("epochs", "steps", "batch_size", "accumulation", "eval_every", "log_every", "checkpoint_every", "keep"):
             self._at_least(name, 1)
-        for name in ("warmup", "density_warmup", "seed", "lr", "momentum", "weight_decay"):
+        for name in ("warmup", "density_warmup", "seed", "lr", "momentum", "weight_decay", "stop_before"):
             self._at_least(name, 0)
         if self.epochs is not None and self.steps is not None:
             raise ConfigurationError("give epochs or steps, not both")

@@ -38,3 +38,9 @@ class StopRequest:
         """Give the signals their earlier handlers back."""
         for number, handler in self.previous.items():
             signal.signal(number, handler)
+
+
+def ignore() -> None:
+    """Let no signal that asks end this process before it leaves by itself."""
+    for name in SIGNALS:
+        signal.signal(_number(name), signal.SIG_IGN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
@@ -9,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +28,7 @@ COMMAND_SECONDS = 10
 
 
 def launcher(environ: Mapping[str, str] = os.environ) -> str:
-    """What started this process: mpirun, srun or nothing. mpirun starts its daemons by srun, whose variables ranks inherit."""
+    """What started this process: mpirun, srun or nothing. Its daemons' srun lends mpirun's ranks its variables."""
     if any(name in environ for name in MPIRUN_VARIABLES):
         return "mpirun"
     return "srun" if "SLURM_STEP_ID" in environ else "none"
@@ -59,7 +60,7 @@ def separate_worlds(size: int, library: str, environ: Mapping[str, str] = os.env
     if kind and used == fitting:
         advice = f"--mpi={used} should fit {library}, but this build of it does not use it"
     return (
-        f"srun started {tasks} tasks, but {library} sees {size} of them: with --mpi={used} each would train a model of its own; "
+        f"srun --mpi={used} started {tasks} tasks, but {library} sees {size} of them: separate models would be trained; "
         f"{advice} (srun --mpi=list shows what there is), or with mpirun inside sbatch (docs/slurm.md)"
     )
 
@@ -76,7 +77,11 @@ def check_world(size: int, library: str) -> None:
 def kind_of(library: str) -> str | None:
     """The family of an MPI library, by its name."""
     name = library.lower()
-    found = [kind for kind, word in (("cray", "cray"), ("intel", "intel"), ("openmpi", "open"), ("mpich", "mpich")) if word in name]
+    found = [
+        kind
+        for kind, word in (("cray", "cray"), ("intel", "intel"), ("openmpi", "open"), ("mpich", "mpich"))
+        if word in name
+    ]
     return found[0] if found else None
 
 
@@ -92,7 +97,7 @@ class Deadline:
         self.reached = False
 
     def near(self) -> bool:
-        """Tell, once a step, whether another step and a checkpoint may not fit; both were in the longest time between calls."""
+        """Tell, once a step, whether another step and a checkpoint may not fit: twice the longest time between calls."""
         now = time.time()
         if self.last is not None:
             self.longest = max(self.longest, now - self.last)
@@ -116,7 +121,7 @@ def end_time(environ: Mapping[str, str] = os.environ) -> float | None:
 
 
 def parse_time(text: str, *, left: bool = True) -> int | None:
-    """Seconds in a time of Slurm; None for UNLIMITED and the like. `left`: as squeue prints it, where one number is seconds."""
+    """Seconds in a time of Slurm, None for UNLIMITED and such. `left`: as squeue prints it, where one number is seconds."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
         return None
@@ -198,7 +203,10 @@ def find_mpi() -> tuple[str, str] | None:
     if "CRAY_MPICH_VERSION" in os.environ:
         return "cray", f"Cray MPICH {os.environ['CRAY_MPICH_VERSION']} is loaded"
     beside = Path(sys.executable).with_name("mpirun")
-    for path, where in ((str(beside) if beside.exists() else None, "beside this Python"), (shutil.which("mpirun"), "on PATH")):
+    for path, where in (
+        (str(beside) if beside.exists() else None, "beside this Python"),
+        (shutil.which("mpirun"), "on PATH"),
+    ):
         told = _output(path, "--version") if path else None
         for mark, kind in (("Open MPI", "openmpi"), ("Open RTE", "openmpi"), ("Intel", "intel"), ("HYDRA", "mpich")):
             if told and mark in told:
@@ -216,13 +224,14 @@ def choose(mpi: str = "auto", launcher: str = "auto") -> Choice:
     """The MPI and the launcher for it: as asked for, or by what is found."""
     found = (mpi, f"{NAMES[mpi]} was asked for") if mpi != "auto" else find_mpi()
     kind, why = found or ("openmpi", "no MPI was found here: Open MPI is assumed")
-    if launcher == "mpirun":
-        return Choice(kind, "mpirun", f"{why}; mpirun was asked for")
     fitting, kinds = PMI[kind], offered()
+    if launcher == "mpirun":
+        return Choice(kind, "mpirun", f"{why}; mpirun starts it without help of Slurm's PMI")
     if launcher == "srun" or kinds is None or fitting in kinds:
-        known = "asked for" if launcher == "srun" else "not checked: no Slurm here" if kinds is None else "offered by this Slurm"
-        return Choice(kind, f"srun --mpi={fitting}", f"{why}; it needs srun --mpi={fitting} ({known})")
-    return Choice(kind, "mpirun", f"{why}; it needs srun --mpi={fitting}, which this Slurm lacks (srun --mpi=list): mpirun")
+        known = " (not checked: no Slurm here)" if kinds is None else ", which this Slurm offers"
+        known = "" if launcher == "srun" else known
+        return Choice(kind, f"srun --mpi={fitting}", f"{why}; srun starts it with --mpi={fitting}{known}")
+    return Choice(kind, "mpirun", f"{why}; it needs srun --mpi={fitting}, which this Slurm lacks: mpirun")
 
 
 def script(request: Request) -> str:
@@ -248,7 +257,10 @@ def _head(request: Request) -> list[str]:
         (f"--cpus-per-task={request.cpus_per_rank}", "threads a rank"),
         (f"--gpus-per-node={request.gpus_per_node}" if request.gpus_per_node else "", "as many as ranks"),
         (f"--time={request.time}", ""),
-        (f"--signal={'B:' if by_mpirun else ''}USR1@{ahead}", f"{'this shell' if by_mpirun else 'all ranks'}: checkpoint and leave"),
+        (
+            f"--signal={'B:' if by_mpirun else ''}USR1@{ahead}",
+            f"{'this shell' if by_mpirun else 'all ranks'}: checkpoint and leave",
+        ),
         ("--requeue", "after preemption and a lost node"),
         ("--open-mode=append", "a restarted job goes on with its log"),
         (f"--output=%x-%j{'-%a' if array else ''}.log", ""),
@@ -256,14 +268,20 @@ def _head(request: Request) -> list[str]:
     lines = [f"#SBATCH {option:<28}# {text}" if text else f"#SBATCH {option}" for option, text in options if option]
     ranks = request.nodes * request.ranks_per_node
     what = f"{ranks} ranks on {request.nodes} nodes" + (", a GPU each" if request.gpus_per_node else "")
-    return ["#!/bin/bash", f"# mpisparse: {what}. Settings after the script's name are added: sbatch SCRIPT --seed 7", *lines]
+    return [
+        "#!/bin/bash",
+        f"# mpisparse: {what}. Settings after the script's name are added: sbatch SCRIPT --seed 7",
+        *lines,
+    ]
 
 
 def _environment(request: Request) -> list[str]:
     lines = [*request.setup] or [f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"]
     lines.append("export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}")
     if request.choice.launcher == "mpirun":
-        lines.append("export SLURM_KILL_BAD_EXIT=1             # for the srun by which mpirun starts its daemons: --kill-on-bad-exit=1")
+        lines.append(
+            "export SLURM_KILL_BAD_EXIT=1             # --kill-on-bad-exit=1 for the srun that starts mpirun's daemons"
+        )
         lines.append("unset SLURM_NTASKS_PER_NODE              # which that srun would take for the number of daemons")
     else:
         lines.append("export SRUN_CPUS_PER_TASK=$OMP_NUM_THREADS  # srun does not take it from sbatch since Slurm 22.05")
@@ -276,7 +294,9 @@ def _environment(request: Request) -> list[str]:
         ]
     if request.container is not None:
         lines.append("# Inside the container there is no squeue: say when the job ends")
-        lines.append('export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s)}')
+        lines.append(
+            'export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s)}'
+        )
     return lines
 
 
@@ -285,24 +305,24 @@ def _start(request: Request) -> list[str]:
     lines = [f"# Launcher: {request.choice.why}."]
     if request.sweep is not None:
         lines.append(f'read -ra settings < <(sed -n "${{SLURM_ARRAY_TASK_ID}}p" {shlex.quote(request.sweep)})')
-        words += ['"${settings[@]}"', "--out", '"runs/$SLURM_JOB_NAME-$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID"']
+        words += ['\\\n  "${settings[@]}"', "--out", '"runs/$SLURM_JOB_NAME-$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID"']
     elif not any(word.partition("=")[0] in ("--out", "--config") for word in request.words):
-        words += ["--out", '"runs/$SLURM_JOB_NAME-$SLURM_JOB_ID"']
+        words += ["\\\n  --out", '"runs/$SLURM_JOB_NAME-$SLURM_JOB_ID"']
     words.append('"$@"')
     if request.container is not None:
         gpus = "--nv " if request.gpus_per_node else ""
         lines.append("# The MPI in the container must be of the family, and speak the PMI, that is used here")
-        words.insert(0, f'apptainer exec {gpus}--bind "$PWD" {shlex.quote(request.container)}')
-    command = " ".join(words)
+        words.insert(0, f'apptainer exec {gpus}--bind "$PWD" {shlex.quote(request.container)} \\\n ')
+    command = "\\\n  " + " ".join(words)
     if request.choice.launcher == "mpirun":
         return [
             *lines,
             f'mpirun -n "$SLURM_NTASKS" {command} &',
             "pid=$!",
             "# mpirun ends its ranks when it gets TERM, but hands USR1 on; a second signal would end them, so once",
-            "trap 'kill -USR1 $pid; trap : TERM USR1' TERM USR1",
-            "wait $pid; code=$?",
-            "while kill -0 $pid 2>/dev/null; do wait $pid; code=$?; done  # a trap ends wait early",
+            "trap 'kill -USR1 $pid; again=1; trap again=1 TERM USR1' TERM USR1",
+            "again=1",
+            "while [ $again ]; do again=; wait $pid; code=$?; done  # a trap ends wait early",
         ]
     bind = "--gpu-bind=single:1 " if request.gpus_per_node else ""
     lines.append("trap : TERM  # ranks get it too; this shell must live to see how they end")
@@ -313,7 +333,7 @@ def _ending(request: Request) -> list[str]:
     array = request.sweep is not None
     job = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if array else "$SLURM_JOB_ID"
     return [
-        f"# {INTERRUPTED}: stopped after a checkpoint. A preempted job whose ranks could not stop so goes on from an earlier one.",
+        f"# {INTERRUPTED}: stopped after a checkpoint. A preempted job without one goes on from an earlier one.",
         f"job={job} restarts=${{SLURM_RESTART_COUNT:-0}}",
         'state=$(scontrol show job --oneliner "$job")',
         "if [ $code -eq 0 ]; then",
@@ -341,3 +361,52 @@ def read_sweep(path: str) -> list[list[str]]:
     if not lines or not all(line.strip() for line in lines):
         raise ConfigurationError(f"{path} must have settings on every line, and no line without")
     return [line.split() for line in lines]
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add what a script depends on."""
+    command.add_argument("--nodes", type=_count, default=1, help="default %(default)s")
+    command.add_argument("--ranks-per-node", type=_count, help="default: 1, or a rank a GPU")
+    command.add_argument("--cpus-per-rank", type=_count, default=1, help="threads of a rank (default %(default)s)")
+    command.add_argument("--gpus-per-node", type=_count, help="as many as ranks a node (default: none)")
+    command.add_argument("--time", default="1:00:00", help="limit of one start of the job (default %(default)s)")
+    command.add_argument("--account")
+    command.add_argument("--partition")
+    command.add_argument("--job-name", default="mpisparse", help="default %(default)s")
+    command.add_argument("--restarts", type=_count, default=20, help="times a job may requeue itself (default %(default)s)")
+    command.add_argument("--mpi", choices=["auto", *NAMES], default="auto", help="default: what is found here")
+    command.add_argument("--launcher", choices=["auto", "srun", "mpirun"], default="auto", help="default: what fits the MPI")
+    command.add_argument(
+        "--setup", action="append", default=[], metavar="LINE",
+        help="a line such as 'module load openmpi', may be repeated; default: this environment on PATH",
+    )  # fmt: skip
+    command.add_argument("--sweep", metavar="FILE", help="a job array: each line of the file adds its settings")
+    command.add_argument("--container", metavar="IMAGE", help="train inside an Apptainer image")
+    command.add_argument("words", nargs="+", metavar="train", help="after --: train and its settings")
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number >= 1, got {text!r}")
+    return int(text)
+
+
+def run(args: argparse.Namespace, check: Callable[[Sequence[str]], object]) -> int:
+    """Print the script that the arguments ask for; `check` refuses a wrong command line of train."""
+    if args.words[0] != "train":
+        raise ConfigurationError(f"a script is for mpisparse train: end with -- train ..., got {args.words[0]!r}")
+    lines = read_sweep(args.sweep) if args.sweep else []
+    for settings in lines or [[]]:
+        check([*args.words, *settings])
+    gpus = args.gpus_per_node or 0
+    ranks = args.ranks_per_node or gpus or 1
+    if gpus and ranks != gpus:
+        raise ConfigurationError(f"a rank has a GPU of its own: got {ranks} ranks and {gpus} GPUs a node")
+    request = Request(
+        choice=choose(args.mpi, args.launcher), words=args.words[1:], nodes=args.nodes, ranks_per_node=ranks,
+        cpus_per_rank=args.cpus_per_rank, gpus_per_node=gpus, time=args.time, account=args.account,
+        partition=args.partition, job_name=args.job_name, restarts=args.restarts, setup=args.setup, sweep=args.sweep,
+        settings_in_sweep=len(lines), container=args.container,
+    )  # fmt: skip
+    print(script(request), end="")
+    return 0

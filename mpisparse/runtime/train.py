@@ -13,11 +13,13 @@ import torch
 import mpisparse
 from mpisparse import checkpoint
 from mpisparse.errors import CheckpointError, ConfigurationError
-from mpisparse.exchange import Exchange, end_job_on_uncaught_exception
+from mpisparse.exchange import Exchange, end_job_on_uncaught_exception, library
 from mpisparse.parts import Clock
+from mpisparse.runtime import slurm
 from mpisparse.runtime.evaluate import evaluate, reached
 from mpisparse.runtime.metrics import MetricsFile, step_fields
-from mpisparse.runtime.progress import facts_of, human_bytes, make_progress
+from mpisparse.runtime.output import RankOutput
+from mpisparse.runtime.progress import facts_of, human_bytes, make_progress, own_facts
 from mpisparse.runtime.schedule import Order, Position, density_at, lr_factor
 from mpisparse.runtime.settings import Settings, to_toml
 from mpisparse.runtime.signals import INTERRUPTED, StopRequest
@@ -29,13 +31,28 @@ DEFAULT_EPOCHS = 5
 
 
 def run(settings: Settings, stop: StopRequest) -> int:
-    """Train as the settings say; collective. Returns the exit code: 0 when done, 85 when stopped by a signal."""
+    """Train as the settings say; collective. Returns the exit code: 0 when done, 85 when stopped by signal or clock."""
     end_job_on_uncaught_exception()
-    trainer = Trainer(settings, stop)
+    with open_output(settings):
+        trainer = Trainer(settings, stop)
+        try:
+            return trainer.train()
+        finally:
+            trainer.close()
+
+
+def open_output(settings: Settings) -> RankOutput:
+    """Check that the ranks see each other, and prepare where their output goes; collective."""
+    exchange = Exchange()
+    slurm.check_world(exchange.size, library()["name"])
+    error: ConfigurationError | None = None
     try:
-        return trainer.train()
-    finally:
-        trainer.close()
+        output = RankOutput(exchange.rank, Path(settings.out) / "logs" if settings.log_ranks else None)
+    except OSError as caught:
+        error = ConfigurationError(f"cannot write to {settings.out}: {caught.strerror}")
+    exchange.raise_together(error)
+    exchange.close()
+    return output
 
 
 class Trainer:
@@ -64,8 +81,10 @@ class Trainer:
         self.saving: checkpoint.Saving | None = None
         self.saved: checkpoint.Saving | None = None
         self.metrics = self._open_metrics()
-        self.progress = make_progress(self.sync.rank, self.total, self.step)
+        self.progress = make_progress(self.sync.rank, self.total, self.step, log_ranks=settings.log_ranks)
         self.writer = self._open_tensorboard()
+        watches = self.sync.rank == 0 and settings.stop_before > 0
+        self.deadline = slurm.Deadline(slurm.end_time() if watches else None, settings.stop_before)
 
     # Setting up
 
@@ -165,7 +184,8 @@ class Trainer:
             if asked or hit or due or self.step == self.total:
                 self._checkpoint(wait=asked or hit or self.step == self.total)
             if asked:
-                self._event("signal", f"asked to stop; start the same command again to go on from step {self.step}")
+                why = "the job's time limit is near" if self.deadline.reached else "asked to stop"
+                self._event("signal", f"{why}; start the same command again to go on from step {self.step}")
                 return 1 if self.failed else INTERRUPTED
             if hit:
                 self._event("stop", f"target {self.settings.target:g} reached")
@@ -176,7 +196,7 @@ class Trainer:
         return self.settings.eval_every or self._steps_an_epoch()
 
     def _one_step(self) -> bool:
-        """Do one optimizer step and report it; collective. Returns whether any rank was asked to stop."""
+        """Do one optimizer step and report it; collective. Returns whether a rank was asked to stop, or time is short."""
         settings = self.settings
         factor = lr_factor(self.step, self.total, settings.schedule, settings.warmup, settings.drop_at)
         for group in self.optimizer.param_groups:
@@ -215,7 +235,7 @@ class Trainer:
     def _report(self, loss: float, lr: float, seconds: dict[str, float]) -> bool:
         """Gather what ranks have to say of a step, write it on rank 0, finish a checkpoint that is written; collective."""
         stats = self.sync.stats
-        flags = (self.stop.asked, self.saving is None or self.saving.written)
+        flags = (self.deadline.near() or self.stop.asked, self.saving is None or self.saving.written)
         row = [*flags, loss, stats.bytes_sent, stats.bytes_received, *(seconds.get(phase, 0.0) for phase in PHASES)]
         rows = self.sync.gather_floats(np.array(row, dtype=np.float64))
         self.seconds += float(rows[:, 5:].sum(axis=1).max())
@@ -236,6 +256,8 @@ class Trainer:
                 self.metrics.write("step", **place, **fields, **every)
                 self._tensorboard({"loss": fields["loss"]["mean"], "density": stats.density, "lr": lr})
             self.progress.step(self.step, facts_of(fields, dense))
+        else:
+            self.progress.step(self.step, own_facts(loss, seconds))
         if self.saving is not None and bool(rows[:, 1].all()):
             self._finish_saving()
         return bool(rows[:, 0].any())
