@@ -60,6 +60,35 @@ class TopK(Stateless):
         return np.sort(index.numpy()), float(values.min())
 
 
+class SampledTopK(Stateless):
+    """What reaches the threshold of the k largest in a sample; of far too many, the k largest.
+
+    Over the first `warm_up` steps k falls from a quarter of all, by the same factor in every step.
+    """
+
+    SAMPLE, LEAST, SLACK, START = 0.01, 4096, 1.3, 0.25
+
+    def __init__(self, backend: Any, seed: int, warm_up: int) -> None:
+        self.backend = backend
+        self.seed = seed
+        self.warm_up = warm_up
+
+    def pick(self, acc: Floats, k: int, step: int) -> tuple[Ints, float]:
+        n = len(acc)
+        if step < self.warm_up:
+            k = max(k, round(n * self.START * (k / n / self.START) ** (step / self.warm_up)))
+        count = min(n, max(self.LEAST, int(self.SAMPLE * n)))
+        generator = np.random.Generator(np.random.Philox(key=[self.seed, step]))
+        sample = np.abs(acc[generator.integers(0, n, count)]) if count < n else np.abs(acc)
+        wanted = max(1, round(k * count / n))
+        threshold = float(np.partition(sample, count - wanted)[count - wanted])
+        index, magnitude, _ = self.backend.select(acc, 0, n, threshold)
+        if len(index) > self.SLACK * k:
+            largest = np.sort(np.argpartition(magnitude, len(magnitude) - k)[len(magnitude) - k :])
+            index, threshold = index[largest], float(magnitude[largest].min())
+        return index, threshold
+
+
 class CyclicTopK(TopK):
     """The k largest of one rank, which all take; it is another rank's turn in every step."""
 
@@ -207,16 +236,18 @@ class UnionChooser:
 
     def state(self) -> dict[str, Any]:
         """What the next choice depends on."""
-        return {"step": self.step, **self.picker.state()}
+        return {"step": self.step, **self.scorer.state(), **self.picker.state()}
 
     def check(self, state: dict[str, Any]) -> None:
         """Raise ConfigurationError unless load() could take the state."""
         int(state["step"])
+        self.scorer.check(state)
         self.picker.check(state)
 
     def load(self, state: dict[str, Any]) -> None:
         """Take what state() gave."""
         self.step = int(state["step"])
+        self.scorer.load(state)
         self.picker.load(state)
 
 

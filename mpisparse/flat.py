@@ -121,6 +121,19 @@ class Gradients:
             pointers[np.searchsorted(self.ends, slot.end)] = alive[-1].data_ptr()
         return Gradients(pointers, self.ends, self.kinds, [], alive)
 
+    def clipped(self, most: float | None) -> Gradients:
+        """The same dense gradients scaled to a norm of at most `most`; None: as they are."""
+        if most is None or not self.alive:
+            return self
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.float()) for g in self.alive]))
+        if not norm > most:
+            return self
+        pointers, scaled = self.pointers.copy(), [g * (most / norm).to(g.dtype) for g in self.alive]
+        places = {g.data_ptr(): s.data_ptr() for g, s in zip(self.alive, scaled, strict=True) if g.numel()}
+        for i in np.flatnonzero(pointers).tolist():
+            pointers[i] = places.get(int(pointers[i]), pointers[i])
+        return Gradients(pointers, self.ends, self.kinds, [], scaled)
+
     def first_nonfinite(self, backend: Any) -> int:
         """Read all gradients; the first flat index that is not finite, or -1."""
         for slot, grad in self.sparse:

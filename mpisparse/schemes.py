@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mpisparse.agree import Inputs
-from mpisparse.baselines import CyclicTopK, HardThreshold, Picker, RandomK, Sidco, TopK, UnionChooser
+from mpisparse.baselines import CyclicTopK, HardThreshold, Picker, RandomK, SampledTopK, Sidco, TopK, UnionChooser
 from mpisparse.blend import Blend
 from mpisparse.codecs import CODECS
 from mpisparse.errors import ConfigurationError, check_choice, suggest
 from mpisparse.exclusive import ExclusiveChooser
 from mpisparse.parts import Clock, Parts
-from mpisparse.score import Average, Magnitude
+from mpisparse.score import Average, Corrected, Magnitude
 from mpisparse.selector import PARTITIONERS, ExclusiveSelector
 from mpisparse.step import DenseStep, SparseStep, Stats
 from mpisparse.threshold import CONTROLLERS
@@ -94,6 +94,12 @@ def check_flag(name: str, value: object) -> None:
     """Raise unless value is True or False."""
     if not isinstance(value, bool):
         raise ConfigurationError(f"{name} must be True or False, got {value!r}")
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raise unless value is None or a finite number above 0."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf):
+        raise ConfigurationError(f"{name} must be a number above 0, got {value!r}")
 
 
 def check_share(name: str, value: object) -> None:
@@ -233,8 +239,12 @@ class Baseline(Options):
         """How a rank chooses."""
         raise NotImplementedError
 
+    def scorer(self, parts: Parts) -> Magnitude:
+        """What adds up."""
+        return Magnitude(parts.residual, parts.backend)
+
     def build(self, parts: Parts) -> Step:
-        scorer, codec = Magnitude(parts.residual, parts.backend), CODECS[self.codec]
+        scorer, codec = self.scorer(parts), CODECS[self.codec]
         return SparseStep(
             parts,
             scorer=scorer,
@@ -283,9 +293,7 @@ class FixedThreshold(Baseline):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = self.threshold
-        if given is not None and (isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < math.inf):
-            raise ConfigurationError(f"threshold must be a number above 0, got {given!r}")
+        check_positive("threshold", self.threshold)
 
     def picker(self, parts: Parts) -> Picker:
         return HardThreshold(parts.backend, self.threshold)
@@ -299,6 +307,41 @@ class StatisticalThreshold(Baseline):
         return Sidco(parts.backend)
 
 
+@dataclass(frozen=True)
+class DeepGradientCompression(Baseline):
+    """Local top-k by a sample of an accumulator of momentum; the optimizer must then have no momentum of its own.
+
+    factor: of the momentum. clip: the largest norm of all ranks' gradient, of which a rank gets 1 / sqrt(ranks).
+    warm_up: steps over which the density falls from 0.25 to the set one. seed: of the sample, with the step.
+    """
+
+    factor: float = 0.9
+    clip: float | None = None
+    warm_up: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.factor, bool) or not isinstance(self.factor, int | float) or not 0.0 <= self.factor < 1.0:
+            raise ConfigurationError(f"factor must be a number in [0, 1), got {self.factor!r}")
+        check_positive("clip", self.clip)
+        check_whole("warm_up", self.warm_up, 0)
+        check_whole("seed", self.seed, 0)
+        if self.clip is not None and self.accumulate == "backward":
+            raise ConfigurationError('clip needs accumulate="step": during backward the gradient\'s norm is not known yet')
+
+    @property
+    def needs_whole_gradient(self) -> bool:
+        return True
+
+    def picker(self, parts: Parts) -> Picker:
+        return SampledTopK(parts.backend, self.seed, self.warm_up)
+
+    def scorer(self, parts: Parts) -> Magnitude:
+        clip = None if self.clip is None else self.clip / math.sqrt(parts.exchange.size)
+        return Corrected(parts.residual, parts.backend, parts.layout.slots, self.factor, clip)
+
+
 SCHEMES: dict[str, type[Options]] = {
     "dense": Dense,
     "exdyna": Exdyna,
@@ -308,6 +351,7 @@ SCHEMES: dict[str, type[Options]] = {
     "randomk": SharedRandomK,
     "threshold": FixedThreshold,
     "sidco": StatisticalThreshold,
+    "dgc": DeepGradientCompression,
 }
 
 

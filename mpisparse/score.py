@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mpisparse.flat import Slot
 
 Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
 
 
 class Magnitude:
@@ -57,6 +58,9 @@ class Magnitude:
         bad = int(self.backend.accumulate(self.acc[slot.begin : slot.end], source.data_ptr(), slot.sent_kind))
         return bad + slot.begin if bad >= 0 else bad
 
+    def sent(self, index: Ints) -> None:
+        """These elements were sent. Nothing: their scores are what is left of them."""
+
     def state(self) -> dict[str, Any]:
         """Nothing: the residual is saved anyway."""
         return {}
@@ -68,43 +72,72 @@ class Magnitude:
         """Nothing to take."""
 
 
-class Average(Magnitude):
-    """A moving average of the gradients' magnitudes: rate x |gradient| + (1 - rate) x average, once a step."""
+class WholeGradient(Magnitude):
+    """A scorer that remembers something of each step's gradient, and so must be given it once, whole.
 
-    prior = 0.0
+    A parameter without a gradient has one of zeros.
+    """
+
     whole = True
 
-    def __init__(self, residual: torch.Tensor, backend: Any, slots: list[Slot], rate: float) -> None:
+    def __init__(self, residual: torch.Tensor, backend: Any, slots: list[Slot]) -> None:
         super().__init__(residual, backend)
         self.slots = slots
-        self.rate = rate
-        self.scores = zeros(len(residual), torch.float32).numpy()
+        self.memory: Floats = zeros(len(residual), torch.float32).numpy()
         self.seen = np.zeros(len(slots), dtype=bool)
-
-    def accumulate(self, inputs: Inputs, lo: int, hi: int, floor: float) -> Found:
-        gradients = inputs.gradients
-        if gradients is None:
-            for i in np.flatnonzero(~self.seen).tolist():  # a parameter without a gradient has one of zeros
-                self._update(self.slots[i], 0)
-            self.seen[:] = False
-            found = Found(*self.backend.select(self.scores, lo, hi, floor))
-        else:
-            gradients = gradients.densified()
-            dense = (gradients.pointers, gradients.ends, gradients.kinds)
-            found = Found(*self.backend.average_select(self.acc, self.scores, self.rate, *dense, lo, hi, floor))
-        inputs.note_nonfinite(found.bad)
-        return found
 
     def add(self, i: int, slot: Slot, grad: torch.Tensor) -> int:
         if self.seen[i]:
             raise GradientError(
-                f"a second backward before step() gave {slot.name} another gradient: its moving average needs the step's "
-                'whole gradient at once; pass accumulate="step"'
+                f"a second backward before step() gave {slot.name} another gradient, but a step's gradient is needed whole; "
+                'pass accumulate="step"'
             )
         self.seen[i] = True
         source = in_order(slot, grad if grad.layout is torch.strided else grad.to_dense())
         bad = self._update(slot, source.data_ptr())
         return bad + slot.begin if bad >= 0 else bad
+
+    def _update(self, slot: Slot, pointer: int) -> int:
+        """Take one parameter's gradient; 0 is one of zeros. Returns where in it the accumulator is not finite, or -1."""
+        raise NotImplementedError
+
+    def _complete(self) -> None:
+        """Path "backward": give the parameters that had no gradient theirs."""
+        for i in np.flatnonzero(~self.seen).tolist():
+            self._update(self.slots[i], 0)
+        self.seen[:] = False
+
+    def _check_memory(self, memory: Any, what: str, *, signed: bool) -> None:
+        array = np.asarray(memory)
+        fits = array.shape == self.memory.shape and bool(np.isfinite(array).all())
+        if not fits or (not signed and (array < 0).any()):
+            raise ConfigurationError(f"the {what} in the state does not fit {len(self.memory)} elements")
+
+    def _load_memory(self, memory: Any) -> None:
+        self.memory[:] = memory
+        self.seen[:] = False
+
+
+class Average(WholeGradient):
+    """A moving average of the gradients' magnitudes: rate x |gradient| + (1 - rate) x average, once a step."""
+
+    prior = 0.0
+
+    def __init__(self, residual: torch.Tensor, backend: Any, slots: list[Slot], rate: float) -> None:
+        super().__init__(residual, backend, slots)
+        self.rate = rate
+        self.scores = self.memory
+
+    def accumulate(self, inputs: Inputs, lo: int, hi: int, floor: float) -> Found:
+        if inputs.gradients is None:
+            self._complete()
+            found = Found(*self.backend.select(self.scores, lo, hi, floor))
+        else:
+            gradients = inputs.gradients.densified()
+            dense = (gradients.pointers, gradients.ends, gradients.kinds)
+            found = Found(*self.backend.average_select(self.acc, self.scores, self.rate, *dense, lo, hi, floor))
+        inputs.note_nonfinite(found.bad)
+        return found
 
     def _update(self, slot: Slot, pointer: int) -> int:
         part = slice(slot.begin, slot.end)
@@ -118,10 +151,55 @@ class Average(Magnitude):
 
     def check(self, state: dict[str, Any]) -> None:
         """Raise ConfigurationError unless the average in the state is one of this vector."""
-        average = np.asarray(state["mean.average"])
-        if average.shape != self.scores.shape or not np.isfinite(average).all() or (average < 0).any():
-            raise ConfigurationError(f"the moving average in the state is not of {len(self.scores)} finite magnitudes")
+        self._check_memory(state["mean.average"], "moving average", signed=False)
 
     def load(self, state: dict[str, Any]) -> None:
-        self.scores[:] = state["mean.average"]
-        self.seen[:] = False
+        self._load_memory(state["mean.average"])
+
+
+class Corrected(WholeGradient):
+    """What adds up is not the gradient but its momentum, factor x momentum + gradient; what is sent loses its momentum.
+
+    `clip`: the largest norm of this rank's gradient; path "backward" has no whole gradient and so no norm.
+    """
+
+    def __init__(self, residual: torch.Tensor, backend: Any, slots: list[Slot], factor: float, clip: float | None) -> None:
+        super().__init__(residual, backend, slots)
+        self.factor = np.float32(factor)
+        self.clip = clip
+
+    def accumulate(self, inputs: Inputs, lo: int, hi: int, floor: float) -> Found:
+        if inputs.gradients is None:
+            self._complete()
+        else:
+            gradients = inputs.gradients.densified().clipped(self.clip)
+            self.memory *= self.factor
+            self.backend.accumulate_select(self.memory, gradients.pointers, gradients.ends, gradients.kinds, 0, 0, 0.0)
+            with np.errstate(over="ignore", invalid="ignore"):
+                self.acc += self.memory
+        *_, bad = self.backend.select(self.acc, 0, len(self.acc), float("inf"))
+        inputs.note_nonfinite(bad)
+        return Found(*self.backend.select(self.acc, lo, hi, floor))
+
+    def _update(self, slot: Slot, pointer: int) -> int:
+        part = slice(slot.begin, slot.end)
+        self.memory[part] *= self.factor
+        bad = int(self.backend.accumulate(self.memory[part], pointer, slot.sent_kind)) if pointer else -1
+        with np.errstate(over="ignore", invalid="ignore"):
+            self.acc[part] += self.memory[part]
+        return bad
+
+    def sent(self, index: Ints) -> None:
+        """Their momentum ends too: what is stale must not go on moving them."""
+        self.memory[index] = 0.0
+
+    def state(self) -> dict[str, Any]:
+        """The momentum; on another number of ranks the mean of those of the ranks taken over."""
+        return {"mean.momentum": self.memory}
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise ConfigurationError unless the momentum in the state is one of this vector."""
+        self._check_memory(state["mean.momentum"], "momentum", signed=True)
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._load_memory(state["mean.momentum"])

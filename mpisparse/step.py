@@ -100,6 +100,7 @@ class SparseStep:
             self.blend.settle(backend, self.acc, sent, mean, left)
         elif self.codec is not None and not self.codec.lossless:
             backend.put(self.acc, union, left)
+        self.scorer.sent(union)
         clock.lap("feedback")
         published.clear()
         if published.write(sent.index, mean):

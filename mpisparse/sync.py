@@ -112,7 +112,7 @@ class GradientSync:
         """Accumulate gradients only: backward inside adds up, and step() is refused until the block is left."""
         if self._options.accumulate == "backward" and self._options.needs_whole_gradient:
             raise ConfigurationError(
-                f'r{self.rank} | no_sync() with accumulate="backward": a moving average needs the step\'s whole gradient at '
+                f'r{self.rank} | no_sync() with accumulate="backward": this scheme needs the step\'s whole gradient at '
                 'once, which only accumulate="step" has'
             )
         before, self._syncing = self._syncing, False

@@ -10,7 +10,7 @@ import torch
 from mpi4py import MPI
 from numpy.typing import NDArray
 from oracle import SENT
-from ranks import PATHS, everywhere, loss_of, raised, seeded, small, train_lawfully
+from ranks import PATHS, everywhere, loss_of, raised, seeded, small, total, train_lawfully
 from torch import nn
 
 import mpisparse
@@ -19,7 +19,7 @@ from mpisparse.errors import ConfigurationError
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
-BASELINES = ["topk", "cltk", "randomk", "threshold", "sidco"]
+BASELINES = ["topk", "cltk", "randomk", "threshold", "sidco", "dgc"]
 both_paths = pytest.mark.parametrize("path", PATHS)
 every_baseline = pytest.mark.parametrize("scheme", BASELINES)
 
@@ -29,7 +29,7 @@ class Twin:
 
     def __init__(self, scheme: str, n: int, size: int, k: int, codec: str) -> None:
         self.scheme, self.n, self.size, self.k, self.sent = scheme, n, size, k, SENT[codec]
-        self.acc = np.zeros((size, n), np.float32)
+        self.acc, self.velocity = np.zeros((2, size, n), np.float32)
         self.thresholds: list[np.float32] = []
         self.stages, self.ratios = [1] * size, [[] for _ in range(size)]
         self.t = 0
@@ -44,6 +44,9 @@ class Twin:
         if self.scheme == "randomk":
             lot = np.random.Generator(np.random.Philox(key=[0, self.t])).choice(self.n, self.k, False, shuffle=False)
             return [lot] * self.size
+        if self.scheme == "dgc":  # so few elements are all in the sample
+            kept = [np.abs(acc) >= np.sort(np.abs(acc))[self.n - self.k] for acc in self.acc]
+            return [np.flatnonzero(mask) for mask in kept]
         if self.scheme == "sidco":
             return [self.by_fit(r) for r in range(self.size)]
         if not self.thresholds:
@@ -70,9 +73,11 @@ class Twin:
 
     def step(self, gradients: list[Floats]) -> tuple[Floats, Ints]:
         """The published mean, and how many elements each rank picked."""
-        self.acc += np.stack(gradients)
+        self.velocity = np.float32(0.9 if self.scheme == "dgc" else 0.0) * self.velocity + np.stack(gradients)
+        self.acc += self.velocity
         picks = self.picks()
         union = np.unique(np.concatenate(picks))
+        self.velocity[:, union] = 0
         mean = np.zeros(self.n, np.float32)
         for owner in range(self.size):
             part = union[owner * len(union) // self.size : (owner + 1) * len(union) // self.size]
@@ -121,7 +126,8 @@ def test_the_whole_step_against_numpy(comm: MPI.Intracomm, scheme: str, path: st
 )
 def test_nothing_is_lost_and_replicas_are_equal(comm: MPI.Intracomm, scheme: str, options: dict[str, Any]) -> None:
     model = small()
-    sync = mpisparse.GradientSync(model, scheme=scheme, **{"density": 0.02, **options})
+    gradient_adds_up = {"factor": 0.0} if scheme == "dgc" else {}
+    sync = mpisparse.GradientSync(model, scheme=scheme, **{"density": 0.02, **gradient_adds_up, **options})
     train_lawfully(comm, model, sync, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loss_of, 8)
 
 
@@ -144,6 +150,35 @@ def test_what_builds_up_and_what_does_not(comm: MPI.Intracomm) -> None:
     assert 1.0 + 0.2 * (comm.size - 1) <= built["topk"] <= comm.size
 
 
+def test_dgc_clips_the_local_gradient(comm: MPI.Intracomm) -> None:
+    model = small()
+    sync = mpisparse.GradientSync(model, scheme="dgc", density=1.0, clip=0.01)
+    loss_of(model, seeded(comm.rank, 0)).backward()
+    own = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+    most = 0.01 / np.sqrt(comm.size)
+    assert everywhere(comm, own.norm() > most)
+    expected = total(comm, own * (most / own.norm())) / comm.size
+    sync.step()
+    published = torch.cat([p.grad.reshape(-1) for p in model.parameters()]).double()
+    assert everywhere(comm, torch.allclose(published, expected, rtol=1e-4, atol=1e-9))
+    sync.close()
+
+
+def test_dgc_warms_up(comm: MPI.Intracomm) -> None:
+    torch.manual_seed(5)
+    model = nn.Linear(300, 200)
+    sync = mpisparse.GradientSync(model, scheme="dgc", density=0.001, warm_up=4)
+    picked = []
+    for step in range(6):
+        model.zero_grad()
+        model(torch.randn(4, 300, generator=seeded(comm.rank, step))).square().mean().backward()
+        sync.step()
+        picked.append(max(sync.stats.workloads) / sync.residual.numel())
+    wanted = [0.25 * (0.001 / 0.25) ** (t / 4) for t in range(4)] + [0.001, 0.001]
+    assert everywhere(comm, all(0.3 * w <= p <= 1.4 * w for p, w in zip(picked, wanted, strict=True))), picked
+    sync.close()
+
+
 def test_what_is_not_compensated_is_dropped(comm: MPI.Intracomm) -> None:
     for scheme in BASELINES:
         model = small()
@@ -159,6 +194,8 @@ def test_what_is_not_compensated_is_dropped(comm: MPI.Intracomm) -> None:
     [
         ({"scheme": "threshold", "threshold": -1.0}, "threshold must be a number above 0, got -1.0"),
         ({"scheme": "randomk", "seed": 0.5}, "seed must be a whole number >= 0, got 0.5"),
+        ({"scheme": "dgc", "factor": 1.0}, "factor must be a number in [0, 1), got 1.0"),
+        ({"scheme": "dgc", "clip": 1.0, "accumulate": "backward"}, 'clip needs accumulate="step"'),
         ({"scheme": "topk", "compensate": 1}, "compensate must be True or False, got 1"),
         ({"scheme": "top-k"}, "did you mean 'topk'?"),
         ({"scheme": "cltk", "blocks": 5}, "unknown option 'blocks'"),

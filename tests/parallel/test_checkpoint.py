@@ -35,6 +35,7 @@ SCHEMES += [
     {"scheme": "randomk", "density": 0.05},
     {"scheme": "threshold", "density": 0.05},
     {"scheme": "sidco", "density": 0.05},
+    {"scheme": "dgc", "density": 0.05},
 ]
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
