@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from mpisparse.errors import ConfigurationError
 from mpisparse.runtime import slurm
 from mpisparse.runtime.settings import add_arguments, resolve
 from mpisparse.runtime.signals import StopRequest, ignore
+
+PATIENCE = 3.0  # seconds
 
 
 def parser() -> argparse.ArgumentParser:
@@ -94,13 +97,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = COMMANDS[args.command](args)
     except ConfigurationError as error:
-        if not error.repeated:
+        if not _said_by_another(error):
             print(f"mpisparse {args.command}: {error}", file=sys.stderr)
         code = 2
     finally:
         if argv is None and code:
             ignore()  # srun and mpirun end all ranks when the first one leaves so: each is to leave with its own exit code
     return code
+
+
+def _said_by_another(error: ConfigurationError) -> bool:
+    """Whether another rank says the same. Tasks of srun wait for the first to say it, and for srun to end all after that."""
+    if error.repeated or slurm.first_task():
+        return error.repeated
+    stop = StopRequest()
+    until = time.monotonic() + PATIENCE
+    while not stop.asked and time.monotonic() < until:
+        time.sleep(0.05)
+    stop.restore()
+    return stop.asked
 
 
 def _train(args: argparse.Namespace) -> int:

@@ -66,12 +66,10 @@ def separate_worlds(size: int, library: str, environ: Mapping[str, str] = os.env
 
 
 def check_world(size: int, library: str) -> None:
-    """Refuse a job whose tasks do not see each other; said by its first task."""
+    """Refuse a job whose tasks do not see each other."""
     problem = separate_worlds(size, library)
     if problem:
-        error = ConfigurationError(problem)
-        error.repeated = not first_task()
-        raise error
+        raise ConfigurationError(problem)
 
 
 def kind_of(library: str) -> str | None:
