@@ -96,8 +96,9 @@ class Site:
 
     @property
     def environment(self) -> dict[str, str]:
+        own = {name: value for name, value in os.environ.items() if not name.startswith("PRTE_")}  # let Slurm place ranks
         return {
-            **os.environ,
+            **own,
             "PATH": f"{self.programs}:{os.environ['PATH']}",
             "PYTHONPATH": str(self.home),
             "MPISPARSE_PROGRESS": "plain",
