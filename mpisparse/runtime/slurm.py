@@ -339,7 +339,7 @@ def _ending(request: Request) -> list[str]:
         f'elif [ $code -ne {INTERRUPTED} ] && [[ $state != *" PreemptTime="[0-9]* ]]; then',
         '  echo "mpisparse: training failed with exit code $code" >&2',
         'elif [[ $state != *" JobState=RUNNING "* ]]; then',
-        '  echo "mpisparse: the job was cancelled, or its time is over; submit it again with the same --out to go on" >&2',
+        '  echo "mpisparse: stopped by Slurm; if the job does not come back, submit it again with the same --out" >&2',
         f"elif [ $restarts -ge {request.restarts} ]; then",
         f'  echo "mpisparse: stopped after {request.restarts} restarts; submit it again with the same --out to go on" >&2',
         "else",

@@ -25,7 +25,7 @@ from mpisparse.checkpoint import h5file, store
 pytestmark = pytest.mark.usefixtures("lab")
 
 TEMPLATES = Path(__file__).parents[2] / "slurm"
-TIMEOUT = 150.0  # seconds for a job; with a restart one takes about twenty
+TIMEOUT = 300.0  # seconds for a job; with a restart one takes about twenty, on a machine with nothing else to do
 STEPS = 40
 SETTINGS = [
     *("--model", "tiny:model", "--data", "tiny:data", "--steps", str(STEPS), "--batch-size", "4"),
