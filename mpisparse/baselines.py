@@ -18,6 +18,7 @@ from mpisparse.errors import ConfigurationError
 from mpisparse.parts import Chosen, Clock, Parts, Region
 from mpisparse.rows import unite
 from mpisparse.score import Magnitude
+from mpisparse.threshold import TINY
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -81,7 +82,7 @@ class SampledTopK(Stateless):
         generator = np.random.Generator(np.random.Philox(key=[self.seed, step]))
         sample = np.abs(acc[generator.integers(0, n, count)]) if count < n else np.abs(acc)
         wanted = max(1, round(k * count / n))
-        threshold = float(np.partition(sample, count - wanted)[count - wanted])
+        threshold = max(float(np.partition(sample, count - wanted)[count - wanted]), TINY)
         index, magnitude, _ = self.backend.select(acc, 0, n, threshold)
         if len(index) > self.SLACK * k:
             largest = np.sort(np.argpartition(magnitude, len(magnitude) - k)[len(magnitude) - k :])
@@ -120,13 +121,15 @@ class HardThreshold:
 
     common = False
 
-    def __init__(self, backend: Any, threshold: float | None) -> None:
+    def __init__(self, backend: Any, threshold: float | None, density: float) -> None:
         self.backend = backend
-        self.threshold = threshold or 0.0
+        self.threshold = max(threshold, TINY) if threshold else 0.0
+        self.density = density
 
     def pick(self, acc: Floats, k: int, step: int) -> tuple[Ints, float]:
-        if self.threshold <= 0.0:
-            self.threshold = float(np.partition(np.abs(acc), len(acc) - k)[len(acc) - k])
+        if self.threshold <= 0.0:  # by the density that was set at first, not by that of a warm-up
+            at = len(acc) - max(1, int(self.density * len(acc)))
+            self.threshold = max(float(np.partition(np.abs(acc), at)[at]), TINY)
         index, _, _ = self.backend.select(acc, 0, len(acc), self.threshold)
         return index, self.threshold
 
@@ -162,6 +165,7 @@ class Sidco:
         stages = min(self.stages, most)
         shares = [self.STAGE] * (stages - 1) + [wanted / self.STAGE ** (stages - 1)]
         threshold = mean_magnitude(acc) * math.log(1.0 / min(1.0, shares[0]))
+        threshold = max(threshold, TINY)
         index, magnitude, _ = self.backend.select(acc, 0, len(acc), threshold)
         for share in shares[1:]:
             excess = float(np.mean(magnitude, dtype=np.float64)) - threshold if len(magnitude) else 0.0
@@ -219,7 +223,9 @@ class UnionChooser:
             workloads = np.diff(np.arange(exchange.size + 1) * len(mine) // exchange.size)
             union = mine
         else:
-            workloads = share_counts(exchange, inputs, np.array([len(mine)]), n)[:, 0]
+            bits = int(np.float32(threshold).view(np.uint32))  # the largest of the ranks' thresholds is the step's
+            counts = share_counts(exchange, inputs, np.array([len(mine), bits]), n)
+            workloads, threshold = counts[:, 0], float(counts[:, 1].max().astype(np.uint32).view(np.float32))
             union = self._unite(mine, workloads)
         clock.lap("unite")
         return Chosen(union, shared_out(union, n, exchange.size), workloads, threshold)

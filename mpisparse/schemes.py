@@ -296,7 +296,7 @@ class FixedThreshold(Baseline):
         check_positive("threshold", self.threshold)
 
     def picker(self, parts: Parts) -> Picker:
-        return HardThreshold(parts.backend, self.threshold)
+        return HardThreshold(parts.backend, self.threshold, self.density)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ block counts are known. Elsewhere the borders follow a moving average of past co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,11 +106,16 @@ class ExclusiveSelector:
 
     def check(self, state: dict[str, Any]) -> None:
         """Raise ConfigurationError unless edges and borders in a state cut this vector."""
+        known = self.controller.state()
+        for key, value in known.items():
+            if not math.isfinite(type(value)(state[f"controller.{key}"])):
+                raise ConfigurationError(f"the controller's {key} in the state is {state[f'controller.{key}']!r}")
+        int(state["step"])
         edges, borders = np.asarray(state["edges"]), np.asarray(state["borders"])
         n = int(self.edges[-1])
         if len(edges) < 2 or edges[0] != 0 or edges[-1] != n or (np.diff(edges) < 0).any():
             raise ConfigurationError(f"the edges in the state do not cut {n} elements into blocks")
-        if borders[0] != 0 or borders[-1] != len(edges) - 1 or (np.diff(borders) < 0).any():
+        if len(borders) < 2 or borders[0] != 0 or borders[-1] != len(edges) - 1 or (np.diff(borders) < 0).any():
             raise ConfigurationError(f"the borders in the state do not share out {len(edges) - 1} blocks")
 
     def load(self, state: dict[str, Any]) -> None:

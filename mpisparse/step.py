@@ -23,9 +23,9 @@ from mpisparse.score import Magnitude
 class Stats:
     """What a step did. Bytes are those of other ranks' data and of this rank's to others; seconds are by phase.
 
-    reselected and refined count the searches for a threshold beyond the first ladder; workloads and borders are the
-    partitions' shares and bounds, in ascending order. sent_density counts also what was selected in earlier steps and
-    still has momentum.
+    reselected and refined count the searches for a threshold beyond the first ladder. workloads are what each rank
+    selected and borders the bounds of the regions whose sums the ranks make, both in the order of the regions.
+    sent_density counts also what was selected in earlier steps and still has momentum.
     """
 
     step: int

@@ -223,6 +223,8 @@ class GradientSync:
             self.check_state(state)
         except ConfigurationError as caught:
             error = caught
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as caught:
+            error = ConfigurationError(f"the state is not one that state_dict() gave: {type(caught).__name__}: {caught}")
         self._exchange.raise_together(error)
         self._residual.copy_(torch.as_tensor(state["residual"]))
         self._step.load(self._step_state(state))

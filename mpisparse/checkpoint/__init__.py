@@ -104,6 +104,10 @@ def begin_save(
     Call finish() on the result, on all ranks, before the next checkpoint. `last`: a finished one, whose memory for the
     copy is used again.
     """
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ConfigurationError(f"step must be a whole number >= 0, got {step!r}")
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise ConfigurationError(f"keep must be a whole number >= 1, or None for all, got {keep!r}")
     if last is not None and not last.written:
         raise CheckpointError("the last checkpoint is still being written; call its finish() first")
     memory = last._memory if last is not None else Snapshot()

@@ -79,7 +79,8 @@ class _Path:
         self.model.sets, self.model.turn = source.sets, 0
         momentum = scheme == "momentum" and codec is not None and not codec.startswith("momentum-")
         self.codec = f"momentum-{codec}" if momentum else codec
-        self.sync = mpisparse.GradientSync(self.model, scheme=scheme, density=density, codec=self.codec, accumulate=path)
+        share = None if scheme == "dense" else density
+        self.sync = mpisparse.GradientSync(self.model, scheme=scheme, density=share, codec=self.codec, accumulate=path)
         self.held: list[torch.Tensor | None] = []
         self.notes: list[mpisparse.Stats] = []
 

@@ -11,7 +11,8 @@ from typing import Any
 from mpi4py import MPI
 
 from mpisparse.errors import ConfigurationError
-from mpisparse.runtime.settings import Settings, parse_options
+from mpisparse.exchange import end_job_on_uncaught_exception
+from mpisparse.runtime.settings import Settings, parse_options, to_toml
 from mpisparse.runtime.signals import StopRequest
 from mpisparse.runtime.table import show
 from mpisparse.runtime.train import Trainer
@@ -47,6 +48,7 @@ class Case:
 
 def run(base: Settings, models: list[str], cases: list[str], seeds: int, *, as_json: bool) -> int:
     """Train every case on every model (NAME or NAME=DATA) with every seed, and print on rank 0; collective."""
+    end_job_on_uncaught_exception()
     comm = MPI.COMM_WORLD
     stop = StopRequest()
     parsed = [Case.parse(text) for text in cases]
@@ -57,15 +59,14 @@ def run(base: Settings, models: list[str], cases: list[str], seeds: int, *, as_j
             for case in parsed:
                 runs = []
                 for seed in range(seeds):
-                    label = "".join(c if c.isalnum() else "-" for c in f"{name}-{case.text}")
-                    out = Path(base.out) / f"{label}-{comm.size}-ranks-seed-{seed}"
+                    out = Path(base.out) / f"{_label(model)}-{_label(case.text)}-{comm.size}-ranks-seed-{seed}"
                     settings = case.settings(base, name, data or None, seed, out)
-                    code = _train(settings, stop)
+                    _check_directory(comm, settings)
+                    code, result = _train(settings, stop)
                     if code:
                         return code
-                    runs.append(_result(out) if comm.rank == 0 else {})
-                if comm.rank == 0:
-                    records.append({"model": name, "case": case.text, "ranks": comm.size, **_summary(runs)})
+                    runs.append(result)
+                records.append({"model": model, "case": case.text, "ranks": comm.size, **_summary(runs)})
     finally:
         stop.restore()
     if comm.rank == 0:
@@ -76,34 +77,49 @@ def run(base: Settings, models: list[str], cases: list[str], seeds: int, *, as_j
     return 0
 
 
-def _train(settings: Settings, stop: StopRequest) -> int:
+def _label(text: str) -> str:
+    """A part of a directory's name."""
+    return "".join(c if c.isalnum() else "-" for c in text)
+
+
+def _check_directory(comm: MPI.Intracomm, settings: Settings) -> None:
+    """Raise on all ranks if a directory holds a run with other settings, which must not be taken for this one."""
+    config = Path(settings.out) / "config.toml"
+    other = comm.bcast(config.exists() and config.read_text(encoding="utf-8") != to_toml(settings))
+    if other:
+        error = ConfigurationError(f"{settings.out} holds a run with other settings; choose another --out, or remove it")
+        error.repeated = comm.rank != 0
+        raise error
+
+
+def _train(settings: Settings, stop: StopRequest) -> tuple[int, dict[str, Any]]:
+    """Train or go on training; the exit code and what came of it, the same on all ranks but for wall times."""
     trainer = Trainer(settings, stop)
     try:
         code = trainer.train()
     finally:
         trainer.close()
+    result = _result(trainer) if trainer.sync.rank == 0 else {}
+    result = MPI.COMM_WORLD.bcast(result)
     trainer.sync.close()
-    return code
+    return code, result
 
 
-def _result(out: Path) -> dict[str, Any]:
-    """What a finished run's metrics say."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if line["kind"] == "step"]
-    evaluations = [line for line in lines if line["kind"] == "eval"]
-    if not steps or not evaluations:
-        raise ConfigurationError(f"{out} holds no steps or no evaluation: remove it, or choose another --out")
+def _result(trainer: Trainer) -> dict[str, Any]:
+    """What a finished run says of itself; of a step that was done again after a stop, the last time counts."""
+    lines = [json.loads(line) for line in (trainer.out / "metrics.jsonl").read_text().splitlines()]
+    steps = list({line["step"]: line for line in lines if line["kind"] == "step"}.values())
     last = steps[-max(1, len(steps) // 10) :]
-    received = sum(line["bytes_received"]["mean"] for line in steps)
+    evaluation = [line for line in lines if line["kind"] == "eval"][-1]
     return {
         "train_loss": statistics.mean(line["loss"]["mean"] for line in last),
-        "test_loss": evaluations[-1]["loss"],
-        "metric": evaluations[-1]["metric"],
-        "received_MB": received / 1e6,
-        "of_dense": received / max(1, sum(line["bytes_dense"] for line in steps)),
+        "test_loss": evaluation["loss"],
+        "metric": evaluation["metric"],
+        "received_MB": trainer.received / 1e6,
+        "of_dense": trainer.received / max(1.0, trainer.dense),
         "density": statistics.mean(line["density"] for line in steps),
         "sent_density": statistics.mean(line["sent_density"] for line in steps),
-        "ms_a_step": 1e3 * evaluations[-1]["time"] / len(steps),
+        "ms_a_step": 1e3 * trainer.seconds / trainer.step,
     }
 
 

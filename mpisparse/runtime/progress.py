@@ -97,8 +97,8 @@ def own_facts(loss: float, seconds: dict[str, float]) -> dict[str, str]:
     return {"loss": f"{loss:.4f}"} | {phase: f"{1e3 * taken:.1f} ms" for phase, taken in seconds.items()}
 
 
-def facts_of(fields: dict[str, Any], dense: float) -> dict[str, str]:
-    """What the bar shows of a step."""
+def facts_of(fields: dict[str, Any], dense: float, name: str = "", metric: float | None = None) -> dict[str, str]:
+    """What the bar shows of a step; the metric is the last evaluation's."""
     received = fields["bytes_received"]["mean"]
     seconds = fields["seconds"]
     exchange = sum(v["mean"] for k, v in seconds.items() if k not in ("data", "compute", "optimizer"))
@@ -108,6 +108,8 @@ def facts_of(fields: dict[str, Any], dense: float) -> dict[str, str]:
         "compute": f"{1e3 * seconds['compute']['mean']:.0f} ms",
         "exchange": f"{1e3 * exchange:.1f} ms",
     }
+    if metric is not None:
+        facts[name] = f"{metric:.4f}"
     if dense:
         facts["saved"] = f"{100 * (1 - received / dense):.1f} %"
     return facts

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from mpisparse import names
 from mpisparse.errors import ConfigurationError, check_choice, suggest
+from mpisparse.runtime.workloads.catalogue import MODELS
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "cosine", "step")
@@ -63,16 +65,28 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        check_choice("scheme", self.scheme, names.SCHEMES)
+        if self.codec is not None:
+            check_choice("codec", self.codec, names.CODECS)
+        if self.model not in MODELS and ":" not in self.model:
+            raise ConfigurationError(
+                f"unknown model {self.model!r}; {suggest(self.model, MODELS)}, or give package.module:factory"
+            )
+        for name in ("scheme", "density", "codec", "comm"):
+            if name in self.options:
+                raise ConfigurationError(f"{name} is no option of a scheme; " + ("" if name == "comm" else f"pass --{name}"))
         check_choice("schedule", self.schedule, SCHEDULES)
         for name in ("epochs", "steps", "batch_size", "accumulation", "eval_every", "log_every", "checkpoint_every", "keep"):
             self._at_least(name, 1)
         for name in ("warmup", "density_warmup", "seed", "lr", "momentum", "weight_decay", "stop_before"):
             self._at_least(name, 0)
+        if self.seed >= 2**40:
+            raise ConfigurationError(f"seed must be below 2^40, got {self.seed}")
         if self.epochs is not None and self.steps is not None:
             raise ConfigurationError("give epochs or steps, not both")
         for name in ("density", "density_from"):
             value = getattr(self, name)
-            if value is not None and not 0.0 < value <= 1.0:
+            if value is not None and (not isinstance(value, int | float) or not 0.0 < value <= 1.0):
                 raise ConfigurationError(f"{name} must be in (0, 1], got {value!r}")
         if self.clip is not None and not self.clip > 0:
             raise ConfigurationError(f"clip must be above 0, got {self.clip!r}")
@@ -179,7 +193,7 @@ def to_toml(settings: Settings) -> str:
     lines, tables = [], []
     for name, value in dataclasses.asdict(settings).items():
         if isinstance(value, dict):
-            tables += [f"\n[{name}]", *(f"{_toml(k)} = {_toml(v)}" for k, v in value.items())]
+            tables += [f"\n[{name}]", *(f"{_toml(k)} = {_toml(v)}" for k, v in value.items() if v is not None)]
         elif value is not None:
             lines.append(f"{name} = {_toml(value)}")
     return "\n".join([*lines, *(tables if len(tables) > 1 else []), ""])

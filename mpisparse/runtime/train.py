@@ -12,6 +12,7 @@ import torch
 
 import mpisparse
 from mpisparse import checkpoint
+from mpisparse.checkpoint import store
 from mpisparse.errors import CheckpointError, ConfigurationError
 from mpisparse.exchange import Exchange, end_job_on_uncaught_exception, library
 from mpisparse.parts import Clock
@@ -72,12 +73,14 @@ class Trainer:
         self.received = self.dense = 0.0
         self.step = 0
         self.done = False  # the target was reached
+        self.metric: float | None = None  # of the last evaluation
         self.failed = False  # the last checkpoint could not be written
         self.seconds = 0.0
-        self.total = self._total_steps()
+        self.sync.check_together(self._too_few_examples())
         self._seed(settings.seed * 1_000_003 + self.sync.rank + 1)
         self.out = Path(settings.out)
         self.resumed = self._resume()
+        self.total = self._total_steps()
         self.saving: checkpoint.Saving | None = None
         self.saved: checkpoint.Saving | None = None
         self.metrics = self._open_metrics()
@@ -95,8 +98,14 @@ class Trainer:
         random.seed(seed)
 
     def _total_steps(self) -> int:
-        self.sync.check_together(self._too_few_examples())
-        return self.settings.steps or (self.settings.epochs or DEFAULT_EPOCHS) * self._steps_an_epoch()
+        """Where the run ends; epochs that are left count in steps of this number of ranks."""
+        if self.settings.steps is not None:
+            return self.settings.steps
+        left = (self.settings.epochs or DEFAULT_EPOCHS) - self.position.epoch
+        return self.step + max(0, left * self._steps_an_epoch() - self.position.offset // self._examples_a_step())
+
+    def _examples_a_step(self) -> int:
+        return self.settings.batch_size * self.settings.accumulation * self.sync.size
 
     def _steps_an_epoch(self) -> int:
         return self.order.steps_an_epoch(self.settings.batch_size * self.settings.accumulation, self.sync.size)
@@ -104,7 +113,7 @@ class Trainer:
     def _too_few_examples(self) -> ConfigurationError | None:
         if self._steps_an_epoch() > 0:
             return None
-        needed = self.settings.batch_size * self.settings.accumulation * self.sync.size
+        needed = self._examples_a_step()
         return ConfigurationError(f"a step takes {needed} examples, the data has {self.order.count}; lower --batch-size")
 
     @property
@@ -115,7 +124,8 @@ class Trainer:
     def _resume(self) -> bool:
         """Take up where a checkpoint left off, as --resume says; collective."""
         mode = self.settings.resume
-        source = self.checkpoints if mode in ("auto", "never") else Path(mode)
+        own = mode in ("auto", "never") or self.sync.agree_any(bool(store.found(self.checkpoints)))
+        source = self.checkpoints if own else Path(mode)
         if mode not in ("auto", "never") and (source / "checkpoints").is_dir():
             source = source / "checkpoints"
         error: ConfigurationError | None = None
@@ -134,10 +144,14 @@ class Trainer:
             missing = None if mode == "auto" else ConfigurationError(f"{source} has no whole checkpoint to resume from")
             self.sync.check_together(missing)
             return False
+        known = {"seconds", "received", "dense", "epoch", "offset", "metric"}
+        foreign = None if known <= set(extra) else ConfigurationError(f"{source} was not written by mpisparse train")
+        self.sync.check_together(foreign)
         self.step, self.seconds = step, float(extra["seconds"])
         self.received, self.dense = float(extra["received"]), float(extra["dense"])
         self.position = Position(int(extra["epoch"]), int(extra["offset"]))
-        self.done = bool(extra["done"])
+        self.metric = None if extra["metric"] is None else float(extra["metric"])
+        self.done = self.metric is not None and reached(self.metric, self.settings.target, self.task)
         self.sync.density = self.density
         return True
 
@@ -185,7 +199,8 @@ class Trainer:
                 self._checkpoint(wait=asked or hit or self.step == self.total)
             if asked:
                 why = "the job's time limit is near" if self.deadline.reached else "asked to stop"
-                self._event("signal", f"{why}; start the same command again to go on from step {self.step}")
+                again = "the same command" if self.settings.resume != "never" else "it without --resume never"
+                self._event("signal", f"{why}; start {again} again to go on from step {self.step}")
                 return 1 if self.failed else INTERRUPTED
             if hit:
                 self._event("stop", f"target {self.settings.target:g} reached")
@@ -218,8 +233,8 @@ class Trainer:
         settings, sync = self.settings, self.sync
         self.optimizer.zero_grad()
         total = 0.0
-        for _ in range(settings.accumulation):
-            indices, epoch = self.order.take(self.position, settings.batch_size, sync.rank, sync.size)
+        examples, epoch = self.order.take(self.position, settings.batch_size * settings.accumulation, sync.rank, sync.size)
+        for indices in np.split(examples, settings.accumulation):
             inputs, targets = self.data.train.batch(indices, seed=settings.seed, epoch=epoch, train=True)
             clock.lap("data")
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=settings.bf16):
@@ -255,7 +270,7 @@ class Trainer:
                 }
                 self.metrics.write("step", **place, **fields, **every)
                 self._tensorboard({"loss": fields["loss"]["mean"], "density": stats.density, "lr": lr})
-            self.progress.step(self.step, facts_of(fields, dense))
+            self.progress.step(self.step, facts_of(fields, dense, self.task.metric, self.metric))
         else:
             self.progress.step(self.step, own_facts(loss, seconds))
         if self.saving is not None and bool(rows[:, 1].all()):
@@ -265,6 +280,7 @@ class Trainer:
     def _evaluate(self) -> bool:
         """Measure on the test data and tell the scheme; collective. Returns whether the target is reached."""
         loss, metric = evaluate(self.model, self.data, self.task, self.sync, self.settings.seed)
+        self.metric = metric
         self.sync.observe(metric)
         if self.metrics is not None:
             names = {"metric_name": self.task.metric, "higher_is_better": self.task.higher_is_better}
@@ -276,8 +292,8 @@ class Trainer:
     def _checkpoint(self, *, wait: bool) -> None:
         """Begin a checkpoint, and finish it unless it may be written in the background; collective."""
         self._finish_saving()
-        extra = {"epoch": self.position.epoch, "offset": self.position.offset, "seconds": self.seconds}
-        extra |= {"received": self.received, "dense": self.dense, "done": self.done}
+        extra: dict[str, Any] = {"epoch": self.position.epoch, "offset": self.position.offset, "seconds": self.seconds}
+        extra |= {"received": self.received, "dense": self.dense, "metric": self.metric}
         background = self.settings.background and not wait
         try:
             self.saving = checkpoint.begin_save(

@@ -179,6 +179,42 @@ def test_dgc_warms_up(comm: MPI.Intracomm) -> None:
     sync.close()
 
 
+@pytest.mark.parametrize("scheme", ["threshold", "sidco", "dgc"])
+def test_zeros_are_not_sent_to_fill_up(comm: MPI.Intracomm, scheme: str) -> None:
+    model = nn.Linear(400, 20, bias=False)
+    sync = mpisparse.GradientSync(model, scheme=scheme, density=0.05)
+    for step in range(3):
+        model.zero_grad()
+        few = torch.zeros(20, 400)
+        few.reshape(-1)[torch.randint(0, 8000, (30,), generator=seeded(0, step))] = 1.0 if step else 0.0
+        (model.weight * few).sum().backward()
+        sync.step()
+        assert everywhere(comm, sync.stats.selected <= 60)
+    sync.close()
+
+
+def test_a_fixed_threshold_is_of_the_density_set_at_first(comm: MPI.Intracomm) -> None:
+    model = nn.Linear(400, 20, bias=False)
+    sync = mpisparse.GradientSync(model, scheme="threshold", density=0.01)
+    for density in (1.0, 0.01):  # as a warm-up does
+        sync.density = density
+        model.zero_grad()
+        (model.weight * torch.randn(20, 400, generator=seeded(comm.rank, 0))).sum().backward()
+        sync.step()
+    assert everywhere(comm, 2.0 < sync.stats.threshold < 3.5), "of a normal distribution, 0.01 lie beyond 2.58"
+    sync.close()
+
+
+def test_the_threshold_is_the_same_on_all_ranks(comm: MPI.Intracomm) -> None:
+    for scheme in BASELINES:
+        model = small()
+        sync = mpisparse.GradientSync(model, scheme=scheme, density=0.05)
+        loss_of(model, seeded(comm.rank, 0)).backward()
+        sync.step()
+        assert len(set(comm.allgather(sync.stats.threshold))) == 1
+        sync.close()
+
+
 def test_what_is_not_compensated_is_dropped(comm: MPI.Intracomm) -> None:
     for scheme in BASELINES:
         model = small()

@@ -73,8 +73,8 @@ def test_train(tmp_path: Path) -> None:
 
 def test_a_wrong_case_is_told_once(tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as caught:
-        bench("train", "--cases", "momentun", "--steps", 1, "--out", tmp_path)
-    assert str(caught.value).count("did you mean 'momentum'?") == 1
+        bench("train", "--cases", "momentum:alpha=3", "--steps", 1, "--out", tmp_path)
+    assert str(caught.value).count("alpha must be a number in") == 1
 
 
 @pytest.mark.parametrize("example", ["digits", "momentum"])
@@ -94,3 +94,91 @@ def test_tensorboard(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"]["mean"] for line in lines if line["kind"] == "step"]
     assert [e.value for e in events.Scalars("loss")] == pytest.approx(losses)
+
+
+FACTORIES = """
+import torch
+
+def model(sizes):
+    return torch.nn.Linear(4, 2)
+
+def model_bad(sizes):
+    from mpi4py import MPI
+    if MPI.COMM_WORLD.rank == 1:
+        raise OSError("no such file on this rank")
+    return model(sizes)
+
+def _data(seed):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(200, 4, generator=generator)
+    data = torch.utils.data.TensorDataset(inputs, (inputs.sum(1) > 0).long())
+    return data, data
+
+def a():
+    return _data(1)
+
+def b():
+    return _data(2)
+"""
+
+
+@pytest.fixture
+def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "benched.py").write_text(FACTORIES)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+def test_runs_are_not_taken_for_each_other(factories: Path) -> None:
+    both = ("--models", "benched:model=benched:a", "benched:model=benched:b", "--cases", "dense", "--seeds", 1)
+    common = ("--batch-size", 8, "--out", factories / "runs", "--json")
+    first, second = bench("train", *both, "--steps", 6, *common)
+    assert first["train_loss"] != second["train_loss"]
+    again = bench("train", *both, "--steps", 6, *common)
+    assert [r["train_loss"] for r in again] == [first["train_loss"], second["train_loss"]]
+    with pytest.raises(AssertionError, match="holds a run with other settings"):
+        bench("train", *both, "--steps", 8, *common)
+
+
+def test_a_factory_that_fails_on_one_rank_ends_the_bench(factories: Path) -> None:
+    bad = ("--models", "benched:model_bad=benched:a", "--cases", "dense", "--seeds", 1, "--steps", 2)
+    with pytest.raises(AssertionError, match="no such file on this rank"):
+        bench("train", *bad, "--out", factories / "runs")
+
+
+def train(*words: object, ranks: int = 1) -> str:
+    return job(
+        "-m", "mpisparse.runtime.cli", "train", "--model", "benched:model", "--data", "benched:a", *words, ranks=ranks
+    )
+
+
+def test_epochs_are_epochs_on_another_number_of_ranks(factories: Path) -> None:
+    out = factories / "run"
+    train("--batch-size", 8, "--epochs", 2, "--out", out)
+    train("--batch-size", 8, "--epochs", 4, "--out", out, ranks=2)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    epochs = [line["epoch"] for line in lines if line["kind"] == "step"]
+    assert [epochs.count(e) for e in range(5)] == [25, 25, 12, 12, 0]
+
+
+def test_accumulation_fills_epochs(factories: Path) -> None:
+    train("--batch-size", 8, "--accumulation", 13, "--epochs", 3, "--out", factories / "run")
+    lines = [json.loads(line) for line in (factories / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines if line["kind"] == "step"] == [0, 1, 2]
+
+
+def test_a_run_begun_from_another_goes_on_from_its_own_checkpoints(factories: Path) -> None:
+    one, two = factories / "one", factories / "two"
+    train("--steps", 5, "--out", one)
+    train("--steps", 10, "--resume", one, "--out", two)
+    train("--steps", 12, "--resume", one, "--out", two)
+    lines = [json.loads(line) for line in (two / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(6, 13))
+
+
+def test_a_target_may_be_raised(factories: Path) -> None:
+    out = factories / "run"
+    assert "target 0.01 reached" in train("--steps", 4, "--eval-every", 1, "--target", 0.01, "--out", out)
+    assert "reached" not in train("--steps", 4, "--eval-every", 1, "--target", 1.5, "--out", out)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3, 4]

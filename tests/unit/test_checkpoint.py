@@ -347,6 +347,13 @@ def test_one_that_was_being_replaced_comes_back(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000004", "step-00000005"]
 
 
+@pytest.mark.parametrize("options", [{"step": -1}, {"step": 1.5}, {"step": 1, "keep": 0}, {"step": 1, "keep": -1}], ids=str)
+def test_what_cannot_be_saved_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(mpisparse.ConfigurationError, match="must be a whole number"):
+        checkpoint.save(tmp_path, model=nn.Linear(2, 2), **options)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_damaged_one_does_not_count_as_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         complete(tmp_path, step)

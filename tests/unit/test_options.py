@@ -49,7 +49,7 @@ BAD_EXDYNA = [
     ),
     (
         {"zzz": 1},
-        ["unknown option 'zzz' for scheme \"exdyna\"; choose from: accumulate, blocks, codec, controller, density"],
+        ["unknown option 'zzz' for scheme \"exdyna\"; choose from: accumulate, alpha, beta, blocks, codec, compensate"],
     ),
 ]
 BAD_DENSE = [

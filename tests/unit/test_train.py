@@ -23,6 +23,7 @@ from mpisparse.runtime.cli import parser
 from mpisparse.runtime.metrics import MetricsFile, spread
 from mpisparse.runtime.schedule import Order, Position, density_at, lr_factor
 from mpisparse.runtime.settings import OPTIMIZERS, SCHEDULES, Settings, read_file, resolve, to_toml
+from mpisparse.runtime.workloads import MODELS
 
 COUNTS = ("epochs", "steps", "batch_size", "accumulation", "eval_every", "log_every", "checkpoint_every", "keep")
 
@@ -77,12 +78,12 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
 FINITE = st.floats(1e-12, 1e12)
 SETTINGS = st.builds(
     Settings,
-    model=st.text(),
+    model=st.sampled_from(list(MODELS)) | st.text().map(lambda name: f"{name}:factory"),
     data=st.none() | st.text(),
     out=st.text(),
     steps=st.none() | st.integers(1, 2**60),
     batch_size=st.integers(1, 2**31),
-    seed=st.integers(0, 2**62),
+    seed=st.integers(0, 2**40 - 1),
     optimizer=st.sampled_from(OPTIMIZERS),
     schedule=st.sampled_from(SCHEDULES),
     lr=FINITE,
@@ -92,7 +93,9 @@ SETTINGS = st.builds(
     target=st.none() | st.floats(allow_nan=False),
     bf16=st.booleans(),
     density=st.none() | st.floats(1e-9, 1.0),
-    options=st.dictionaries(st.text(), st.booleans() | st.integers(-(2**62), 2**62) | FINITE | st.text(), max_size=3),
+    options=st.dictionaries(
+        st.text(min_size=7), st.booleans() | st.integers(-(2**62), 2**62) | FINITE | st.text(), max_size=3
+    ),
 )
 
 
@@ -144,6 +147,13 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     ("given", "words"),
     [
         ({"optimizer": "sdg"}, "unknown optimizer 'sdg'; did you mean 'sgd'?"),
+        ({"scheme": "exdina"}, "unknown scheme 'exdina'; did you mean 'exdyna'?"),
+        ({"codec": "int9"}, "unknown codec 'int9'; did you mean 'int8'?"),
+        ({"model": "vgg17"}, "unknown model 'vgg17'; did you mean 'vgg1"),
+        ({"options": {"density": 0.5}}, "density is no option of a scheme; pass --density"),
+        ({"options": {"comm": 5}}, "comm is no option of a scheme"),
+        ({"density": "abc"}, "density must be in (0, 1], got 'abc'"),
+        ({"seed": 2**64}, "seed must be below 2^40"),
         ({"schedule": "cosin"}, "unknown schedule 'cosin'; did you mean 'cosine'?"),
         *[({name: 0}, f"{name} must be at least 1, got 0") for name in COUNTS],
         *[({name: -1}, f"{name} must be at least 0, got -1") for name in ("warmup", "density_warmup", "seed")],
@@ -162,6 +172,19 @@ def test_values_that_cannot_be_are_refused(given: dict[str, Any], words: str) ->
     with pytest.raises(ConfigurationError) as caught:
         Settings(**given)
     assert words in str(caught.value)
+
+
+def test_the_names_known_without_torch_are_those_there_are() -> None:
+    from mpisparse import names
+    from mpisparse.codecs import CODECS
+    from mpisparse.schemes import SCHEMES
+
+    assert tuple(SCHEMES) == names.SCHEMES
+    assert tuple(CODECS) == names.CODECS
+
+
+def test_an_option_that_is_none_is_not_written() -> None:
+    assert "blocks" not in to_toml(parse("--option", "blocks=null"))
 
 
 @pytest.mark.parametrize("pair", ["accumulate", "=3", ""])

@@ -1,0 +1,6 @@
+"""The names of schemes and codecs, for those who must check them without torch or MPI."""
+
+from __future__ import annotations
+
+SCHEMES = ("dense", "exdyna", "momentum", "topk", "cltk", "randomk", "threshold", "sidco", "dgc")
+CODECS = ("fp32", "fp16", "bf16", "int8", "momentum-int8", "momentum-fp32")
