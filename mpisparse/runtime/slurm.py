@@ -330,10 +330,14 @@ def _start(request: Request) -> list[str]:
 def _ending(request: Request) -> list[str]:
     array = request.sweep is not None
     job = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if array else "$SLURM_JOB_ID"
+    stopped = (
+        f'[[ $state != *" PreemptTime="[0-9]* ]] || code={INTERRUPTED}  # mpirun returns 0 when preemption ends its daemons'
+    )
     return [
         f"# {INTERRUPTED}: stopped after a checkpoint. A preempted job without one goes on from an earlier one.",
         f"job={job} restarts=${{SLURM_RESTART_COUNT:-0}}",
         'state=$(scontrol show job --oneliner "$job")',
+        *([stopped] if request.choice.launcher == "mpirun" else []),
         "if [ $code -eq 0 ]; then",
         '  echo "mpisparse: training is done, after $restarts restarts"',
         f'elif [ $code -ne {INTERRUPTED} ] && [[ $state != *" PreemptTime="[0-9]* ]]; then',

@@ -92,6 +92,7 @@ def test_mpirun_gets_usr1_for_term() -> None:
     text = (FOLDER / "mpirun.sbatch").read_text()
     assert "trap 'kill -USR1 $pid; " in text
     assert "--signal=B:USR1@" in text
+    assert "|| code=85" in text, "mpirun returns 0 when Slurm ends its daemons"
 
 
 def test_a_script_is_filled_in(capsys: pytest.CaptureFixture[str]) -> None:
