@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from mpisparse import device
 from mpisparse.agree import Found
+from mpisparse.parts import Region
 from mpisparse.rows import ROW, unite
-from mpisparse.selector import Region
+from mpisparse.step import spans_of
 
 Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
@@ -136,7 +137,8 @@ def test_unite(backend: Any, n: int, step: int) -> None:
         rows = -(-(region.hi - region.lo) // ROW)
         assert len(payloads[region.rank]) == 4 * rows + 4 * -(-workloads[region.rank] // 2)
     for rank, mine in enumerate(selected):
-        got, spans = unite(Wire(rank, payloads), backend, mine, 1.0, regions, workloads)  # type: ignore[arg-type]
+        got = unite(Wire(rank, payloads), backend, mine, 1.0, regions, workloads)  # type: ignore[arg-type]
+        spans = spans_of(got, regions)
         np.testing.assert_array_equal(got, union)
         for region in regions:
             start, stop = spans[region.rank]
