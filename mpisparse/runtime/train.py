@@ -124,20 +124,21 @@ class Trainer:
     def _resume(self) -> bool:
         """Take up where a checkpoint left off, as --resume says; collective."""
         mode = self.settings.resume
-        own = mode in ("auto", "never") or self.sync.agree_any(bool(store.found(self.checkpoints)))
-        source = self.checkpoints if own else Path(mode)
-        if mode not in ("auto", "never") and (source / "checkpoints").is_dir():
-            source = source / "checkpoints"
+        named = None if mode in ("auto", "never") else Path(mode)
+        if named is not None and (named / "checkpoints").is_dir():
+            named = named / "checkpoints"
         error: ConfigurationError | None = None
         if mode == "never" and (self.out / "metrics.jsonl").exists():
             error = ConfigurationError(
                 f"{self.out} holds a run already; choose another --out, or resume it with --resume auto"
             )
-        elif mode not in ("auto", "never") and not source.is_dir():
-            error = ConfigurationError(f"there is no directory {source} to resume from")
+        elif named is not None and not named.is_dir():
+            error = ConfigurationError(f"there is no directory {named} to resume from")
         self.sync.check_together(error)
         if mode == "never":
             return False
+        begun = self.sync.agree_any(bool(store.found(self.checkpoints)))  # then it goes on from its own
+        source = self.checkpoints if named is None or begun else named
         extra: dict[str, Any] = {}
         step = checkpoint.load(source, model=self.model, optimizer=self.optimizer, sync=self.sync, extra=extra)
         if step is None:
