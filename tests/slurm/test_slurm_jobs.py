@@ -70,8 +70,11 @@ def exits():
 
 
 def slurm(*words: object) -> str:
-    """What a command of Slurm prints."""
-    done = subprocess.run([str(w) for w in words], capture_output=True, text=True, timeout=60, check=False)
+    """What a command of Slurm prints; one that a busy controller's closed socket killed is asked again."""
+    for _ in range(3):
+        done = subprocess.run([str(w) for w in words], capture_output=True, text=True, timeout=60, check=False)
+        if done.returncode != -signal.SIGPIPE:
+            break
     assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
     return done.stdout
 
@@ -338,7 +341,8 @@ def node_down(job: Job) -> None:
     node = slurm("scontrol", "show", "hostnames", job.fields()["NodeList"]).split()[-1]
     slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
     wait_until(lambda: job.restarts == 1, job.told)
-    slurm("scontrol", "update", f"nodename={node}", "state=resume")
+    with contextlib.suppress(AssertionError):  # on a busy machine it has come back by itself, and there is nothing to resume
+        slurm("scontrol", "update", f"nodename={node}", "state=resume")
 
 
 def preempt(job: Job) -> None:
