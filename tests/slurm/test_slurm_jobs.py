@@ -393,8 +393,8 @@ def test_a_disturbed_job_comes_back_and_ends_with_the_same_bits(
 
 @pytest.mark.slow
 def test_a_job_stopped_by_its_own_signal_before_the_limit(openmpi: Site) -> None:
-    limit = ("--time=1", "--signal=USR1@45")
-    job = openmpi.submit(openmpi.fill_in("cpu-openmpi"), nodes=2, ranks=2, out="limit", options=limit, TINY_SLOW="0.5")
+    limit = ("--time=2", "--signal=USR1@60")  # at least a minute to start in and a minute to stop in
+    job = openmpi.submit(openmpi.fill_in("cpu-openmpi"), nodes=2, ranks=2, out="limit", options=limit, TINY_SLOW="2")
     assert job.wait() == ("COMPLETED", 0), job.told()
     assert "asked to stop" in job.told()
     assert re.search("training is done, after [1-9] restarts", job.told()), "Slurm may signal the next start early, too"
