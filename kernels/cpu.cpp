@@ -10,6 +10,7 @@
 #include <string>
 
 #include "codec.hpp"
+#include "predict.hpp"
 #include "scan.hpp"
 
 #ifdef _OPENMP
@@ -137,7 +138,20 @@ Scanned join(std::vector<Found>& parts, const std::vector<int64_t>& bad) {
     return all;
 }
 
-Scanned accumulate_select_(float* acc, int64_t size, const Gradients& grads, int64_t lo, int64_t hi, int32_t floor, int threads) {
+// By what elements are selected: scores are null where magnitudes count alone.
+struct Keying {
+    Key key = MAGNITUDES;
+    const uint8_t* scores = nullptr;
+    const uint8_t* at(int64_t i) const { return scores ? scores + i : nullptr; }
+};
+
+Keying keying(Array<const uint8_t> scores, uint8_t key, size_t size) {
+    if ((key != PRODUCTS && key != SCORES) || scores.size() != size) throw std::invalid_argument("no such key, or a score is missing");
+    return {Key(key), scores.data()};
+}
+
+Scanned accumulate_select_(float* acc, int64_t size, const Gradients& grads, int64_t lo, int64_t hi, int32_t floor, int threads,
+                           Keying keys = {}) {
     std::vector<Found> found(threads);
     std::vector<int64_t> bad(threads, -1);
     in_parts(0, size, threads, [&](int part, int64_t begin, int64_t end) {
@@ -148,7 +162,8 @@ Scanned accumulate_select_(float* acc, int64_t size, const Gradients& grads, int
                 const int64_t a = bounds[i], b = bounds[i + 1];
                 if (a == b || (!source && i != 1)) continue;
                 const char* grad = source ? source + (a - from) * (kind == FP32 ? 4 : 2) : nullptr;
-                const int32_t top = isa.scan({acc + a, grad, kind, b - a, a, floor, i == 1 ? &found[part] : nullptr});
+                const int32_t top =
+                    isa.scan({acc + a, grad, kind, b - a, a, floor, i == 1 ? &found[part] : nullptr, keys.key, keys.at(a)});
                 if (top >= INFINITE && bad[part] < 0) bad[part] = first_nonfinite_of(acc, a, b);
             }
         });
@@ -156,20 +171,34 @@ Scanned accumulate_select_(float* acc, int64_t size, const Gradients& grads, int
     return join(found, bad);
 }
 
-nb::tuple accumulate_select(Array<float> acc, Array<const uint64_t> pointers, Array<const int64_t> ends, Array<const uint8_t> kinds,
-                            int64_t lo, int64_t hi, float floor, int threads) {
+nb::tuple to_tuple(Scanned&& found) {
+    return nb::make_tuple(to_numpy(std::move(found.index)), to_numpy(std::move(found.magnitude)), found.bad);
+}
+
+nb::tuple accumulate_select_by(Array<float> acc, Array<const uint64_t> pointers, Array<const int64_t> ends, Array<const uint8_t> kinds,
+                               int64_t lo, int64_t hi, float floor, int threads, Keying keys) {
     const int32_t bits = magnitude_bits(floor);
     const Gradients grads{pointers.data(), ends.data(), kinds.data(), int64_t(pointers.size())};
     const int64_t size = int64_t(acc.size());
     Scanned found;
     {
         nb::gil_scoped_release released;
-        found = accumulate_select_(acc.data(), size, grads, lo, hi, bits, usable_threads(threads, size));
+        found = accumulate_select_(acc.data(), size, grads, lo, hi, bits, usable_threads(threads, size), keys);
     }
-    return nb::make_tuple(to_numpy(std::move(found.index)), to_numpy(std::move(found.magnitude)), found.bad);
+    return to_tuple(std::move(found));
 }
 
-nb::tuple select_above(Array<float> acc, int64_t lo, int64_t hi, float floor, int threads) {
+nb::tuple accumulate_select(Array<float> acc, Array<const uint64_t> pointers, Array<const int64_t> ends, Array<const uint8_t> kinds,
+                            int64_t lo, int64_t hi, float floor, int threads) {
+    return accumulate_select_by(acc, pointers, ends, kinds, lo, hi, floor, threads, {});
+}
+
+nb::tuple accumulate_select_scored(Array<float> acc, Array<const uint8_t> scores, uint8_t key, Array<const uint64_t> pointers,
+                                   Array<const int64_t> ends, Array<const uint8_t> kinds, int64_t lo, int64_t hi, float floor, int threads) {
+    return accumulate_select_by(acc, pointers, ends, kinds, lo, hi, floor, threads, keying(scores, key, acc.size()));
+}
+
+nb::tuple select_by(Array<float> acc, int64_t lo, int64_t hi, float floor, int threads, Keying keys) {
     const int32_t bits = magnitude_bits(floor);
     Scanned all;
     {
@@ -178,12 +207,20 @@ nb::tuple select_above(Array<float> acc, int64_t lo, int64_t hi, float floor, in
         std::vector<Found> found(parts);
         std::vector<int64_t> bad(parts, -1);
         in_parts(lo, hi, parts, [&](int part, int64_t a, int64_t b) {
-            if (isa.scan({acc.data() + a, nullptr, FP32, b - a, a, bits, &found[part]}) >= INFINITE)
+            if (isa.scan({acc.data() + a, nullptr, FP32, b - a, a, bits, &found[part], keys.key, keys.at(a)}) >= INFINITE)
                 bad[part] = first_nonfinite_of(acc.data(), a, b);
         });
         all = join(found, bad);
     }
-    return nb::make_tuple(to_numpy(std::move(all.index)), to_numpy(std::move(all.magnitude)), all.bad);
+    return to_tuple(std::move(all));
+}
+
+nb::tuple select_above(Array<float> acc, int64_t lo, int64_t hi, float floor, int threads) {
+    return select_by(acc, lo, hi, floor, threads, {});
+}
+
+nb::tuple select_scored(Array<float> acc, Array<const uint8_t> scores, uint8_t key, int64_t lo, int64_t hi, float floor, int threads) {
+    return select_by(acc, lo, hi, floor, threads, keying(scores, key, acc.size()));
 }
 
 // As accumulate_select, but what is collected is the moving average of the gradients' magnitudes, updated in the same pass:
@@ -216,7 +253,7 @@ nb::tuple average_select(Array<float> acc, Array<float> average, float rate, Arr
         });
         all = join(found, bad);
     }
-    return nb::make_tuple(to_numpy(std::move(all.index)), to_numpy(std::move(all.magnitude)), all.bad);
+    return to_tuple(std::move(all));
 }
 
 // What is sent of masked values and of what earlier steps left: share x value + (1 - share) x previous, at either index.
@@ -299,20 +336,51 @@ int64_t first_nonfinite(Array<const uint64_t> pointers, Array<const int64_t> end
     return -1;
 }
 
-// Counts of magnitudes by exponent and the first three bits of mantissa: bin b holds bits [b << 20, (b + 1) << 20).
-NumPy<int64_t> histogram(Array<float> acc, int64_t lo, int64_t hi, int threads) {
+// Counts of keys by exponent and the first three bits of mantissa: bin b holds bits [b << 20, (b + 1) << 20).
+NumPy<int64_t> histogram_by(Array<float> acc, int64_t lo, int64_t hi, int threads, Keying keys) {
     std::vector<int64_t> counts(2048, 0);
     {
         nb::gil_scoped_release released;
         threads = usable_threads(threads, hi - lo);
         std::vector<std::vector<int64_t>> parts(threads, std::vector<int64_t>(2048, 0));
         in_parts(lo, hi, threads, [&](int part, int64_t begin, int64_t end) {
-            for (int64_t i = begin; i < end; ++i) ++parts[part][(bits_of(acc.data()[i]) & MAGNITUDE) >> 20];
+            for (int64_t i = begin; i < end; ++i)
+                ++parts[part][key_of(keys.key, acc.data()[i], keys.scores ? keys.scores[i] : 0) >> 20];
         });
         for (const auto& part : parts)
             for (int b = 0; b < 2048; ++b) counts[b] += part[b];
     }
     return to_numpy(std::move(counts));
+}
+
+NumPy<int64_t> histogram(Array<float> acc, int64_t lo, int64_t hi, int threads) { return histogram_by(acc, lo, hi, threads, {}); }
+
+NumPy<int64_t> histogram_scored(Array<float> acc, Array<const uint8_t> scores, uint8_t key, int64_t lo, int64_t hi, int threads) {
+    return histogram_by(acc, lo, hi, threads, keying(scores, key, acc.size()));
+}
+
+// Gradients of [lo, lo + out.size()) as bfloat16; an absent one is zeros.
+void record(Array<const uint64_t> pointers, Array<const int64_t> ends, Array<const uint8_t> kinds, int64_t lo, Array<uint16_t> out) {
+    nb::gil_scoped_release released;
+    const Gradients grads{pointers.data(), ends.data(), kinds.data(), int64_t(pointers.size())};
+    grads.each(lo, lo + int64_t(out.size()), [&](const char* source, Kind kind, int64_t from, int64_t to) {
+        uint16_t* target = out.data() + (from - lo);
+        if (!source) std::fill(target, target + (to - from), uint16_t(0));
+        for (int64_t i = 0; source && i < to - from; ++i) target[i] = float_to_finite_bf16(load_one(source, kind, i));
+    });
+}
+
+// Gradients at ascending indices; an absent one is zero.
+void gather(Array<const uint64_t> pointers, Array<const int64_t> ends, Array<const uint8_t> kinds, Array<const int64_t> index, Array<float> out) {
+    nb::gil_scoped_release released;
+    int64_t parameter = 0;
+    for (size_t i = 0; i < index.size(); ++i) {
+        const int64_t at = index.data()[i];
+        while (at >= ends.data()[parameter]) ++parameter;
+        const auto* source = reinterpret_cast<const char*>(pointers.data()[parameter]);
+        const int64_t begin = parameter ? ends.data()[parameter - 1] : 0;
+        out.data()[i] = source ? load_one(source, Kind(kinds.data()[parameter]), at - begin) : 0.0f;
+    }
 }
 
 // Rungs between the first and the last, found through a table of equal cells over the bit patterns in between. Cells are
@@ -496,6 +564,24 @@ NB_MODULE(_cpu, m) {
     m.def("select", &select_above);
     m.def("first_nonfinite", &first_nonfinite);
     m.def("histogram", &histogram);
+    m.def("accumulate_select_scored", &accumulate_select_scored);
+    m.def("select_scored", &select_scored);
+    m.def("histogram_scored", &histogram_scored);
+    m.def("record", &record);
+    m.def("gather", &gather);
+    m.def("predict", [](Array<const uint16_t> history, Array<const float> nets, Array<const float> inverse, Array<const int64_t> ends,
+                        int64_t depth, Array<uint8_t> out) {
+        nb::gil_scoped_release released;
+        predict(history.data(), int64_t(out.size()), nets.data(), inverse.data(), ends.data(), int64_t(ends.size()), depth, out.data());
+    });
+    m.def("learn", [](Array<float> nets, Array<float> mean, Array<float> square, Array<const uint16_t> history, Array<const float> inverse,
+                      Array<const int64_t> ends, int64_t depth, Array<const float> magnitude, Array<const int64_t> pairs,
+                      Array<const float> weights, int64_t batch, float rate, Array<const float> corrections) {
+        nb::gil_scoped_release released;
+        learn({nets.data(), mean.data(), square.data(), int64_t(nets.size()), rate, corrections.data()}, history.data(),
+              int64_t(magnitude.size()), inverse.data(), ends.data(), int64_t(ends.size()), depth, magnitude.data(), pairs.data(),
+              weights.data(), int64_t(weights.size()), batch);
+    });
     m.def("tail_counts", &tail_counts);
     m.def("average_select", &average_select);
     m.def("blend", &blend);

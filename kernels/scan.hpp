@@ -34,9 +34,9 @@ struct Found {
             magnitude.resize(room);
         }
     }
-    void push(int64_t i, float x) {
+    void push(int64_t i, int32_t key) {
         index[count] = i;
-        magnitude[count++] = float_of(bits_of(x) & MAGNITUDE);
+        magnitude[count++] = float_of(uint32_t(key));
     }
 };
 
@@ -49,7 +49,18 @@ struct Averaging {
     float rate;
 };
 
-// Arguments of a pass over acc[0, count): grad may be null, hits are reported from `base` on if `found` is given.
+// By what elements are compared with a floor: their magnitude; its product with the importance, (score + 1) / 256; or the
+// score itself and, between equal ones, the magnitude. All are bits of a float >= 0, ordered like it.
+enum Key : uint8_t { MAGNITUDES = 0, PRODUCTS = 1, SCORES = 2 };
+
+inline int32_t key_of(Key key, float x, uint8_t score) {
+    const int32_t m = int32_t(bits_of(x) & MAGNITUDE);
+    if (key == PRODUCTS) return int32_t(bits_of(float_of(uint32_t(m)) * ((float(score) + 1.0f) * 0x1p-8f)));
+    return key == SCORES ? int32_t(score) << 23 | m >> 8 : m;
+}
+
+// Arguments of a pass over acc[0, count): grad may be null, hits are reported from `base` on if `found` is given; scores
+// are of acc[0, count) and needed by their keys only.
 struct Piece {
     float* acc;
     const void* grad;
@@ -57,6 +68,8 @@ struct Piece {
     int64_t count, base;
     int32_t floor;
     Found* found;
+    Key key = MAGNITUDES;
+    const uint8_t* scores = nullptr;
 };
 
 namespace generic {
@@ -73,6 +86,9 @@ inline Vec everywhere(float x) { return x; }
 inline Vec absolute(Vec x) { return float_of(bits_of(x) & MAGNITUDE); }
 inline Bits spread(int32_t x) { return x; }
 inline Bits magnitude(Vec x) { return int32_t(bits_of(x) & MAGNITUDE); }
+inline Bits bytes(const uint8_t* p) { return *p; }
+inline Vec floats(Bits x) { return float(x); }
+inline Bits before(Bits high, Bits low) { return high << 23 | low >> 8; }
 inline Bits larger(Bits x, Bits y) { return std::max(x, y); }
 inline uint64_t above(Bits x, Bits y) { return x > y; }
 inline int32_t highest(Bits x) { return x; }
@@ -103,6 +119,9 @@ inline Vec everywhere(float x) { return _mm256_set1_ps(x); }
 inline Vec absolute(Vec x) { return _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(MAGNITUDE))); }
 inline Bits spread(int32_t x) { return _mm256_set1_epi32(x); }
 inline Bits magnitude(Vec x) { return _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(MAGNITUDE)); }
+inline Bits bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
+inline Vec floats(Bits x) { return _mm256_cvtepi32_ps(x); }
+inline Bits before(Bits high, Bits low) { return _mm256_or_si256(_mm256_slli_epi32(high, 23), _mm256_srli_epi32(low, 8)); }
 inline Bits larger(Bits x, Bits y) { return _mm256_max_epi32(x, y); }
 inline uint64_t above(Bits x, Bits y) { return uint32_t(_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(x, y)))); }
 inline int32_t highest(Bits x) {
@@ -137,6 +156,9 @@ inline Vec everywhere(float x) { return _mm512_set1_ps(x); }
 inline Vec absolute(Vec x) { return _mm512_abs_ps(x); }
 inline Bits spread(int32_t x) { return _mm512_set1_epi32(x); }
 inline Bits magnitude(Vec x) { return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(MAGNITUDE)); }
+inline Bits bytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline Vec floats(Bits x) { return _mm512_cvtepi32_ps(x); }
+inline Bits before(Bits high, Bits low) { return _mm512_or_si512(_mm512_slli_epi32(high, 23), _mm512_srli_epi32(low, 8)); }
 inline Bits larger(Bits x, Bits y) { return _mm512_max_epi32(x, y); }
 inline uint64_t above(Bits x, Bits y) { return _mm512_cmpgt_epi32_mask(x, y); }
 inline int32_t highest(Bits x) { return _mm512_reduce_max_epi32(x); }

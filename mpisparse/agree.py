@@ -14,11 +14,12 @@ from mpisparse.threshold import Controller, Rungs
 if TYPE_CHECKING:
     from mpisparse.exchange import Exchange
     from mpisparse.flat import Gradients
+    from mpisparse.score import Magnitude
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
-FINE, NONFINITE, NO_BACKWARD, STALE = range(4)
+FINE, NONFINITE, NO_BACKWARD, STALE, BROKEN = range(5)
 GATHERED_LADDERS = 16  # up to so many ranks ladders are gathered with their owners; beyond, summed
 
 
@@ -128,10 +129,11 @@ def harmonic(rows: Ints) -> Ints:
 class Settlement:
     """The search for the rung that gives k over all ranks, in messages of a ladder's counts each; collective."""
 
-    def __init__(self, exchange: Exchange, backend: Any, acc: Floats, controller: Controller, inputs: Inputs) -> None:
+    def __init__(self, exchange: Exchange, backend: Any, scorer: Magnitude, controller: Controller, inputs: Inputs) -> None:
         self.exchange = exchange
         self.backend = backend
-        self.acc = acc
+        self.scorer = scorer
+        self.n = len(scorer.acc)
         self.controller = controller
         self.inputs = inputs
 
@@ -142,7 +144,7 @@ class Settlement:
         selects again.
         """
         k = self.inputs.k
-        everything = k >= len(self.acc)
+        everything = k >= self.n
         reselected = refined = attempts = 0
         while True:
             counts = self.backend.tail_counts(found.magnitude, rungs)
@@ -158,17 +160,16 @@ class Settlement:
             reselected += len(rungs) > 0
             wanted = (k << attempts) * (self.exchange.size if everywhere else 1)
             attempts += 1
-            histogram = self.exchange.allreduce_(self.backend.histogram(self.acc, *scope))
+            histogram = self.exchange.allreduce_(self.scorer.histogram(*scope))
             rungs = self.controller.locate(histogram, wanted)
-            found = Found(*self.backend.select(self.acc, *scope, float(rungs[0])))
+            found = self.scorer.select(*scope, float(rungs[0]))
 
     def _share_counts(self, counts: Ints, everywhere: bool) -> tuple[Ints, Callable[[int], Ints]]:
         """Combine the ladders over ranks; beyond 16 ranks by a sum, and each rank's share at the rung by another message."""
-        n = len(self.acc)
         if self.exchange.size <= GATHERED_LADDERS:
-            rows = share_counts(self.exchange, self.inputs, counts, n)
+            rows = share_counts(self.exchange, self.inputs, counts, self.n)
             return harmonic(rows) if everywhere else rows.sum(axis=0), lambda rung: rows[:, rung]
-        share_counts(self.exchange, self.inputs, counts[:0], n)
+        share_counts(self.exchange, self.inputs, counts[:0], self.n)
         total = self.exchange.allreduce_(counts.copy())
         return total, lambda rung: self.exchange.allgather(counts[rung : rung + 1])[:, 0]
 

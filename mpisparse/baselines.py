@@ -233,7 +233,7 @@ class UnionChooser:
     def _unite(self, mine: Ints, workloads: Ints) -> Ints:
         everything = [Region(rank, 0, len(self.parts.acc)) for rank in range(len(workloads))]
         found = Found(mine, np.zeros(len(mine), dtype=np.float32))
-        picked = unite(self.parts.exchange, self.parts.backend, found, 0.0, everything, workloads.tolist())
+        picked, _ = unite(self.parts.exchange, self.parts.backend, found, 0.0, everything, workloads.tolist())
         return picked if np.count_nonzero(workloads) <= 1 else np.unique(picked)
 
     def adapt(self) -> None:

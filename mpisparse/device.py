@@ -18,7 +18,10 @@ from mpisparse.errors import ConfigurationError, check_choice
 
 Backend = Any  # a namespace with the functions of mpisparse.reference; see there for what each does
 BACKENDS = ("native", "numpy")
-THREADED = ("accumulate_select", "average_select", "accumulate", "select", "first_nonfinite", "histogram")
+THREADED = (
+    "accumulate_select", "accumulate_select_scored", "average_select", "accumulate", "select", "select_scored",
+    "first_nonfinite", "histogram", "histogram_scored",
+)  # fmt: skip
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +39,8 @@ class ExclusiveChooser:
         self.parts = parts
         self.scorer = scorer
         self.selector = selector
-        self.masked = parts.acc if mask == "gradient" else scorer.scores
+        self.masked = functools.partial(Magnitude.select, scorer) if mask == "gradient" else scorer.select
+        self.n = len(parts.acc)
         self.exact = exact
         self.by_ladder = mask == "score" and not exact
         self.last: _Last | None = None
@@ -57,7 +59,11 @@ class ExclusiveChooser:
         settled = (self._settle if self.by_ladder else self._settle_percentile)(inputs, scope, rungs, found)
         regions = self.selector.regions()
         clock.lap("agree")
-        union = unite(exchange, backend, settled.found, settled.threshold, regions, settled.workloads.tolist())
+        union, tags = unite(
+            exchange, backend, settled.found, settled.threshold, regions, settled.workloads.tolist(), self.scorer.tags
+        )
+        if tags is not None:
+            self.scorer.heard(union, tags)
         clock.lap("unite")
         self.last = _Last(settled, union, inputs.k)
         return Chosen(union, regions, settled.workloads, settled.threshold, settled.reselected, settled.refined)
@@ -66,18 +72,18 @@ class ExclusiveChooser:
         """Go on to the next step: its controller, blocks and borders."""
         assert self.last is not None
         settled, controller = self.last.settled, self.selector.controller
-        if self.last.k < len(self.scorer.scores):
+        if self.last.k < self.n:
             controller = controller.after(settled.rungs, settled.total, settled.rung, self.last.k)
         self.selector.adapt(self.last.union, controller)
         self.last = None
 
     def _rungs(self, k: int) -> Rungs:
-        return self.selector.controller.ladder(k) if k < len(self.scorer.scores) else np.zeros(1, dtype=np.float32)
+        return self.selector.controller.ladder(k) if k < self.n else np.zeros(1, dtype=np.float32)
 
     def _settle(self, inputs: Inputs, scope: tuple[int, int], rungs: Rungs, found: Found) -> Settled:
         """Agree on the threshold; where borders are drawn in the step, once for them and once inside them."""
         exchange, selector = self.parts.exchange, self.selector
-        settlement = Settlement(exchange, self.parts.backend, self.scorer.scores, selector.controller, inputs)
+        settlement = Settlement(exchange, self.parts.backend, self.scorer, selector.controller, inputs)
         settled = settlement.settle(scope, rungs, found, everywhere=selector.in_step)
         everywhere, floor = settled.found, settled.rungs[0]
         for _ in range(DRAWS if selector.in_step else 0):
@@ -88,28 +94,39 @@ class ExclusiveChooser:
                 break
             if settled.rungs[0] < floor:  # selected again below: the next borders need candidates from there
                 floor = settled.rungs[0]
-                everywhere = Found(*self.parts.backend.select(self.scorer.scores, *scope, float(floor)))
+                everywhere = self.scorer.select(*scope, float(floor))
         return settled
 
     def _settle_percentile(self, inputs: Inputs, scope: tuple[int, int], rungs: Rungs, found: Found) -> Settled:
         """A threshold by the scores in the ranks' regions, and what reaches it in the masked vector."""
-        exchange, backend, scores = self.parts.exchange, self.parts.backend, self.scorer.scores
+        exchange, backend = self.parts.exchange, self.parts.backend
         if self.exact:
             rungs = np.array([self._percentile(inputs.k, scope)], dtype=np.float32)
             settled = Settled(found, rungs, 0, np.array([inputs.k]), np.zeros(exchange.size, dtype=np.int64))
         else:
-            settled = Settlement(exchange, backend, scores, self.selector.controller, inputs).settle(scope, rungs, found)
-        selected = Found(*backend.select(self.masked, *scope, settled.threshold))
+            settlement = Settlement(exchange, backend, self.scorer, self.selector.controller, inputs)
+            settled = settlement.settle(scope, rungs, found)
+        selected = self.masked(*scope, settled.threshold)
+        if self.exact and self.masked == self.scorer.select:
+            selected = self._first_of_equals(inputs.k, selected, settled.threshold)
         counts = np.array([len(selected.index)], dtype=np.int64)
-        return replace(settled, found=selected, workloads=share_counts(exchange, inputs, counts, len(scores))[:, 0])
+        return replace(settled, found=selected, workloads=share_counts(exchange, inputs, counts, self.n)[:, 0])
 
     def _percentile(self, k: int, scope: tuple[int, int]) -> float:
         """The score that k of all ranks' scores in their regions reach: by gathering and sorting all, for tests."""
         regions = sorted(self.selector.regions(), key=lambda r: r.rank)
-        mine = self.scorer.scores[slice(*scope)].view(np.uint8)
+        mine = self.scorer.select(*scope, 0.0).magnitude.view(np.uint8)
         every = self.parts.exchange.allgatherv(mine, [4 * (r.hi - r.lo) for r in regions], [4 * r.lo for r in regions])
-        n = len(self.scorer.scores)
-        return max(float(np.partition(np.abs(every.view(np.float32)), n - k)[n - k]), TINY)
+        return max(float(np.partition(every.view(np.float32), self.n - k)[self.n - k]), TINY)
+
+    def _first_of_equals(self, k: int, selected: Found, threshold: float) -> Found:
+        """Of elements that just reach the threshold, only so many in ascending order that k are selected."""
+        exchange, equal = self.parts.exchange, selected.magnitude == np.float32(threshold)
+        rows = exchange.allgather(np.array([len(equal), np.count_nonzero(equal)], dtype=np.int64))
+        order = [r.rank for r in self.selector.regions()]
+        room = k - int((rows[:, 0] - rows[:, 1]).sum()) - int(rows[order[: order.index(exchange.rank)], 1].sum())
+        kept = ~equal | (np.cumsum(equal) <= room)
+        return Found(selected.index[kept], selected.magnitude[kept])
 
     def state(self) -> dict[str, Any]:
         """What the next choice depends on."""

@@ -44,8 +44,8 @@ class Attachment:
         loss = closure()
         self._sync.step()
         if isinstance(loss, torch.Tensor):
-            return torch.tensor(self._sync.observe(loss.item()), dtype=loss.dtype)
-        return self._sync.observe(float(loss))
+            return torch.tensor(self._sync.average(loss.item()), dtype=loss.dtype)
+        return self._sync.average(float(loss))
 
 
 class ScalerAgreement:

@@ -34,9 +34,10 @@ class Clock:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a step works on: the parameters' places, this rank's accumulator, the published gradient, the other ranks, and
-    the kernels."""
+    """What a step works on: the model, its parameters' places, this rank's accumulator, the published gradient, the other
+    ranks, and the kernels."""
 
+    model: torch.nn.Module
     layout: Layout
     residual: torch.Tensor
     published: Published

@@ -13,20 +13,24 @@ if TYPE_CHECKING:
     from mpisparse.parts import Region
 
 Ints = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
 
 ROW = 65_536
 
 
 def unite(
-    exchange: Exchange, backend: Any, found: Found, threshold: float, regions: list[Region], workloads: list[int]
-) -> Ints:
+    exchange: Exchange, backend: Any, found: Found, threshold: float, regions: list[Region], workloads: list[int],
+    tags: Bytes | None = None,
+) -> tuple[Ints, Bytes | None]:  # fmt: skip
     """Gather what every rank selects in its region; returns the sorted union. Collective.
 
-    `found` lies inside this rank's region; `workloads` are the counts above the threshold, in rank order.
+    `found` lies inside this rank's region; `workloads` are the counts above the threshold, in rank order. Of `tags`, a byte
+    for every element there is, those of what is selected travel along and are returned too.
     """
     rows = [-(-(r.hi - r.lo) // ROW) for r in regions]
     shares = [workloads[r.rank] for r in regions]
-    nbytes = [4 * (n + -(-count // 2)) for n, count in zip(rows, shares, strict=True)]
+    width = 2 if tags is None else 3
+    nbytes = [4 * (n + -(-count * width // 4)) for n, count in zip(rows, shares, strict=True)]
     starts = np.cumsum([0, *nbytes]).tolist()
     place = {r.rank: p for p, r in enumerate(regions)}
     order = [place[rank] for rank in range(len(regions))]
@@ -34,13 +38,20 @@ def unite(
     payload = np.zeros(nbytes[mine], dtype=np.uint8)
     counts, columns = backend.compress_rows(found.index, found.magnitude, threshold, regions[mine].lo, ROW, rows[mine])
     payload[: counts.nbytes] = counts.view(np.uint8)
-    payload[counts.nbytes : counts.nbytes + columns.nbytes] = columns.view(np.uint8)
+    place_of_tags = counts.nbytes + columns.nbytes
+    payload[counts.nbytes : place_of_tags] = columns.view(np.uint8)
+    if tags is not None:
+        payload[place_of_tags : place_of_tags + len(columns)] = tags[found.index[found.magnitude >= np.float32(threshold)]]
     gathered = exchange.allgatherv(payload, [nbytes[p] for p in order], [starts[p] for p in order])
     ends = np.cumsum([0, *shares]).tolist()
     union = np.empty(ends[-1], dtype=np.int64)
+    arrived = None if tags is None else np.empty(ends[-1], dtype=np.uint8)
     for p, region in enumerate(regions):
         block = gathered[starts[p] : starts[p + 1]]
-        row_counts, rest = block[: 4 * rows[p]].view(np.uint32), block[4 * rows[p] :].view(np.uint16)
-        if not backend.expand_rows(row_counts, rest[: shares[p]], region.lo, ROW, union[ends[p] : ends[p + 1]]):
+        row_counts, rest = block[: 4 * rows[p]].view(np.uint32), block[4 * rows[p] :]
+        columns = rest[: 2 * shares[p]].view(np.uint16)
+        if not backend.expand_rows(row_counts, columns, region.lo, ROW, union[ends[p] : ends[p + 1]]):
             raise RuntimeError(f"r{exchange.rank} | the rows of rank {region.rank} do not add up: the message is damaged")
-    return union
+        if arrived is not None:
+            arrived[ends[p] : ends[p + 1]] = rest[2 * shares[p] : 3 * shares[p]]
+    return union, arrived

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from mpisparse.agree import Inputs
+from mpisparse.aside import gradient_aside
 from mpisparse.baselines import CyclicTopK, HardThreshold, Picker, RandomK, SampledTopK, Sidco, TopK, UnionChooser
 from mpisparse.blend import Blend
 from mpisparse.codecs import CODECS
 from mpisparse.errors import ConfigurationError, check_choice, suggest
 from mpisparse.exclusive import ExclusiveChooser
+from mpisparse.mass import MassScale
 from mpisparse.parts import Clock, Parts
+from mpisparse.predictive.demand import Demand
+from mpisparse.predictive.nets import Nets
+from mpisparse.predictive.scorer import Predicted, validation
+from mpisparse.reference import PRODUCTS, SCORES
 from mpisparse.score import Average, Corrected, Magnitude
 from mpisparse.selector import PARTITIONERS, ExclusiveSelector
 from mpisparse.step import DenseStep, SparseStep, Stats
 from mpisparse.threshold import CONTROLLERS
 
 SEGMENT_NBYTES = 1 << 30
+RULES = {"product": PRODUCTS, "importance": SCORES}
 
 
 class Step(Protocol):
@@ -27,6 +39,9 @@ class Step(Protocol):
 
     @property
     def scorer(self) -> Magnitude: ...
+    @property
+    def scale(self) -> float: ...
+    def observe(self, metric: float) -> None: ...
     def run(self, inputs: Inputs, clock: Clock) -> Stats: ...
     def state(self) -> dict[str, Any]: ...
     def check(self, state: dict[str, Any]) -> None: ...
@@ -83,6 +98,10 @@ class Options:
         """Put the step together."""
         raise NotImplementedError
 
+    def values(self) -> dict[str, Any]:
+        """The options as plain values: what a callable does cannot be told, only whether there is one."""
+        return {key: True if callable(value) else value for key, value in vars(self).items()}
+
 
 def check_whole(name: str, value: object, least: int) -> None:
     """Raise unless value is a whole number of at least `least`."""
@@ -126,19 +145,14 @@ class Dense(Options):
 
 
 @dataclass(frozen=True)
-class Sparse(Options):
+class Partitioned(Options):
     """Selection in exclusive partitions, re-balanced, with a threshold found online.
 
-    scorer: "magnitude" of the accumulator, or "average", a moving one of the gradients' magnitudes with the rate alpha.
-    compensate: what is not sent stays in the residual; False drops it.
     controller: "tail" finds the threshold of every step inside it; "paper" scales it between steps.
     partitioner: "best" re-balances at once; "paper" moves one block a step. blocks: None for the default.
     reduce: "owner" sums in rank order at the partition's owner; "allreduce" leaves it to MPI (fp32 only).
     """
 
-    scorer: str = "magnitude"
-    alpha: float = 0.9
-    compensate: bool = True
     controller: str = "tail"
     partitioner: str = "best"
     blocks: int | None = None
@@ -146,9 +160,6 @@ class Sparse(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("scorer", self.scorer, ("magnitude", "average"))
-        check_share("alpha", self.alpha)
-        check_flag("compensate", self.compensate)
         check_choice("controller", self.controller, CONTROLLERS)
         check_choice("partitioner", self.partitioner, PARTITIONERS)
         check_choice("reduce", self.reduce, ("owner", "allreduce"))
@@ -157,19 +168,11 @@ class Sparse(Options):
         if self.reduce == "allreduce" and self.codec != "fp32":
             raise ConfigurationError(f'reduce="allreduce" sums float32: codec must be "fp32", got {self.codec!r}')
 
-    @property
-    def needs_whole_gradient(self) -> bool:
-        return self.scorer == "average"
-
-    def build(self, parts: Parts) -> Step:
-        return self.put_together(parts)
-
-    def put_together(self, parts: Parts, *, mask: str = "score", exact: bool = False) -> SparseStep:
-        """The step of these options, with what a scheme adds to them."""
-        if self.scorer == "average":
-            scorer: Magnitude = Average(parts.residual, parts.backend, parts.layout.slots, self.alpha)
-        else:
-            scorer = Magnitude(parts.residual, parts.backend)
+    def put_together(
+        self, parts: Parts, scorer: Magnitude, *, keep: bool, mask: str = "score", exact: bool = False,
+        mass: MassScale | None = None, demand: Demand | None = None,
+    ) -> SparseStep:  # fmt: skip
+        """The step of these options, with what a scheme adds to them; `keep`: what is not sent stays in the residual."""
         selector = ExclusiveSelector(
             len(parts.residual),
             parts.exchange.size,
@@ -177,7 +180,7 @@ class Sparse(Options):
             partitioner=self.partitioner,
             blocks=self.blocks,
             reads_region=self.accumulate == "backward" or mask != "score" or exact,
-            prior=scorer.prior if self.compensate else 0.0,
+            prior=scorer.prior if keep else 0.0,
         )
         codec = CODECS[self.codec]
         return SparseStep(
@@ -186,8 +189,42 @@ class Sparse(Options):
             chooser=ExclusiveChooser(parts, scorer, selector, mask=mask, exact=exact),
             codec=codec if self.reduce == "owner" else None,
             blend=Blend(self.beta) if codec.blended else None,
-            compensate=self.compensate,
+            compensate=keep,
+            mass=mass,
+            demand=demand,
         )
+
+
+@dataclass(frozen=True)
+class Sparse(Partitioned):
+    """By one score for every element.
+
+    scorer: "magnitude" of the accumulator, or "average", a moving one of the gradients' magnitudes with the rate alpha.
+    compensate: what is not sent stays in the residual; False drops it.
+    """
+
+    scorer: str = "magnitude"
+    alpha: float = 0.9
+    compensate: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("scorer", self.scorer, ("magnitude", "average"))
+        check_share("alpha", self.alpha)
+        check_flag("compensate", self.compensate)
+
+    @property
+    def needs_whole_gradient(self) -> bool:
+        return self.scorer == "average"
+
+    def build(self, parts: Parts) -> Step:
+        return self.put_together(parts, self.make_scorer(parts), keep=self.compensate)
+
+    def make_scorer(self, parts: Parts) -> Magnitude:
+        """What matters."""
+        if self.scorer == "average":
+            return Average(parts.residual, parts.backend, parts.layout.slots, self.alpha)
+        return Magnitude(parts.residual, parts.backend)
 
 
 @dataclass(frozen=True)
@@ -222,7 +259,107 @@ class Momentum(Sparse):
 
     def build(self, parts: Parts) -> Step:
         mask = self.mask or ("average" if self.compensate else "gradient")
-        return self.put_together(parts, mask="gradient" if mask == "gradient" else "score", exact=self.percentile == "exact")
+        mask = "gradient" if mask == "gradient" else "score"
+        exact = self.percentile == "exact"
+        return self.put_together(parts, self.make_scorer(parts), keep=self.compensate, mask=mask, exact=exact)
+
+
+@dataclass(frozen=True)
+class Predictive(Partitioned):
+    """Importance, predicted by small nets from an element's last gradients, together with magnitude; int8; adaptive k.
+
+    rule: "product" of importance and magnitude, or "importance" alone (magnitude decides between equals).
+    percentile: "estimate" selects by counts, "exact" by gathering and sorting all keys, for tests.
+    history: gradients that a net sees. validation: a callable that returns the loss of a held-out batch, taken every
+    validate_every steps. publish_after: steps after which what was given to the thread is used. budget: the
+    thread's share of this rank's cores. learning_rate: of the nets. seed: of samples and nets.
+    compensate: "residual" keeps what is not sent, "scale" lets what is sent stand for it (at most scale_cap times), "none"
+    drops it. adapt_k, k_patience, k_factor, k_least, k_most, k_slow, k_fast: see mpisparse.predictive.demand.
+    """
+
+    codec: str = "int8"
+    rule: str = "product"
+    percentile: str = "estimate"
+    history: int = 4
+    validation: Callable[[], Any] | None = None
+    validate_every: int = 32
+    publish_after: int = 4
+    budget: float = 0.1
+    learning_rate: float = 0.01
+    seed: int = 0
+    compensate: str = "residual"
+    scale_cap: float = 4.0
+    adapt_k: bool = True
+    k_patience: int = 2
+    k_factor: float = 1.5
+    k_least: float = 0.25
+    k_most: float = 4.0
+    k_slow: float = 0.002
+    k_fast: float = 0.02
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("rule", self.rule, RULES)
+        check_choice("percentile", self.percentile, ("estimate", "exact"))
+        check_choice("compensate", self.compensate, ("residual", "scale", "none"))
+        check_whole("history", self.history, 3)
+        if self.history > 5:
+            raise ConfigurationError(f"history must be 3, 4 or 5 gradients, got {self.history}")
+        if self.validation is not None and not callable(self.validation):
+            raise ConfigurationError(f"validation must be a callable that returns a loss, got {self.validation!r}")
+        check_whole("validate_every", self.validate_every, self.history + 1)
+        check_whole("publish_after", self.publish_after, 1)
+        check_share("budget", self.budget)
+        check_whole("seed", self.seed, 0)
+        check_flag("adapt_k", self.adapt_k)
+        check_whole("k_patience", self.k_patience, 1)
+        for name in ("learning_rate", "scale_cap", "k_factor", "k_least", "k_most", "k_slow", "k_fast"):
+            check_positive(name, getattr(self, name))
+        if self.k_factor <= 1 or not self.k_least <= 1 <= self.k_most or self.k_slow > self.k_fast:
+            raise ConfigurationError(
+                "adaptive k needs k_factor > 1, k_least <= 1 <= k_most and k_slow <= k_fast, got "
+                f"{self.k_factor}, {self.k_least}, {self.k_most}, {self.k_slow}, {self.k_fast}"
+            )
+
+    @property
+    def needs_whole_gradient(self) -> bool:
+        return True
+
+    def build(self, parts: Parts) -> Step:
+        layout, seed, key = parts.layout, (self.seed, parts.exchange.rank), RULES[self.rule]
+        if self.validation is None:
+            warnings.warn(
+                'scheme "predictive" without validation= learns to foretell the accumulator\'s magnitude, not what helps '
+                "most: pass a callable that returns the loss of a held-out batch",
+                stacklevel=4,
+            )
+            validate = None
+        else:
+            validate = validation(
+                layout, functools.partial(gradient_aside, parts.model, layout.params, self.validation, "validation")
+            )
+        scorer = Predicted(
+            parts.residual,
+            parts.backend,
+            layout,
+            nets=Nets(parts.backend, layout.ends, self.history, key=key, rate=self.learning_rate, seed=seed),
+            key=key,
+            every=self.validate_every,
+            delay=self.publish_after,
+            cores=self.budget * torch.get_num_threads(),
+            seed=seed,
+            validate=validate,
+        )
+        names = [field.name for field in dataclasses.fields(Demand)]
+        options = {name: getattr(self, f"k_{name}") for name in names if hasattr(self, f"k_{name}")}
+        return self.put_together(
+            parts,
+            scorer,
+            keep=self.compensate == "residual",
+            exact=self.percentile == "exact",
+            mass=MassScale(layout.ends, self.scale_cap) if self.compensate == "scale" else None,
+            demand=Demand(**options) if self.adapt_k else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -346,6 +483,7 @@ SCHEMES: dict[str, type[Options]] = {
     "dense": Dense,
     "exdyna": Exdyna,
     "momentum": Momentum,
+    "predictive": Predictive,
     "topk": LocalTopK,
     "cltk": CyclicLocalTopK,
     "randomk": SharedRandomK,
@@ -365,3 +503,8 @@ def configure(scheme: str, **options: Any) -> Options:
             raise ConfigurationError(f'unknown option {name!r} for scheme "{scheme}"; {suggest(name, known)}')
     defaults = {"density", "codec"}
     return kind(**{name: value for name, value in options.items() if value is not None or name not in defaults})
+
+
+def takes(scheme: str, option: str) -> bool:
+    """Tell whether a scheme has an option."""
+    return any(field.name == option for field in dataclasses.fields(SCHEMES[scheme]))

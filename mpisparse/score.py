@@ -1,8 +1,9 @@
 """What matters: a score for every element, kept up to date in the pass that accumulates.
 
-A scorer adds a step's gradients into the accumulator, collects the candidates of that step, and owns `scores`, the
-vector that thresholds are compared with. `prior` is how much the scores are expected to grow from the first step to
-the second (its logarithm): what waits in an accumulator adds up, an average does not.
+A scorer adds a step's gradients into the accumulator, collects the candidates of that step, and knows by what elements are
+compared with thresholds. `prior` is how much that is expected to grow from the first step to the second (its
+logarithm): what waits in an accumulator adds up, an average does not. `tags` is a byte for every element of which those of
+what is selected travel to all ranks, who hear of them; None: nothing travels.
 """
 
 from __future__ import annotations
@@ -19,29 +20,47 @@ from mpisparse.flat import add_sparse_, in_order, zeros
 from mpisparse.threshold import FIRST_GROWTH
 
 if TYPE_CHECKING:
+    from mpisparse.exchange import Exchange
     from mpisparse.flat import Slot
+    from mpisparse.parts import Clock
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
 
 
 class Magnitude:
     """The magnitude of the accumulator: a view of it, with no pass and no memory of its own."""
 
     prior = FIRST_GROWTH
-    whole = False
+    tags: Bytes | None = None
 
     def __init__(self, residual: torch.Tensor, backend: Any) -> None:
         self.residual = residual
         self.backend = backend
         self.acc: Floats = residual.numpy()
-        self.scores = self.acc
+
+    def trouble(self, clock: Clock) -> str | None:
+        """Wait for what this step needs of this rank alone; why it cannot go on, or None if it can."""
+        return None
+
+    def prepare(self, exchange: Exchange, clock: Clock) -> None:
+        """Do what a step needs before its gradients are added; collective."""
+
+    def select(self, lo: int, hi: int, floor: float) -> Found:
+        """What reaches the floor in [lo, hi)."""
+        return Found(*self.backend.select(self.acc, lo, hi, floor))
+
+    def histogram(self, lo: int, hi: int) -> Ints:
+        """How much there is of what in [lo, hi), by exponent and three bits of mantissa."""
+        counts: Ints = self.backend.histogram(self.acc, lo, hi)
+        return counts
 
     def accumulate(self, inputs: Inputs, lo: int, hi: int, floor: float) -> Found:
         """Add this step's gradients, if they are still to add, and collect what reaches the floor in [lo, hi)."""
         gradients = inputs.gradients
         if gradients is None:
-            found = Found(*self.backend.select(self.acc, lo, hi, floor))
+            found = self.select(lo, hi, floor)
         else:
             for slot, grad in gradients.sparse:
                 inputs.note_nonfinite(add_sparse_(self.residual, slot, grad))
@@ -58,8 +77,18 @@ class Magnitude:
         bad = int(self.backend.accumulate(self.acc[slot.begin : slot.end], source.data_ptr(), slot.sent_kind))
         return bad + slot.begin if bad >= 0 else bad
 
+    def heard(self, index: Ints, tags: Bytes) -> None:
+        """These tags came with what the ranks selected."""
+
     def sent(self, index: Ints) -> None:
         """These elements were sent. Nothing: their scores are what is left of them."""
+
+    def details(self) -> dict[str, float]:
+        """What the statistics of a step should say beyond what all schemes have in common."""
+        return {}
+
+    def close(self) -> None:
+        """End what goes on beside the step."""
 
     def state(self) -> dict[str, Any]:
         """Nothing: the residual is saved anyway."""
@@ -73,17 +102,14 @@ class Magnitude:
 
 
 class WholeGradient(Magnitude):
-    """A scorer that remembers something of each step's gradient, and so must be given it once, whole.
+    """A scorer that learns something of each step's gradient, and so must be given it once, whole.
 
     A parameter without a gradient has one of zeros.
     """
 
-    whole = True
-
     def __init__(self, residual: torch.Tensor, backend: Any, slots: list[Slot]) -> None:
         super().__init__(residual, backend)
         self.slots = slots
-        self.memory: Floats = zeros(len(residual), torch.float32).numpy()
         self.seen = np.zeros(len(slots), dtype=bool)
 
     def add(self, i: int, slot: Slot, grad: torch.Tensor) -> int:
@@ -107,61 +133,77 @@ class WholeGradient(Magnitude):
             self._update(self.slots[i], 0)
         self.seen[:] = False
 
-    def _check_memory(self, memory: Any, what: str, *, signed: bool) -> None:
-        array = np.asarray(memory)
-        fits = array.shape == self.memory.shape and bool(np.isfinite(array).all())
-        if not fits or (not signed and (array < 0).any()):
-            raise ConfigurationError(f"the {what} in the state does not fit {len(self.memory)} elements")
-
-    def _load_memory(self, memory: Any) -> None:
-        self.memory[:] = memory
+    def load(self, state: dict[str, Any]) -> None:
         self.seen[:] = False
 
 
-class Average(WholeGradient):
+class Remembering(WholeGradient):
+    """A scorer that remembers one number for every element; on another number of ranks the mean of those taken over."""
+
+    remembers: str
+    positive = False
+
+    def __init__(self, residual: torch.Tensor, backend: Any, slots: list[Slot]) -> None:
+        super().__init__(residual, backend, slots)
+        self.memory: Floats = zeros(len(residual), torch.float32).numpy()
+
+    def state(self) -> dict[str, Any]:
+        return {f"mean.{self.remembers}": self.memory}
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise ConfigurationError unless the memory in the state is one of this vector."""
+        array = np.asarray(state[f"mean.{self.remembers}"])
+        fits = array.shape == self.memory.shape and bool(np.isfinite(array).all())
+        if not fits or (self.positive and (array < 0).any()):
+            raise ConfigurationError(f"the {self.remembers} in the state does not fit {len(self.memory)} elements")
+
+    def load(self, state: dict[str, Any]) -> None:
+        super().load(state)
+        self.memory[:] = state[f"mean.{self.remembers}"]
+
+
+class Average(Remembering):
     """A moving average of the gradients' magnitudes: rate x |gradient| + (1 - rate) x average, once a step."""
 
     prior = 0.0
+    remembers, positive = "average", True
 
     def __init__(self, residual: torch.Tensor, backend: Any, slots: list[Slot], rate: float) -> None:
         super().__init__(residual, backend, slots)
         self.rate = rate
-        self.scores = self.memory
+
+    def select(self, lo: int, hi: int, floor: float) -> Found:
+        return Found(*self.backend.select(self.memory, lo, hi, floor))
+
+    def histogram(self, lo: int, hi: int) -> Ints:
+        counts: Ints = self.backend.histogram(self.memory, lo, hi)
+        return counts
 
     def accumulate(self, inputs: Inputs, lo: int, hi: int, floor: float) -> Found:
         if inputs.gradients is None:
             self._complete()
-            found = Found(*self.backend.select(self.scores, lo, hi, floor))
+            found = self.select(lo, hi, floor)
         else:
             gradients = inputs.gradients.densified()
             dense = (gradients.pointers, gradients.ends, gradients.kinds)
-            found = Found(*self.backend.average_select(self.acc, self.scores, self.rate, *dense, lo, hi, floor))
+            found = Found(*self.backend.average_select(self.acc, self.memory, self.rate, *dense, lo, hi, floor))
         inputs.note_nonfinite(found.bad)
         return found
 
     def _update(self, slot: Slot, pointer: int) -> int:
         part = slice(slot.begin, slot.end)
         one = (np.array([pointer], np.uint64), np.array([slot.end - slot.begin]), np.array([slot.sent_kind], np.uint8))
-        *_, bad = self.backend.average_select(self.acc[part], self.scores[part], self.rate, *one, 0, 0, 0.0)
+        *_, bad = self.backend.average_select(self.acc[part], self.memory[part], self.rate, *one, 0, 0, 0.0)
         return int(bad)
 
-    def state(self) -> dict[str, Any]:
-        """The average; on another number of ranks the mean of those of the ranks taken over."""
-        return {"mean.average": self.scores}
 
-    def check(self, state: dict[str, Any]) -> None:
-        """Raise ConfigurationError unless the average in the state is one of this vector."""
-        self._check_memory(state["mean.average"], "moving average", signed=False)
-
-    def load(self, state: dict[str, Any]) -> None:
-        self._load_memory(state["mean.average"])
-
-
-class Corrected(WholeGradient):
+class Corrected(Remembering):
     """What adds up is not the gradient but its momentum, factor x momentum + gradient; what is sent loses its momentum.
 
     `clip`: the largest norm of this rank's gradient; path "backward" has no whole gradient and so no norm.
     """
+
+    remembers = "momentum"
 
     def __init__(self, residual: torch.Tensor, backend: Any, slots: list[Slot], factor: float, clip: float | None) -> None:
         super().__init__(residual, backend, slots)
@@ -192,14 +234,3 @@ class Corrected(WholeGradient):
     def sent(self, index: Ints) -> None:
         """Their momentum ends too: what is stale must not go on moving them."""
         self.memory[index] = 0.0
-
-    def state(self) -> dict[str, Any]:
-        """The momentum; on another number of ranks the mean of those of the ranks taken over."""
-        return {"mean.momentum": self.memory}
-
-    def check(self, state: dict[str, Any]) -> None:
-        """Raise ConfigurationError unless the momentum in the state is one of this vector."""
-        self._check_memory(state["mean.momentum"], "momentum", signed=True)
-
-    def load(self, state: dict[str, Any]) -> None:
-        self._load_memory(state["mean.momentum"])

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,9 @@ import torch
 from mpisparse.agree import Inputs, Overflow, share_counts
 from mpisparse.blend import Blend, Blended
 from mpisparse.codecs import Codec
+from mpisparse.mass import MassScale
 from mpisparse.parts import Chooser, Chosen, Clock, Ints, Parts, Region, imbalance
+from mpisparse.predictive.demand import Demand
 from mpisparse.reduction import reduce_by_mpi, reduce_by_owner
 from mpisparse.score import Magnitude
 
@@ -25,7 +27,7 @@ class Stats:
 
     reselected and refined count the searches for a threshold beyond the first ladder. workloads are what each rank
     selected and borders the bounds of the regions whose sums the ranks make, both in the order of the regions.
-    sent_density counts also what was selected in earlier steps and still has momentum.
+    sent_density counts also what was selected in earlier steps and still has momentum. details are the scheme's own.
     """
 
     step: int
@@ -43,6 +45,7 @@ class Stats:
     workloads: tuple[int, ...] = ()
     borders: tuple[int, ...] = ()
     sent_density: float = 0.0
+    details: dict[str, float] = field(default_factory=dict)
 
     @property
     def build_up(self) -> float:
@@ -64,12 +67,13 @@ def spans_of(index: Ints, regions: list[Region]) -> list[tuple[int, int]]:
 class SparseStep:
     """What a chooser chose, exchanged through the regions' owners (codec None: by MPI's reduction).
 
-    `compensate`: what is not sent is kept for later steps; False drops it.
+    `compensate`: what is not sent is kept for later steps; False drops it, and with `mass` what is sent stands for it.
+    `demand` moves k by what is observed.
     """
 
     def __init__(
         self, parts: Parts, *, scorer: Magnitude, chooser: Chooser, codec: Codec | None, blend: Blend | None,
-        compensate: bool = True,
+        compensate: bool = True, mass: MassScale | None = None, demand: Demand | None = None,
     ) -> None:  # fmt: skip
         self.parts = parts
         self.acc = parts.acc
@@ -78,14 +82,30 @@ class SparseStep:
         self.codec = codec
         self.blend = blend
         self.compensate = compensate
+        self.mass = mass
+        self.demand = demand
+
+    @property
+    def scale(self) -> float:
+        """The factor on the set density that observed metrics led to."""
+        return self.demand.scale if self.demand else 1.0
+
+    def observe(self, metric: float) -> None:
+        """Take note of a metric, the same on all ranks, of which more is better."""
+        if self.demand:
+            self.demand = self.demand.after(metric)
 
     def run(self, inputs: Inputs, clock: Clock) -> Stats:
         """Do one step; collective. Raises StepRefused or Overflow on all ranks alike if values are not finite."""
         exchange, backend, published = self.parts.exchange, self.parts.backend, self.parts.published
+        self.scorer.prepare(exchange, clock)
         chosen = self.chooser.choose(inputs, clock)
         union = chosen.union
         values = np.empty(len(union), dtype=np.float32)
+        factors = self.mass.factors(self.acc, union) if self.mass else None
         backend.take(self.acc, union, values)
+        if factors is not None:
+            values *= factors
         sent = self.blend.mix(backend, union, values) if self.blend else Blended(union, values, np.empty(0, dtype=np.uint8))
         left = sent.values.copy() if self.blend else values
         if self.codec is None:
@@ -129,15 +149,19 @@ class SparseStep:
             workloads=tuple(int(chosen.workloads[r.rank]) for r in chosen.regions),
             borders=(*(r.lo for r in chosen.regions), n),
             sent_density=sent / n,
+            details={**self.scorer.details(), **({"k_scale": self.scale} if self.demand else {})},
         )
 
     def state(self) -> dict[str, Any]:
         """What the next step depends on beside the residual."""
-        return {**self.chooser.state(), **(self.blend.state() if self.blend else {})}
+        demand = {f"demand.{key}": value for key, value in self.demand.state().items()} if self.demand else {}
+        return {**self.chooser.state(), **(self.blend.state() if self.blend else {}), **demand}
 
     def check(self, state: dict[str, Any]) -> None:
         """Raise ConfigurationError unless load() could take the state."""
         self.chooser.check(state)
+        if self.demand:
+            self._demand_of(self.demand, state)
         if self.blend:
             self.blend.check(state, len(self.acc))
 
@@ -146,10 +170,18 @@ class SparseStep:
         self.chooser.load(state)
         if self.blend:
             self.blend.load(state)
+        if self.demand:
+            self.demand = self._demand_of(self.demand, state)
+
+    @staticmethod
+    def _demand_of(demand: Demand, state: dict[str, Any]) -> Demand:
+        return demand.load({key: state[f"demand.{key}"] for key in demand.state()})
 
 
 class DenseStep:
     """Everything, at once: one Allreduce of the accumulator."""
+
+    scale = 1.0
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -185,6 +217,9 @@ class DenseStep:
             seconds=clock.seconds,
             sent_density=1.0,
         )
+
+    def observe(self, metric: float) -> None:
+        """Nothing depends on it."""
 
     def _sum(self) -> torch.Tensor:
         """Sum into the published buffer where it is one of float32, else into a tensor of its own."""

@@ -13,7 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpisparse.agree import NO_BACKWARD, NONFINITE, STALE, DensityDiffers, Inputs, Overflow, StepRefused, share_readiness
+from mpisparse.agree import (
+    BROKEN,
+    NO_BACKWARD,
+    NONFINITE,
+    STALE,
+    DensityDiffers,
+    Inputs,
+    Overflow,
+    StepRefused,
+    share_readiness,
+)
 from mpisparse.device import load_backend
 from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError
 from mpisparse.exchange import Exchange, end_job_on_uncaught_exception
@@ -68,7 +78,8 @@ class GradientSync:
         self._registered = parameters_registered()
         self._residual = zeros(self._layout.size, torch.float32)
         self._published = Published(self._layout, self._backend)
-        self._step = self._options.build(Parts(self._layout, self._residual, self._published, self._exchange, self._backend))
+        parts = Parts(model, self._layout, self._residual, self._published, self._exchange, self._backend)
+        self._step = self._options.build(parts)
         in_backward = self._options.accumulate == "backward"
         self._watch = GradientWatch(self._layout, self._published, self._accumulate if in_backward else None)
         self._density = float(self._options.density)
@@ -76,6 +87,7 @@ class GradientSync:
         self._syncing = True
         self._bad = -1
         self._damaged: str | None = None
+        self._trouble: str | None = None
 
     # What a training loop calls
 
@@ -84,7 +96,7 @@ class GradientSync:
         self._check_ready()
         self._exchange.reset_counters()
         clock = Clock()
-        inputs = self._inputs()
+        inputs = self._inputs(clock)
         try:
             used = share_readiness(self._exchange, inputs)
         except StepRefused as refused:
@@ -121,9 +133,15 @@ class GradientSync:
         finally:
             self._syncing = before
 
-    def observe(self, metric: float) -> float:
+    def observe(self, metric: float, *, higher_is_better: bool = True) -> float:
         """Tell the scheme a validation metric; returns its mean over ranks. Collective."""
-        return self._exchange.mean(metric)
+        mean = self._exchange.mean(metric)
+        self._step.observe(mean if higher_is_better else -mean)
+        return mean
+
+    def average(self, value: float) -> float:
+        """The mean of a number over ranks; collective."""
+        return self._exchange.mean(value)
 
     def agree_any(self, flag: bool) -> bool:
         """Tell whether the flag is set on any rank; collective."""
@@ -152,6 +170,7 @@ class GradientSync:
     def close(self) -> None:
         """Take the hooks off the model and free the communicator; collective."""
         self._watch.remove()
+        self._step.scorer.close()
         self._exchange.close()
 
     # What it tells
@@ -194,8 +213,8 @@ class GradientSync:
 
     @property
     def k(self) -> int:
-        """The number of elements that the set density asks for."""
-        return max(1, math.floor(self._density * self._layout.size + 1e-6))
+        """The number of elements that the set density, or what a scheme makes of it, asks for."""
+        return max(1, math.floor(min(1.0, self._density * self._step.scale) * self._layout.size + 1e-6))
 
     # State
 
@@ -208,7 +227,7 @@ class GradientSync:
         return {
             "format": STATE_FORMAT,
             "scheme": self.scheme,
-            "options": json.dumps(dataclasses.asdict(self._options), sort_keys=True),
+            "options": json.dumps(self._options.values(), sort_keys=True),
             "rank": self.rank,
             "size": self.size,
             "density": self._density,
@@ -251,7 +270,7 @@ class GradientSync:
                 raise ConfigurationError(f"the state was saved with {key} {state[key]!r}, this is {key} {value!r}")
         check_density(state["density"])
         try:
-            saved, here = dict(json.loads(state["options"])), dataclasses.asdict(self._options)
+            saved, here = dict(json.loads(state["options"])), self._options.values()
         except (TypeError, ValueError) as error:
             raise ConfigurationError(f"the options in the state cannot be read: {error}") from error
         for key in here:
@@ -274,7 +293,7 @@ class GradientSync:
         """Raise on all ranks, with the first difference, unless all have the same options and the same model."""
         tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
         lines = [
-            f"scheme {self.scheme} {json.dumps(dataclasses.asdict(self._options), sort_keys=True)}",
+            f"scheme {self.scheme} {json.dumps(self._options.values(), sort_keys=True)}",
             *(f"parameter {line}" for line in self._layout.describe()),
             *(f"tensor {name} {list(t.shape)} {t.dtype}" for name, t in tensors),
         ]
@@ -321,7 +340,7 @@ class GradientSync:
             "would drift apart; construct GradientSync (and the optimizer) after the change"
         )
 
-    def _inputs(self) -> Inputs:
+    def _inputs(self, clock: Clock) -> Inputs:
         if self._options.accumulate == "backward":
             inputs = Inputs(None, self.k, ~self._watch.fresh)
             inputs.note_nonfinite(self._bad)
@@ -334,7 +353,10 @@ class GradientSync:
                 inputs.note_nonfinite(gradients.first_nonfinite(self._backend))
         if inputs.status == NONFINITE:
             return inputs
-        if inputs.unused.all():
+        self._trouble = self._step.scorer.trouble(clock)
+        if self._trouble is not None:
+            inputs.status = BROKEN
+        elif inputs.unused.all():
             inputs.status = NO_BACKWARD
         elif stale := self._watch.stale():
             inputs.status, inputs.detail = STALE, self._layout.slots[stale[0]].begin
@@ -395,6 +417,9 @@ class GradientSync:
             return NonFiniteGradientError(
                 f'{me}{found}; lower the learning rate, clip, or pass nonfinite="skip" to skip such steps'
             )
+        if BROKEN in by_status:
+            trouble = None if self._trouble is None else RuntimeError(self._trouble)
+            self._exchange.raise_together(trouble, RuntimeError)
         if STALE in by_status:
             rank, index = by_status[STALE]
             return GradientError(

@@ -53,7 +53,7 @@ def train(density: float, epochs: int, batch: int, out: Path | None) -> None:
             received += sync.stats.bytes_received
         with torch.no_grad():
             accuracy = float((model(images[testing]).argmax(1) == labels[testing]).float().mean())
-        mean_loss = sync.observe(loss.item())
+        mean_loss = sync.average(loss.item())
         if sync.rank == 0:
             print(f"r0 | epoch {epoch + 1:2d}/{epochs}  loss {mean_loss:.4f}  accuracy {accuracy:.3f}", flush=True)
 

@@ -58,7 +58,7 @@ def run(base: Settings, models: list[str], cases: list[str], seeds: int, *, as_j
             name, _, data = model.partition("=")
             for case in parsed:
                 runs = []
-                for seed in range(seeds):
+                for seed in range(base.seed, base.seed + seeds):
                     out = Path(base.out) / f"{_label(model)}-{_label(case.text)}-{comm.size}-ranks-seed-{seed}"
                     settings = case.settings(base, name, data or None, seed, out)
                     _check_directory(comm, settings)

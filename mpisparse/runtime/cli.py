@@ -56,9 +56,9 @@ def _add_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -
     train.add_argument(
         "--cases", nargs="+", default=["dense", "exdyna"], metavar="SCHEME[:NAME=VALUE,...]", help="default dense exdyna"
     )
-    train.add_argument("--seeds", type=_count, default=3, help="runs of each (default %(default)s)")
+    train.add_argument("--seeds", type=_count, default=3, help="runs of each, from --seed on (default %(default)s)")
     train.add_argument("--json", action="store_true", help="one JSON record a line instead of a table")
-    own = ("model", "data", "seed", "scheme", "density", "codec", "options", "resume", "log_every", "log_ranks")
+    own = ("model", "data", "scheme", "density", "codec", "options", "resume", "log_every", "log_ranks")
     add_arguments(train, leave_out=own)
     kernels = benches.add_parser("kernels", help="native kernels against plain memory passes of the same elements")
     _add_common(kernels)

@@ -51,6 +51,7 @@ def step_fields(stats: Any, phases: list[str], rows: NDArray[np.float64]) -> dic
         "skipped",
         "workloads",
         "borders",
+        "details",
     )
     record = {key: value for key, value in dataclasses.asdict(stats).items() if key in shown}
     return {

@@ -25,10 +25,24 @@ from mpisparse.runtime.schedule import Order, Position, density_at, lr_factor
 from mpisparse.runtime.settings import Settings, to_toml
 from mpisparse.runtime.signals import INTERRUPTED, StopRequest
 from mpisparse.runtime.workloads import Data, Task, build
+from mpisparse.schemes import takes
 
-EXCHANGE = ("wait", "accumulate", "agree", "select", "unite", "reduce", "feedback", "publish", "adapt")
+EXCHANGE = (
+    "wait",
+    "predictor",
+    "validate",
+    "accumulate",
+    "agree",
+    "select",
+    "unite",
+    "reduce",
+    "feedback",
+    "publish",
+    "adapt",
+)
 PHASES = ("data", "compute", *EXCHANGE, "optimizer")
 DEFAULT_EPOCHS = 5
+HELD_OUT = 2**40  # added to the seed: an order of the training data beside the one that is trained on
 
 
 def run(settings: Settings, stop: StopRequest) -> int:
@@ -64,8 +78,9 @@ class Trainer:
         self.stop = stop
         self.model, self.data, self.task = build_together(settings)
         self.sync = mpisparse.GradientSync(
-            self.model, scheme=settings.scheme, density=settings.density, codec=settings.codec, **settings.options
-        )
+            self.model, scheme=settings.scheme, density=settings.density, codec=settings.codec,
+            **self._held_out(), **settings.options,
+        )  # fmt: skip
         self.density = self.sync.density
         self.optimizer = make_optimizer(self.model, settings)
         self.order = Order(len(self.data.train), settings.seed)
@@ -282,13 +297,35 @@ class Trainer:
         """Measure on the test data and tell the scheme; collective. Returns whether the target is reached."""
         loss, metric = evaluate(self.model, self.data, self.task, self.sync, self.settings.seed)
         self.metric = metric
-        self.sync.observe(metric)
+        self._observe(metric)
         if self.metrics is not None:
             names = {"metric_name": self.task.metric, "higher_is_better": self.task.higher_is_better}
             self.metrics.write("eval", step=self.step, time=self.seconds, loss=loss, metric=metric, **names)
             self._tensorboard({"test loss": loss, self.task.metric: metric})
         self.progress.say(f"step {self.step}/{self.total}  test loss {loss:.4f}  {self.task.metric} {metric:.4f}")
         return reached(metric, self.settings.target, self.task)
+
+    def _held_out(self) -> dict[str, Any]:
+        """The option `validation` of a scheme that takes one: batches of training data in an order of their own."""
+        if not takes(self.settings.scheme, "validation"):
+            return {}
+        order = Order(len(self.data.train), self.settings.seed + HELD_OUT)
+
+        def loss() -> torch.Tensor:
+            share, size = min(2 * self.settings.batch_size, len(self.data.train) // self.sync.size), self.sync.size
+            epoch, place = divmod(self.step, order.steps_an_epoch(share, size))
+            indices, _ = order.take(Position(epoch, place * share * size), share, self.sync.rank, size)
+            inputs, targets = self.data.train.batch(indices, seed=self.settings.seed + HELD_OUT, epoch=epoch, train=False)
+            return self.task.loss(self.model(inputs), targets)
+
+        return {"validation": loss}
+
+    def _observe(self, metric: float) -> None:
+        """Tell the scheme, and say what it changes; collective."""
+        before = self.sync.k
+        self.sync.observe(metric, higher_is_better=self.task.higher_is_better)
+        if self.sync.k != before:
+            self._event("k", f"{'raised' if self.sync.k > before else 'lowered'} from {before:,} to {self.sync.k:,}")
 
     def _checkpoint(self, *, wait: bool) -> None:
         """Begin a checkpoint, and finish it unless it may be written in the background; collective."""

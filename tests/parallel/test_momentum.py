@@ -275,8 +275,8 @@ def test_a_state_of_another_kind_is_refused(comm: MPI.Intracomm) -> None:
     sync = mpisparse.GradientSync(model, scheme="momentum")
     n = sync.residual.numel()
     damages: dict[str, tuple[dict[str, Any], str]] = {
-        "short": ({"step.mean.average": torch.zeros(n - 1)}, "moving average"),
-        "negative": ({"step.mean.average": torch.full((n,), -1.0)}, "moving average"),
+        "short": ({"step.mean.average": torch.zeros(n - 1)}, "the average in the state"),
+        "negative": ({"step.mean.average": torch.full((n,), -1.0)}, "the average in the state"),
         "outside": ({"step.blend.index": torch.tensor([n]), "step.blend.value": torch.ones(1)}, "on their way"),
         "no number": ({"step.step": "x"}, "state_dict() gave"),
         "no borders": ({"step.borders": torch.zeros(0, dtype=torch.int64)}, "borders"),

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from mpisparse import reference
 from mpisparse.device import THREADED
-from mpisparse.reference import BF16, FP16, FP32, FP64, STORED
+from mpisparse.reference import BF16, FP16, FP32, FP64, HIDDEN, PRODUCTS, SCORES, STORED
 from mpisparse.threshold import HUGE, TINY, spread
 
 cpu = pytest.importorskip("mpisparse._cpu", exc_type=ImportError)
 
-MEMORY = {"memory", "widen", "round_to"}  # how the reference reads foreign memory: no kernels
+MEMORY = {"memory", "widen", "round_to", "keys_of"}  # what the reference is made of: no kernels
 KERNELS = sorted(
     name for name, f in inspect.getmembers(reference, inspect.isfunction) if name[0] != "_" and name not in MEMORY
 )
@@ -145,6 +145,58 @@ def test_average_select(native: Any, n: int, nonfinite: bool) -> None:
     for lo, hi in regions(n)[::3]:
         for rate, floor in zip((0.9, 1.0, 0.001), FLOORS[::2], strict=False):
             assert_agree(native, "average_select", acc, average, rate, *flat, lo, hi, floor, writes=(0, 1))
+
+
+@pytest.mark.parametrize("nonfinite", [False, True])
+@pytest.mark.parametrize("key", [PRODUCTS, SCORES])
+@pytest.mark.parametrize("n", SIZES)
+def test_selection_by_scores(native: Any, n: int, key: int, nonfinite: bool) -> None:
+    rng = np.random.default_rng(n + 5)
+    cuts = sorted([*rng.integers(0, n + 1, 3).tolist(), n // 2])
+    flat, _alive = gradients(values(rng, n, nonfinite=nonfinite), cuts, [FP32, FP16, None, BF16, FP32])
+    acc, scores = values(rng, n, nonfinite=nonfinite), rng.integers(0, 255, n).astype(np.uint8)
+    for lo, hi in regions(n)[::3]:
+        assert_agree(native, "histogram_scored", acc, scores, key, lo, hi)
+        for floor in (*FLOORS[:2], 1e-4, 0.01, float(np.int32(100 << 23).view(np.float32)), HUGE):
+            assert_agree(native, "select_scored", acc, scores, key, lo, hi, floor)
+        assert_agree(native, "accumulate_select_scored", acc, scores, key, *flat, lo, hi, 0.01, writes=(0,))
+
+
+def test_keys_rank_by_score_then_by_magnitude() -> None:
+    acc = np.array([1.0, -2.0, 1.0, 0.0, -1e-42, 5.0], dtype=np.float32)
+    scores = np.array([3, 3, 4, 4, 0, 0], dtype=np.uint8)
+    assert np.argsort(-reference.keys_of(acc, scores, SCORES)).tolist() == [2, 3, 1, 0, 5, 4]
+    np.testing.assert_array_equal(reference.keys_of(acc, scores, PRODUCTS), np.abs(acc) * (scores.astype("f4") + 1) / 256)
+
+
+@pytest.mark.parametrize("n", [0, 1, 63, 1000, SPLIT])
+def test_record_and_gather(native: Any, n: int) -> None:
+    rng = np.random.default_rng(n + 7)
+    cuts = sorted(rng.integers(0, n + 1, 4).tolist())
+    flat, _alive = gradients(values(rng, n, nonfinite=False), cuts, [FP32, BF16, None, FP16, FP32])
+    index = np.flatnonzero(rng.random(n) < 0.2)
+    assert_agree(native, "gather", *flat, index, np.ones(len(index), dtype=np.float32), writes=(4,))
+    for lo, hi in regions(n)[::3]:
+        assert_agree(native, "record", *flat, lo, np.ones(hi - lo, dtype=np.uint16), writes=(4,))
+
+
+@pytest.mark.parametrize("depth", [3, 4, 5])
+def test_predict_and_learn(native: Any, depth: int) -> None:
+    rng = np.random.default_rng(depth)
+    ends, size = np.array([0, 65, 65, 1000]), HIDDEN * (depth + 2) + 1
+    n = int(ends[-1])
+    history = reference.round_to(values(rng, (depth + 1) * n), BF16)
+    nets = rng.standard_normal(len(ends) * size).astype(np.float32)
+    inverse = np.array([1.0, 0.0, 3.0, 1e3], dtype=np.float32)
+    assert_agree(native, "predict", history, nets, inverse, ends, depth, np.empty(n, dtype=np.uint8), writes=(5,))
+    magnitude = np.abs(values(rng, n))
+    pairs, weights = rng.integers(0, n, 2 * 301), rng.random(301).astype(np.float32)
+    memory = (np.zeros_like(nets), np.zeros_like(nets))
+    corrections = np.linspace(10, 1, 8, dtype=np.float32)
+    assert_agree(
+        native, "learn", nets, *memory, history, inverse, ends, depth, magnitude, pairs, weights, 100, 0.01, corrections,
+        writes=(0, 1, 2),
+    )  # fmt: skip
 
 
 @given(

@@ -137,12 +137,31 @@ def test_unite(backend: Any, n: int, step: int) -> None:
         rows = -(-(region.hi - region.lo) // ROW)
         assert len(payloads[region.rank]) == 4 * rows + 4 * -(-workloads[region.rank] // 2)
     for rank, mine in enumerate(selected):
-        got = unite(Wire(rank, payloads), backend, mine, 1.0, regions, workloads)  # type: ignore[arg-type]
+        got, tags = unite(Wire(rank, payloads), backend, mine, 1.0, regions, workloads)  # type: ignore[arg-type]
+        assert tags is None
         spans = spans_of(got, regions)
         np.testing.assert_array_equal(got, union)
         for region in regions:
             start, stop = spans[region.rank]
             np.testing.assert_array_equal(got[start:stop], union[(union >= region.lo) & (union < region.hi)])
+
+
+def test_tags_travel_with_what_is_selected(backend: Any) -> None:
+    """A byte for each, behind the columns; every rank's own count where they differ."""
+    n = 3 * ROW + 11
+    regions = split(n, 2, 1)
+    tags = [np.random.default_rng(rank).integers(0, 255, n).astype(np.uint8) for rank in range(2)]
+    selected = [found(np.arange(r.lo, r.hi, 997)) for r in sorted(regions, key=lambda r: r.rank)]
+    workloads = [len(mine.index) for mine in selected]
+    payloads = []
+    for rank, mine in enumerate(selected):
+        with pytest.raises(Sent) as sent:
+            unite(Wire(rank), backend, mine, 0.5, regions, workloads, tags[rank])  # type: ignore[arg-type]
+        payloads.append(sent.value.args[0])
+    for rank, mine in enumerate(selected):
+        union, arrived = unite(Wire(rank, payloads), backend, mine, 0.5, regions, workloads, tags[rank])  # type: ignore[arg-type]
+        owner = np.concatenate([np.full(workloads[r.rank], r.rank) for r in regions])
+        np.testing.assert_array_equal(arrived, np.stack(tags)[owner, union])
 
 
 def test_unite_reports_the_damaged_rank(backend: Any) -> None:

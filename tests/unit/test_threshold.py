@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mpisparse import reference
 from mpisparse.agree import Found, Inputs, Settled, Settlement
+from mpisparse.score import Magnitude
 from mpisparse.threshold import (
     HUGE,
     TINY,
@@ -78,7 +80,8 @@ def settle(acc: Floats, controller: Controller, k: int) -> tuple[Settled, int]:
     lo, hi, floor = (0, len(acc), float(ladder[0])) if len(ladder) else (0, 0, 0.0)
     bounded: Any = Bounded(controller)
     inputs = Inputs(None, k, np.zeros(1, dtype=np.bool_))
-    settlement = Settlement(Alone(), reference, acc, bounded, inputs)  # type: ignore[arg-type]
+    scorer = Magnitude(torch.from_numpy(acc), reference)
+    settlement = Settlement(Alone(), reference, scorer, bounded, inputs)  # type: ignore[arg-type]
     settled = settlement.settle((0, len(acc)), ladder, Found(*reference.select(acc, lo, hi, floor)))
     assert settled.total[settled.rung] == (np.abs(acc) >= np.float32(settled.threshold)).sum()
     return settled, bounded.rounds

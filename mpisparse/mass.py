@@ -1,0 +1,31 @@
+"""Instead of keeping what is not sent: what is sent stands for it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+class MassScale:
+    """Scales what is sent of each layer by the ratio of all magnitudes in it to those that are sent, at most by `cap`."""
+
+    def __init__(self, ends: Ints, cap: float) -> None:
+        self.ends = ends
+        self.cap = cap
+
+    def factors(self, acc: Floats, union: Ints) -> Floats:
+        """The factor for every element of the union."""
+        sent = np.abs(acc[union]).astype(np.float64)
+        edges = np.append(0, self.ends)
+        cuts = np.searchsorted(union, edges)
+        kept = np.diff(np.append(0.0, np.cumsum(sent))[cuts])
+        whole = np.array([np.abs(acc[a:b]).sum(dtype=np.float64) for a, b in pairwise(edges)])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.where(kept > 0, np.minimum(whole / kept, self.cap), 1.0)
+        factors: Floats = np.repeat(ratio, np.diff(cuts)).astype(np.float32)
+        return factors

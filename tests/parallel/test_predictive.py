@@ -1,0 +1,326 @@
+"""Scheme predictive: the document's mask, nothing lost, nothing that depends on how fast the predictor is."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from ranks import PATHS, alike, bits, everywhere, lawful_steps, loss_of, raised, seeded, small, total
+from torch import nn
+
+import mpisparse
+from mpisparse import checkpoint
+from mpisparse.predictive.nets import Nets
+
+QUICK = {"scheme": "predictive", "density": 0.05, "history": 3, "validate_every": 6, "publish_after": 2}
+RULES = ["product", "importance"]
+
+
+def held_out(model: nn.Module) -> Any:
+    """What a held-out batch loses."""
+    return lambda: loss_of(model, torch.Generator().manual_seed(77))
+
+
+def make(model: nn.Module, **options: Any) -> mpisparse.GradientSync:
+    return mpisparse.GradientSync(model, **{**QUICK, "validation": held_out(model), **options})
+
+
+def train(comm: MPI.Intracomm, model: nn.Module, sync: mpisparse.GradientSync, steps: range) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, seeded(comm.rank, step)).backward()
+        sync.step()
+        optimizer.step()
+
+
+@pytest.fixture
+def directory(comm: MPI.Intracomm) -> Iterator[Path]:
+    path = comm.bcast(tempfile.mkdtemp(prefix="mpisparse-") if comm.rank == 0 else None)
+    yield Path(path)
+    comm.Barrier()
+    if comm.rank == 0:
+        shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("rule", RULES)
+def test_nothing_is_lost_and_replicas_stay_equal(comm: MPI.Intracomm, rule: str, path: str) -> None:
+    model = small()
+    sync = make(model, rule=rule, accumulate=path)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in lawful_steps(comm, model, sync, optimizer, loss_of, count=16):
+        if step > 1:
+            assert abs(sync.stats.selected - sync.k) <= max(2, 0.02 * sync.k)
+    assert everywhere(comm, sync.stats.details["ranking"] > 0)  # lessons were learned
+
+
+def create_sparsity_mask(gradients: np.ndarray, importance_scores: np.ndarray, k: int) -> np.ndarray:
+    """The document's rule, with its ties broken: by magnitude, then by index."""
+    order = np.lexsort((np.arange(len(gradients)), -np.abs(gradients), -importance_scores.astype(int)))
+    mask = np.zeros_like(gradients, dtype=bool)
+    mask[order[:k]] = True
+    return mask
+
+
+@pytest.mark.parametrize("compensate", ["none", "residual"])
+def test_the_mask_is_the_documents(comm: MPI.Intracomm, compensate: str) -> None:
+    """Scores with many ties; each element's score and gradient are those of the rank in whose partition it lies."""
+    model = small()
+    sync = make(model, rule="importance", percentile="exact", compensate=compensate, codec="fp32", publish_after=100)
+    state = sync.state_dict()
+    generator = torch.Generator().manual_seed(comm.rank)
+    state["step.scores"] = torch.randint(0, 20, state["step.scores"].shape, generator=generator, dtype=torch.uint8)
+    sync.load_state_dict(state)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss_of(model, seeded(comm.rank, step)).backward()
+        scores = sync.state_dict()["step.scores"].numpy()
+        gradient = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]) + sync.residual
+        gradient[::5] = gradient[0]  # equal magnitudes too
+        with torch.no_grad():
+            begin = 0
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad.copy_((gradient - sync.residual)[begin : begin + p.numel()].view_as(p))
+                begin += p.numel()
+        sync.step()
+        whole, every = (np.stack(comm.allgather(x)) for x in (gradient.numpy(), scores))
+        borders, size = sync.stats.borders, comm.size
+        owners = np.concatenate(
+            [np.full(borders[p + 1] - borders[p], (p - step) % size) for p in range(size)]  # partitions rotate over ranks
+        )
+        owned = np.arange(len(owners))
+        mask = create_sparsity_mask(whole[owners, owned], every[owners, owned], sync.k)
+        union = sync._published.union
+        assert everywhere(comm, np.array_equal(np.flatnonzero(mask), union)), step
+        np.testing.assert_allclose(
+            torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]).numpy(),
+            np.where(mask, whole.astype(np.float64).mean(axis=0), 0.0),
+            rtol=1e-5,
+            atol=1e-9,
+        )
+        heard = sync.state_dict()["step.scores"].numpy()
+        assert everywhere(comm, (heard[union] == every[owners, owned][union]).all())  # scores travel with what is selected
+        optimizer.step()
+    sync.close()
+
+
+def slowly(nets: Nets, job: Any, work: Any = Nets.work) -> Any:
+    time.sleep(0.2)
+    return work(nets, job)
+
+
+def test_a_slow_predictor_changes_no_bit(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = []
+    for slow in (False, True):
+        with monkeypatch.context() as patch:
+            if slow and comm.rank == comm.size - 1:
+                patch.setattr(Nets, "work", slowly)
+            model = small()
+            sync = make(model)
+            train(comm, model, sync, range(14))
+            ends.append(bits([*model.parameters(), sync.state_dict()["step.scores"], sync.residual]))
+            sync.close()
+    assert everywhere(comm, ends[0] == ends[1])
+
+
+def test_a_predictor_that_dies_ends_the_next_step_everywhere(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise ValueError("no net")
+
+    if comm.rank == 0:
+        monkeypatch.setattr(Nets, "score", fail)
+    model = small()
+    sync = make(model)
+    train(comm, model, sync, range(3))
+    deadline = time.monotonic() + 60
+    while comm.rank == 0 and sync._step.scorer.background.failure is None:  # type: ignore[attr-defined]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    model.zero_grad()
+    loss_of(model, seeded(comm.rank, 3)).backward()
+    message = raised(comm, RuntimeError, sync.step)
+    assert message == "the predictor failed: ValueError: no net"
+    sync.close()
+
+
+def test_threads_end(comm: MPI.Intracomm) -> None:
+    def threads() -> int:
+        return sum(thread.name == "mpisparse-predictor" for thread in threading.enumerate())
+
+    before = threads()
+    model = small()
+    sync = make(model)
+    train(comm, model, sync, range(8))
+    during = threads()
+    sync.close()
+    assert everywhere(comm, (during, threads()) == (before + 1, before))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("middle", [5, 6, 7, 8])
+def test_resume_to_the_last_bit(comm: MPI.Intracomm, directory: Path, middle: int, path: str) -> None:
+    """Stopped while gradients are recorded, in the step of a lesson, and with results on their way."""
+
+    def run() -> tuple[nn.Module, mpisparse.GradientSync, torch.optim.Optimizer]:
+        model = small()
+        sync = make(model, accumulate=path, publish_after=3)
+        return model, sync, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def end(model: nn.Module, sync: mpisparse.GradientSync) -> bytes:
+        state = sync.state_dict()
+        sync.close()
+        return bits([*model.parameters(), *(v for v in state.values() if isinstance(v, torch.Tensor))])
+
+    model, sync, optimizer = run()
+    train(comm, model, sync, range(middle))
+    sync.observe(1.0)
+    assert everywhere(comm, len(sync.state_dict()["step.pending.due"]))
+    checkpoint.save(directory, step=middle, model=model, optimizer=optimizer, sync=sync)
+    train(comm, model, sync, range(middle, 16))
+    whole = end(model, sync)
+    model, sync, optimizer = run()
+    assert checkpoint.load(directory, model=model, optimizer=optimizer, sync=sync) == middle
+    train(comm, model, sync, range(middle, 16))
+    assert everywhere(comm, end(model, sync) == whole)
+
+
+def test_all_ranks_change_k_in_the_same_step(comm: MPI.Intracomm) -> None:
+    """By the mean over ranks, which differs from what most of them saw."""
+    model = small()
+    sync = make(model)
+    before = sync.k
+    sync.observe(1.0)
+    sync.observe(2.0 + comm.rank)
+    assert everywhere(comm, sync.k == int(before / 1.5) or sync.k == round(before / 1.5))
+    sync.observe(-5.0 * comm.rank - 5.0)
+    assert everywhere(comm, abs(sync.k - before) <= 1)
+    train(comm, model, sync, range(2))
+    assert everywhere(comm, sync.stats.details["k_scale"] == pytest.approx(1.0))
+    sync.close()
+
+
+def test_validation_disturbs_nothing(comm: MPI.Intracomm) -> None:
+    """Buffers, modes, gradients and random numbers are as if no validation took place; what it returns is checked."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(30, 50), nn.BatchNorm1d(50), nn.Dropout(0.5), nn.Linear(50, 20))
+    modes: list[bool] = []
+
+    def loss() -> torch.Tensor:
+        modes.append(model.training)
+        torch.rand(3), np.random.rand()
+        return loss_of(model, torch.Generator().manual_seed(1)) + torch.rand(())
+
+    sync = make(model, validation=loss)
+    for step in range(6):
+        loss_of(model, seeded(comm.rank, step)).backward()
+        before = bits([torch.get_rng_state(), *model.buffers()]), str(np.random.get_state())
+        sync.step()
+        after = bits([torch.get_rng_state(), *model.buffers()]), str(np.random.get_state())
+        assert everywhere(comm, before == after)
+        model.zero_grad()
+    assert everywhere(comm, modes == [False] and model.training)
+    sync.close()
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        (lambda: 3.0, "validation() must return a loss, a tensor of one element with a gradient; got 3.0"),
+        (lambda: torch.zeros(2, requires_grad=True), "shape [2]"),
+        (lambda: torch.zeros(()), "requires_grad=False"),
+    ],
+    ids=["number", "vector", "constant"],
+)
+def test_what_validation_must_return(comm: MPI.Intracomm, returned: Any, expected: str) -> None:
+    model = small()
+    wrong = comm.rank == comm.size - 1
+    sync = make(model, validation=returned if wrong else held_out(model))
+    train(comm, model, sync, range(5))
+    model.zero_grad()
+    loss_of(model, seeded(comm.rank, 5)).backward()
+    assert expected in raised(comm, mpisparse.ConfigurationError, sync.step)
+    sync.close()
+
+
+def test_without_validation_a_warning_says_what_is_learned(comm: MPI.Intracomm) -> None:
+    model = small()
+    with pytest.warns(UserWarning, match="without validation= learns to foretell the accumulator's magnitude"):
+        sync = make(model, validation=None)
+    train(comm, model, sync, range(20))
+    assert everywhere(comm, sync.stats.details["ranking"] > 0.5)
+    sync.close()
+
+
+def test_what_is_sent_stands_for_the_rest(comm: MPI.Intracomm) -> None:
+    """compensate="scale": each layer's values times its accumulated over its kept mass, at most the cap; nothing is kept."""
+    model = small()
+    sync = make(model, compensate="scale", scale_cap=3.0, codec="fp32")
+    for step in range(3):
+        loss_of(model, seeded(comm.rank, step)).backward()
+        own = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]).double()
+        sync.step()
+        union = torch.from_numpy(sync._published.union)
+        scaled = torch.zeros_like(own)
+        begin = 0
+        for p in model.parameters():
+            inside = union[(union >= begin) & (union < begin + p.numel())]
+            whole, kept = own[begin : begin + p.numel()].abs().sum(), own[inside].abs().sum()
+            scaled[inside] = own[inside] * (whole / kept).clamp(max=3.0)
+            begin += p.numel()
+        mean = total(comm, scaled) / comm.size
+        got = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]).double()
+        assert torch.allclose(got, mean, rtol=1e-5, atol=1e-9)
+        assert not sync.residual.any()
+        assert alike(comm, [p.grad for p in model.parameters()])
+        model.zero_grad()
+    sync.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"history": 2}, "history must be a whole number >= 3"),
+        ({"history": 6}, "history must be 3, 4 or 5"),
+        ({"validate_every": 3}, "validate_every must be a whole number >= 4"),
+        ({"validation": 3}, "validation must be a callable that returns a loss, got 3"),
+        ({"rule": "magnitude"}, "rule"),
+        ({"budget": 0}, "budget"),
+        ({"compensate": True}, "compensate"),
+        ({"k_factor": 1.0}, "k_factor > 1"),
+        ({"k_least": 2.0}, "k_least <= 1 <= k_most"),
+        ({"publish_after": 0}, "publish_after"),
+    ],
+)
+def test_options_are_checked(comm: MPI.Intracomm, options: dict[str, Any], expected: str) -> None:
+    assert expected in raised(comm, mpisparse.ConfigurationError, lambda: make(small(), **options))
+
+
+def test_a_state_that_does_not_fit_is_refused(comm: MPI.Intracomm) -> None:
+    model = small()
+    sync = make(model)
+    train(comm, model, sync, range(8))
+    state = sync.state_dict()
+    damages: dict[str, Any] = {
+        "step.scores": torch.zeros(3, dtype=torch.uint8),
+        "step.predictor.nets": torch.zeros(3),
+        "step.sample": torch.tensor([10**9]),
+        "step.pending.lo": torch.tensor([-1]),
+        "step.demand.scale": "much",
+    }
+    for key, value in damages.items():
+        raised(comm, mpisparse.ConfigurationError, lambda key=key, value=value: sync.load_state_dict({**state, key: value}))
+    sync.load_state_dict(state)
+    train(comm, model, sync, range(8, 10))
+    sync.close()

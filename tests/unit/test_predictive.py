@@ -1,0 +1,162 @@
+"""The parts of scheme predictive by themselves: k by scripted metrics, nets that learn, a thread that keeps its budget."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpisparse import reference
+from mpisparse.device import load_backend
+from mpisparse.predictive.background import Background
+from mpisparse.predictive.demand import Demand
+from mpisparse.predictive.nets import Job, Lesson, Nets, Slice
+from mpisparse.predictive.sample import LEAST, draw
+from mpisparse.reference import BF16, PRODUCTS, SCORES, round_to
+
+DEPTH = 4
+ENDS = np.array([700, 700, 5000, 20_000])  # a layer of no elements too
+
+
+def after(metrics: list[float], **options: Any) -> list[float]:
+    """The factor on k after each metric."""
+    demand, scales = Demand(factor=2.0, least=0.25, most=4.0, slow=0.01, fast=0.1, patience=2, **options), []
+    for metric in metrics:
+        demand = demand.after(metric)
+        scales.append(demand.scale)
+    return scales
+
+
+@pytest.mark.parametrize(
+    ("metrics", "scales"),
+    [
+        ([0.5, 0.6, 0.7, 0.8], [1, 0.5, 0.25, 0.25]),  # fast progress lowers k, down to its bound
+        ([0.5, 0.51, 0.52, 0.54], [1, 1, 1, 1]),  # steady progress leaves it
+        ([0.5, 0.501, 0.502, 0.503, 0.503], [1, 1, 2, 2, 4]),  # a plateau raises it, each time after the patience
+        ([0.5, 0.4, 0.3, 0.2], [1, 2, 4, 4]),  # a fall raises it at once, up to its bound
+        ([0.5, math.nan, 0.5], [1, 2, 2]),  # not a number is a fall
+        ([math.nan, 0.5, 0.4], [1, 1, 2]),  # nothing to compare with yet
+        ([0.5, 0.502, 0.54, 0.541, 0.542], [1, 1, 1, 1, 2]),  # progress restarts the patience
+        ([-2.0, -1.5, -1.6], [1, 0.5, 1]),  # losses, negated
+    ],
+)
+def test_k_moves_as_specified(metrics: list[float], scales: list[float]) -> None:
+    assert after(metrics) == scales
+
+
+def test_demand_goes_on_from_its_state() -> None:
+    demand = Demand()
+    for metric in (0.5, 0.5, 0.9, 0.1):
+        demand = demand.after(metric)
+    again = Demand().load(dict(demand.state()))
+    assert again == demand
+    assert again.after(0.1) == demand.after(0.1)
+
+
+def nets(key: int = PRODUCTS, backend: Any = None) -> Nets:
+    return Nets(backend or load_backend(), ENDS, DEPTH, key=key, rate=0.01, seed=(3, 0))
+
+
+def lesson(number: int) -> Lesson:
+    """Elements whose gain is positive where recent gradients agree with what waits, whatever their magnitude."""
+    rng = np.random.default_rng([9, number])
+    index = draw(rng, ENDS, 4096, np.empty(0, dtype=np.int64))
+    n = len(index)
+    accumulated = rng.standard_normal(n).astype(np.float32)
+    agreement = rng.choice([-1.0, 1.0], n)
+    scale = np.where(index < 700, 100.0, 0.01)  # layers of other units
+    gradients = scale * agreement * np.sign(accumulated) * (0.5 + rng.random((DEPTH, n)))
+    rows = round_to(np.vstack([gradients, accumulated]).astype(np.float32).reshape(-1), BF16)
+    gain = (agreement * np.abs(accumulated) + 0.1 * rng.standard_normal(n)).astype(np.float32)
+    return Lesson(number, index, rows, np.abs(accumulated), gain)
+
+
+@pytest.mark.parametrize("key", [PRODUCTS, SCORES])
+def test_nets_learn_to_rank_what_they_have_not_seen(key: int) -> None:
+    """The ranking is measured on each lesson before it is learned from: elements of other layers, drawn anew."""
+    learner = nets(key)
+    results = [learner.work(Job(lesson(number), None)) for number in range(8)]
+    assert results[0].ranking == pytest.approx(results[0].plain, abs=0.02)  # untrained nets add nothing
+    assert all(0.4 < result.plain < 0.6 for result in results)  # magnitude says nothing of the sign of a gain
+    assert results[-1].ranking > 0.8
+
+
+@pytest.mark.parametrize("key", [PRODUCTS, SCORES])
+def test_the_numpy_backend_learns_the_same_bits(key: int) -> None:
+    native, plain = nets(key), nets(key, reference)
+    for number in range(2):
+        first, second = (learner.work(Job(lesson(number), None)) for learner in (native, plain))
+        assert first.ranking == second.ranking
+    for name, value in native.state().items():
+        np.testing.assert_array_equal(value, plain.state()[name], err_msg=name)
+    rows = round_to(np.random.default_rng(1).standard_normal((DEPTH + 1) * 3000).astype(np.float32), BF16)
+    part = Slice(600, rows)
+    np.testing.assert_array_equal(native.score(part), plain.score(part))
+    assert len(np.unique(native.score(part))) > 20
+
+
+def test_a_slice_is_scored_as_its_pieces_are() -> None:
+    learner = nets()
+    for number in range(3):
+        learner.work(Job(lesson(number), None))
+    rows = round_to(np.random.default_rng(2).standard_normal((DEPTH + 1) * 6000).astype(np.float32), BF16).reshape(5, -1)
+    whole = learner.score(Slice(0, rows.reshape(-1)))
+    for cut in (1, 699, 700, 701, 5000, 5999):
+        first = learner.score(Slice(0, np.ascontiguousarray(rows[:, :cut]).reshape(-1)))
+        rest = learner.score(Slice(cut, np.ascontiguousarray(rows[:, cut:]).reshape(-1)))
+        np.testing.assert_array_equal(np.append(first, rest), whole)
+
+
+def test_a_sample_has_some_of_every_layer_and_of_the_candidates() -> None:
+    candidates = np.arange(6000, 8000, 3)
+    drawn = draw(np.random.default_rng(0), ENDS, 400, candidates)
+    assert (np.diff(drawn) > 0).all()
+    counts = np.diff(np.searchsorted(drawn, ENDS), prepend=0)
+    assert counts[1] == 0
+    assert (counts[[0, 2, 3]] > LEAST // 2).all()
+    assert 150 < np.isin(drawn, candidates).sum() <= 280
+    np.testing.assert_array_equal(drawn, draw(np.random.default_rng(0), ENDS, 400, candidates))
+
+
+def test_results_come_in_the_order_of_jobs_and_failures_are_told() -> None:
+    def work(job: int) -> int:
+        if job == 3:
+            raise ValueError("three")
+        return 10 * job
+
+    background: Background[int, int] = Background(work, cores=1.0)
+    for job in range(5):
+        background.submit(job)
+    assert [background.take() for _ in range(3)] == [0, 10, 20]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="three"):
+            background.take()
+    background.close()
+
+
+def test_the_thread_rests_unless_somebody_waits() -> None:
+    """Two jobs that use CPU time, with a budget that would take a minute: who waits for them gets them at once."""
+
+    def work(_: int) -> float:
+        began = time.thread_time()
+        while time.thread_time() - began < 0.02:
+            pass
+        return time.perf_counter()
+
+    background: Background[int, float] = Background(work, cores=0.02 / 60)
+    background.submit(0)
+    background.submit(1)
+    while background._results.empty():
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert background._results.qsize() == 1  # it rests
+    waited = time.perf_counter()
+    first, second = background.take(), background.take()
+    assert first < waited < second  # it is woken
+    assert background.seconds >= 0.04
+    background.close()
+    assert not any(thread.name == "mpisparse-predictor" and thread.is_alive() for thread in threading.enumerate())
