@@ -47,6 +47,8 @@ def _add_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -
     sync.add_argument("--density", type=_density, default=0.001, help="share of elements selected (default %(default)s)")
     sync.add_argument("--scheme", nargs="+", default=["exdyna"], metavar="NAME", help="one or several; default exdyna")
     sync.add_argument("--codec", help="fp32, fp16, bf16 or int8 (default: the scheme's); momentum sends momentum-CODEC")
+    sync.add_argument("--path", nargs="+", choices=("step", "backward"), default=["step", "backward"], help="default: both")
+    _add_gradients(sync)
     sync.add_argument("--no-gloo", action="store_true", help="leave the gloo peer out")
     saving = benches.add_parser("checkpoint", help="writing a checkpoint against a plain write of the same bytes")
     _add_common(saving)
@@ -69,6 +71,13 @@ def _add_common(command: argparse.ArgumentParser) -> None:
     command.add_argument("--elements", type=_count, default=25_000_000, help="float32 elements (default %(default)s)")
     command.add_argument("--rounds", type=_count, default=15, help="interleaved rounds, of which medians are taken")
     command.add_argument("--json", action="store_true", help="print one record a line instead of a table")
+
+
+def _add_gradients(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--gradients", type=Path, metavar="RUN", help="replay what train --record-gradients wrote (default: synthetic ones)"
+    )
+    command.add_argument("--out", type=Path, metavar="FILE.jsonl", help="write the records there too, for mpisparse report")
 
 
 def _count(text: str) -> int:
@@ -167,11 +176,15 @@ def _bench(args: argparse.Namespace) -> int:
         from mpisparse.runtime.bench_train import run as run_train
 
         return run_train(settings, args.models, args.cases, args.seeds, as_json=args.json)
+    from mpisparse.runtime.bench_sync import Plan
     from mpisparse.runtime.bench_sync import run as run_sync
 
     return run_sync(
-        args.elements, args.density, args.scheme, args.codec, args.rounds, gloo=not args.no_gloo, as_json=args.json
-    )
+        Plan(
+            args.elements, args.density, args.scheme, args.codec, args.rounds, args.path, args.gradients,
+            gloo=not args.no_gloo, as_json=args.json, out=args.out,
+        )
+    )  # fmt: skip
 
 
 COMMANDS = {"train": _train, "slurm": _slurm, "report": _report, "inspect": _inspect, "doctor": _doctor, "bench": _bench}

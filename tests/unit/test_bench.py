@@ -182,3 +182,24 @@ def test_a_target_may_be_raised(factories: Path) -> None:
     assert "reached" not in train("--steps", 4, "--eval-every", 1, "--target", 1.5, "--out", out)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3, 4]
+
+
+def test_recorded_gradients_are_replayed(factories: Path) -> None:
+    out = factories / "run"
+    train("--steps", 2, "--record-gradients", 3, "--out", out, ranks=2)
+    train("--steps", 6, "--record-gradients", 3, "--out", out, ranks=2)
+    assert sorted(p.name for p in (out / "gradients").iterdir()) == [f"step-0000000{n}" for n in (1, 2, 3)]
+    records = bench(
+        "sync", "--gradients", out, "--rounds", 2, "--json", "--no-gloo", "--density", 0.5, "--path", "step",
+        "--out", factories / "sync.jsonl",
+    )  # fmt: skip
+    assert {r["elements"] for r in records} == {10}, "four weights and a bias for each of two classes"
+    assert [r["what"] for r in records if "density" in r] == ["exdyna, step"]
+    lines = [json.loads(line) for line in (factories / "sync.jsonl").read_text().splitlines()]
+    assert lines == [{"bench": "sync", **record} for record in records]
+
+
+def test_no_recording_is_told_once(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError) as caught:
+        bench("sync", "--gradients", tmp_path, "--rounds", 1)
+    assert str(caught.value).count("expected gradients that mpisparse train --record-gradients") == 1
