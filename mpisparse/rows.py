@@ -17,6 +17,11 @@ Ints = NDArray[np.int64]
 ROW = 65_536
 
 
+def nbytes_of(length: int, count: int) -> int:
+    """Bytes of so many indices in a region of so many elements: its rows' counts, then columns, padded to 4 bytes."""
+    return 4 * (-(-length // ROW) + -(-count // 2))
+
+
 def unite(
     exchange: Exchange, backend: Any, found: Found, threshold: float, regions: list[Region], workloads: list[int]
 ) -> Ints:
@@ -26,7 +31,7 @@ def unite(
     """
     rows = [-(-(r.hi - r.lo) // ROW) for r in regions]
     shares = [workloads[r.rank] for r in regions]
-    nbytes = [4 * (n + -(-count // 2)) for n, count in zip(rows, shares, strict=True)]
+    nbytes = [nbytes_of(r.hi - r.lo, count) for r, count in zip(regions, shares, strict=True)]
     starts = np.cumsum([0, *nbytes]).tolist()
     place = {r.rank: p for p, r in enumerate(regions)}
     order = [place[rank] for rank in range(len(regions))]

@@ -131,8 +131,9 @@ class Sparse(Options):
 
     scorer: "magnitude" of the accumulator, or "average", a moving one of the gradients' magnitudes with the rate alpha.
     compensate: what is not sent stays in the residual; False drops it.
-    controller: "tail" finds the threshold of every step inside it; "paper" scales it between steps.
-    partitioner: "best" re-balances at once; "paper" moves one block a step. blocks: None for the default.
+    controller: "tail" finds the threshold of every step inside it; "paper" scales it between steps; "fixed" keeps that of
+    the first step. partitioner: "best" re-balances at once; "paper" moves one block a step; "static" keeps even shares.
+    blocks: None for the default.
     reduce: "owner" sums in rank order at the partition's owner; "allreduce" leaves it to MPI (fp32 only).
     """
 

@@ -62,9 +62,27 @@ def _add_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -
     train.add_argument("--json", action="store_true", help="one JSON record a line instead of a table")
     own = ("model", "data", "seed", "scheme", "density", "codec", "options", "resume", "log_every", "log_ranks")
     add_arguments(train, leave_out=own)
+    _add_scaling(benches.add_parser("scaling", help="real ranks, then simulated ones up to thousands; run it under mpirun"))
     kernels = benches.add_parser("kernels", help="native kernels against plain memory passes of the same elements")
     _add_common(kernels)
     kernels.add_argument("--density", type=_density, default=0.001, help="share of elements selected (default %(default)s)")
+
+
+def _add_scaling(scaling: argparse.ArgumentParser) -> None:
+    scaling.add_argument("--elements", type=_count, default=4_000_000, help="float32 elements (default %(default)s)")
+    scaling.add_argument("--density", type=_density, default=0.001, help="share of elements selected (default %(default)s)")
+    scaling.add_argument(
+        "--scheme", nargs="+", choices=("exdyna", "topk", "cltk", "dense"), default=["exdyna", "topk", "dense"],
+        help="default: exdyna topk dense",
+    )  # fmt: skip
+    scaling.add_argument("--steps", type=_steps, default=8, help="steps of each (default %(default)s)")
+    scaling.add_argument(
+        "--workers", nargs="*", type=_count, default=[32, 64, 256, 1024, 4096], metavar="N", help="virtual ones"
+    )
+    scaling.add_argument("--latency", type=_positive, metavar="SECONDS", help="of a cluster's messages (default: measured)")
+    scaling.add_argument("--bandwidth", type=_positive, metavar="BYTES/S", help="of a cluster's links (default: measured)")
+    scaling.add_argument("--json", action="store_true", help="print one record a line instead of a table")
+    _add_gradients(scaling)
 
 
 def _add_common(command: argparse.ArgumentParser) -> None:
@@ -87,6 +105,23 @@ def _count(text: str) -> int:
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number >= 1, got {text!r}")
+    return value
+
+
+def _steps(text: str) -> int:
+    value = _count(text)
+    if value < 4:
+        raise argparse.ArgumentTypeError(f"expected at least 4 steps, because the first two are not judged, got {text!r}")
+    return value
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
     return value
 
 
@@ -176,6 +211,15 @@ def _bench(args: argparse.Namespace) -> int:
         from mpisparse.runtime.bench_train import run as run_train
 
         return run_train(settings, args.models, args.cases, args.seeds, as_json=args.json)
+    if args.bench == "scaling":
+        from mpisparse.runtime import bench_scaling
+
+        return bench_scaling.run(
+            bench_scaling.Plan(
+                args.elements, args.density, args.scheme, args.steps, args.workers, args.gradients, args.latency,
+                args.bandwidth, as_json=args.json, out=args.out,
+            )
+        )  # fmt: skip
     from mpisparse.runtime.bench_sync import Plan
     from mpisparse.runtime.bench_sync import run as run_sync
 

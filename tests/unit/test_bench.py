@@ -203,3 +203,17 @@ def test_no_recording_is_told_once(tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as caught:
         bench("sync", "--gradients", tmp_path, "--rounds", 1)
     assert str(caught.value).count("expected gradients that mpisparse train --record-gradients") == 1
+
+
+def test_scaling(tmp_path: Path) -> None:
+    records = bench(
+        "scaling", "--elements", 20000, "--density", 0.01, "--steps", 4, "--workers", 5, 70, "--json",
+        "--out", tmp_path / "scaling.jsonl",
+    )  # fmt: skip
+    real = [r for r in records if r["how"] == "real"]
+    assert [(r["ranks"], r["scheme"]) for r in real] == [(n, s) for n in (1, 2) for s in ("exdyna", "topk", "dense")]
+    assert all(r["same"] == "yes" and r["ms"] > 0 and r["modelled_ms"] > 0 for r in real)
+    simulated = [(r["ranks"], r["scheme"]) for r in records if r["how"] == "simulated"]
+    assert simulated == [(5, "exdyna"), (5, "topk"), (5, "dense"), (70, "exdyna"), (70, "dense")]
+    assert all(abs(r["build_up"] - 1) < 0.02 for r in records if r["scheme"] == "exdyna")
+    assert len((tmp_path / "scaling.jsonl").read_text().splitlines()) == len(records)
