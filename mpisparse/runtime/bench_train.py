@@ -14,7 +14,7 @@ from mpisparse.errors import ConfigurationError
 from mpisparse.exchange import end_job_on_uncaught_exception
 from mpisparse.runtime.settings import Settings, parse_options, to_toml
 from mpisparse.runtime.signals import StopRequest
-from mpisparse.runtime.table import show
+from mpisparse.runtime.table import save, show
 from mpisparse.runtime.train import Trainer
 
 COLUMNS = {
@@ -55,26 +55,36 @@ def run(base: Settings, models: list[str], cases: list[str], seeds: int, *, as_j
     records = []
     try:
         for model in models:
-            name, _, data = model.partition("=")
             for case in parsed:
-                runs = []
-                for seed in range(seeds):
-                    out = Path(base.out) / f"{_label(model)}-{_label(case.text)}-{comm.size}-ranks-seed-{seed}"
-                    settings = case.settings(base, name, data or None, seed, out)
-                    _check_directory(comm, settings)
-                    code, result = _train(settings, stop)
-                    if code:
-                        return code
-                    runs.append(result)
-                records.append({"model": model, "case": case.text, "ranks": comm.size, **_summary(runs)})
+                code, record = train_case(base, model, case, seeds, stop)
+                if code:
+                    return code
+                records.append(record)
     finally:
         stop.restore()
     if comm.rank == 0:
         show(records, COLUMNS, as_json=as_json)
+        save("train", records, Path(base.out) / "records.jsonl")
         if not as_json:
             print(f"train loss: mean of the last tenth of the steps; spread: largest less smallest over {seeds} seeds")
             print(f"pages with all curves: mpisparse report {base.out}/*")
     return 0
+
+
+def train_case(base: Settings, model: str, case: Case, seeds: int, stop: StopRequest) -> tuple[int, dict[str, Any]]:
+    """Train a case with every seed; the exit code and what came of it, means over the seeds. Collective."""
+    comm = MPI.COMM_WORLD
+    name, _, data = model.partition("=")
+    runs = []
+    for seed in range(seeds):
+        out = Path(base.out) / f"{_label(model)}-{_label(case.text)}-{comm.size}-ranks-seed-{seed}"
+        settings = case.settings(base, name, data or None, seed, out)
+        _check_directory(comm, settings)
+        code, result = _train(settings, stop)
+        if code:
+            return code, {}
+        runs.append(result)
+    return 0, {"model": model, "case": case.text, "ranks": comm.size, **_summary(runs)}
 
 
 def _label(text: str) -> str:

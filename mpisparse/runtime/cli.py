@@ -15,6 +15,7 @@ from mpisparse.runtime.settings import add_arguments, resolve
 from mpisparse.runtime.signals import StopRequest, ignore
 
 PATIENCE = 3.0  # seconds
+GROUPS = ("partitions", "threshold", "blocks", "feedback", "codecs")  # of bench ablation
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,6 +64,7 @@ def _add_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -
     own = ("model", "data", "seed", "scheme", "density", "codec", "options", "resume", "log_every", "log_ranks")
     add_arguments(train, leave_out=own)
     _add_scaling(benches.add_parser("scaling", help="real ranks, then simulated ones up to thousands; run it under mpirun"))
+    _add_ablation(benches.add_parser("ablation", help="exdyna with its parts changed one by one; run it under mpirun"))
     kernels = benches.add_parser("kernels", help="native kernels against plain memory passes of the same elements")
     _add_common(kernels)
     kernels.add_argument("--density", type=_density, default=0.001, help="share of elements selected (default %(default)s)")
@@ -83,6 +85,33 @@ def _add_scaling(scaling: argparse.ArgumentParser) -> None:
     scaling.add_argument("--bandwidth", type=_positive, metavar="BYTES/S", help="of a cluster's links (default: measured)")
     scaling.add_argument("--json", action="store_true", help="print one record a line instead of a table")
     _add_gradients(scaling)
+
+
+def _add_ablation(ablation: argparse.ArgumentParser) -> None:
+    ablation.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS), help="default: all")
+    ablation.add_argument("--elements", type=_count, default=4_000_000, help="float32 elements (default %(default)s)")
+    ablation.add_argument("--density", type=_density, default=0.001, help="share of elements selected (default %(default)s)")
+    ablation.add_argument("--steps", type=_steps, default=40, help="steps of each variant (default %(default)s)")
+    ablation.add_argument("--train", metavar="MODEL[=DATA]", help="train every variant on this too")
+    ablation.add_argument("--train-steps", type=_count, default=200, help="so long (default %(default)s)")
+    ablation.add_argument("--train-out", type=Path, default=Path("runs/ablation"), help="into there (default %(default)s)")
+    ablation.add_argument("--config", type=Path, metavar="FILE.toml", help="with these settings")
+    ablation.add_argument("--seeds", type=_count, default=1, help="runs of each (default %(default)s)")
+    ablation.add_argument("--json", action="store_true", help="print one record a line instead of a table")
+    _add_gradients(ablation)
+
+
+def _ablation(args: argparse.Namespace) -> int:
+    given = {"config": args.config, "steps": args.train_steps, "out": str(args.train_out)}
+    training = resolve(given) if args.train else None
+    from mpisparse.runtime import bench_ablation
+
+    return bench_ablation.run(
+        bench_ablation.Plan(
+            args.groups, args.elements, args.density, args.steps, args.gradients, args.train, training, args.seeds,
+            as_json=args.json, out=args.out,
+        )
+    )  # fmt: skip
 
 
 def _add_common(command: argparse.ArgumentParser) -> None:
@@ -211,6 +240,8 @@ def _bench(args: argparse.Namespace) -> int:
         from mpisparse.runtime.bench_train import run as run_train
 
         return run_train(settings, args.models, args.cases, args.seeds, as_json=args.json)
+    if args.bench == "ablation":
+        return _ablation(args)
     if args.bench == "scaling":
         from mpisparse.runtime import bench_scaling
 
