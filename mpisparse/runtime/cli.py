@@ -15,6 +15,8 @@ from mpisparse.runtime.settings import add_arguments, resolve
 from mpisparse.runtime.signals import StopRequest, ignore
 
 PATIENCE = 3.0  # seconds
+CASE_SETTINGS = ("model", "data", "seed", "scheme", "density", "codec", "options", "resume", "log_every", "log_ranks")
+SPARSE_MODELS = ("pruned", "embeddings", "experts")  # of bench sparse-models
 GROUPS = ("partitions", "threshold", "blocks", "feedback", "codecs")  # of bench ablation
 
 
@@ -61,8 +63,17 @@ def _add_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     train.add_argument("--seeds", type=_count, default=3, help="runs of each (default %(default)s)")
     train.add_argument("--json", action="store_true", help="one JSON record a line instead of a table")
-    own = ("model", "data", "seed", "scheme", "density", "codec", "options", "resume", "log_every", "log_ranks")
-    add_arguments(train, leave_out=own)
+    add_arguments(train, leave_out=CASE_SETTINGS)
+    sparse = benches.add_parser("sparse-models", help="models that are sparse themselves; run it under mpirun")
+    sparse.add_argument("--models", nargs="+", choices=SPARSE_MODELS, default=list(SPARSE_MODELS), help="default: all")
+    sparse.add_argument(
+        "--cases", nargs="+", metavar="SCHEME[:NAME=VALUE,...]", help="default dense, exdyna with two densities",
+        default=["dense", "exdyna:density=0.01", "exdyna:density=0.1"],
+    )  # fmt: skip
+    sparse.add_argument("--seeds", type=_count, default=3, help="runs of each (default %(default)s)")
+    sparse.add_argument("--json", action="store_true", help="one JSON record a line instead of a table")
+    sparse.add_argument("--records", type=Path, metavar="FILE.jsonl", help="default: records.jsonl in --out")
+    add_arguments(sparse, leave_out=CASE_SETTINGS)
     _add_scaling(benches.add_parser("scaling", help="real ranks, then simulated ones up to thousands; run it under mpirun"))
     _add_ablation(benches.add_parser("ablation", help="exdyna with its parts changed one by one; run it under mpirun"))
     kernels = benches.add_parser("kernels", help="native kernels against plain memory passes of the same elements")
@@ -240,6 +251,12 @@ def _bench(args: argparse.Namespace) -> int:
         from mpisparse.runtime.bench_train import run as run_train
 
         return run_train(settings, args.models, args.cases, args.seeds, as_json=args.json)
+    if args.bench == "sparse-models":
+        settings = resolve(vars(args))
+        from mpisparse.runtime.bench_sparse import run as run_sparse
+
+        out = args.records or Path(settings.out) / "records.jsonl"
+        return run_sparse(settings, args.models, args.cases, args.seeds, as_json=args.json, out=out)
     if args.bench == "ablation":
         return _ablation(args)
     if args.bench == "scaling":

@@ -64,9 +64,7 @@ class Trainer:
         self.settings = settings
         self.stop = stop
         self.model, self.data, self.task = build_together(settings)
-        self.sync = mpisparse.GradientSync(
-            self.model, scheme=settings.scheme, density=settings.density, codec=settings.codec, **settings.options
-        )
+        self.sync = self.make_sync()
         self.density = self.sync.density
         self.optimizer = make_optimizer(self.model, settings)
         self.order = Order(len(self.data.train), settings.seed)
@@ -95,6 +93,13 @@ class Trainer:
         self.deadline = slurm.Deadline(slurm.end_time() if watches else None, settings.stop_before)
 
     # Setting up
+
+    def make_sync(self) -> mpisparse.GradientSync:
+        """The exchange that the settings name; collective."""
+        settings = self.settings
+        return mpisparse.GradientSync(
+            self.model, scheme=settings.scheme, density=settings.density, codec=settings.codec, **settings.options
+        )
 
     def _seed(self, seed: int) -> None:
         """Seed the global generators, which dropout and users' own code draw from, differently on every rank."""

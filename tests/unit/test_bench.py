@@ -239,3 +239,17 @@ def test_groups_of_the_ablation_are_those_of_the_command_line() -> None:
     from mpisparse.runtime.bench_ablation import GROUPS
 
     assert tuple(GROUPS) == cli.GROUPS
+
+
+def test_sparse_models(tmp_path: Path) -> None:
+    cases = ("dense", "exdyna:density=0.05")
+    dense, sparse, tailored = bench(
+        "sparse-models", "--models", "pruned", "--cases", *cases, "--seeds", 1, "--steps", 5, "--batch-size", 8, "--json",
+        "--out", tmp_path / "runs",
+    )  # fmt: skip
+    assert [r["case"] for r in (dense, sparse, tailored)] == [*cases, "mask-aware"]
+    assert tailored["train_loss"] == pytest.approx(dense["train_loss"], rel=1e-4)
+    assert tailored["density"] < 0.2
+    assert tailored["received_MB"] < 0.2 * dense["received_MB"]
+    assert sparse["density"] == pytest.approx(0.05, rel=0.05)
+    assert len((tmp_path / "runs" / "records.jsonl").read_text().splitlines()) == 3
