@@ -96,7 +96,7 @@ def _gather_rows(exchange: Exchange, p: nn.Parameter) -> int:
     for start, count in zip(starts, counts, strict=True):
         index = torch.from_numpy(gathered[start : start + 4 * count].view(np.int32).astype(np.int64))
         end = start + 4 * count * (1 + p.shape[1])
-        total[index] += torch.from_numpy(gathered[start + 4 * count : end].view(np.float32)).view(count, -1)
+        total[index] += torch.from_numpy(gathered[start + 4 * count : end].view(np.float32)).view(count, p.shape[1])
         touched[index] = True
     p.grad = total.div_(exchange.size)
     return int(touched.sum()) * p.shape[1]
