@@ -179,7 +179,7 @@ def _dense_peers(comm: MPI.Intracomm, elements: int, *, gloo: bool) -> dict[str,
         "MPI Allreduce, in place": in_place,
     }
     if gloo:
-        reason = _start_gloo(comm)
+        reason = start_gloo(comm)
         if reason is None:
             tensor = torch.from_numpy(zeros)
             peers["gloo all-reduce"] = lambda: torch.distributed.all_reduce(tensor)
@@ -189,7 +189,7 @@ def _dense_peers(comm: MPI.Intracomm, elements: int, *, gloo: bool) -> dict[str,
     return peers
 
 
-def _start_gloo(comm: MPI.Intracomm) -> str | None:
+def start_gloo(comm: MPI.Intracomm) -> str | None:
     """Join the ranks in a gloo group through rank 0's host; returns why not, the same on all ranks."""
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         return "this torch has no gloo"

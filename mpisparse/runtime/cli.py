@@ -64,6 +64,15 @@ def _add_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -
     train.add_argument("--seeds", type=_count, default=3, help="runs of each (default %(default)s)")
     train.add_argument("--json", action="store_true", help="one JSON record a line instead of a table")
     add_arguments(train, leave_out=CASE_SETTINGS)
+    ddp = benches.add_parser("ddp", help="whole training steps against torch's DDP with gloo; run it under mpirun")
+    ddp.add_argument(
+        "--cases", nargs="+", default=["exdyna", "exdyna:density=0.01"], metavar="SCHEME[:NAME=VALUE,...]",
+        help="default exdyna with two densities",
+    )  # fmt: skip
+    ddp.add_argument("--powersgd-rank", type=_count, default=4, help="of DDP's PowerSGD hook (default %(default)s)")
+    ddp.add_argument("--json", action="store_true", help="one JSON record a line instead of a table")
+    ddp.add_argument("--records", type=Path, metavar="FILE.jsonl", help="write the records there too, for mpisparse report")
+    add_arguments(ddp, keep=("model", "data", "steps", "batch_size", "seed", "optimizer", "lr", "momentum", "weight_decay"))
     sparse = benches.add_parser("sparse-models", help="models that are sparse themselves; run it under mpirun")
     sparse.add_argument("--models", nargs="+", choices=SPARSE_MODELS, default=list(SPARSE_MODELS), help="default: all")
     sparse.add_argument(
@@ -257,6 +266,12 @@ def _bench(args: argparse.Namespace) -> int:
 
         out = args.records or Path(settings.out) / "records.jsonl"
         return run_sparse(settings, args.models, args.cases, args.seeds, as_json=args.json, out=out)
+    if args.bench == "ddp":
+        settings = resolve({"model": "lstm-large", "steps": 30, "batch_size": 1, **vars(args)})
+        from mpisparse.runtime import bench_ddp
+
+        plan = bench_ddp.Plan(settings, args.cases, args.powersgd_rank, as_json=args.json, out=args.records)
+        return bench_ddp.run(plan)
     if args.bench == "ablation":
         return _ablation(args)
     if args.bench == "scaling":

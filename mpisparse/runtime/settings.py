@@ -117,11 +117,13 @@ class Settings:
 TYPES: dict[str, Any] = get_type_hints(Settings)
 
 
-def add_arguments(command: argparse.ArgumentParser, leave_out: Sequence[str] = ()) -> None:
-    """Add a flag for every setting; a flag that is not given leaves no trace, so that the file counts."""
+def add_arguments(
+    command: argparse.ArgumentParser, leave_out: Sequence[str] = (), keep: Sequence[str] | None = None
+) -> None:
+    """Add a flag for every setting, or for those to keep; one that is not given leaves no trace, so that the file counts."""
     command.add_argument("--config", type=Path, metavar="FILE.toml", help="settings from a file; flags override it")
     for entry in dataclasses.fields(Settings):
-        if entry.name in leave_out:
+        if entry.name in leave_out or (keep is not None and entry.name not in keep):
             continue
         flag, text = f"--{entry.name.replace('_', '-')}", entry.metadata["help"]
         kind = _plain(TYPES[entry.name])

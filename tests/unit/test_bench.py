@@ -253,3 +253,19 @@ def test_sparse_models(tmp_path: Path) -> None:
     assert tailored["received_MB"] < 0.2 * dense["received_MB"]
     assert sparse["density"] == pytest.approx(0.05, rel=0.05)
     assert len((tmp_path / "runs" / "records.jsonl").read_text().splitlines()) == 3
+
+
+def test_ddp(tmp_path: Path) -> None:
+    records = bench(
+        "ddp", "--model", "digits-cnn", "--batch-size", 4, "--steps", 4, "--cases", "dense", "exdyna:density=0.1", "--json",
+        "--records", tmp_path / "ddp.jsonl",
+    )  # fmt: skip
+    alone, ddp, fp16, power, dense, sparse = records
+    assert [r["what"] for r in records[:2]] == ["computation alone", "DDP"]
+    assert "loss" not in alone
+    assert [len(r["loss_by_step"]) for r in records[1:]] == [4] * 5
+    assert dense["loss_by_step"] == pytest.approx(ddp["loss_by_step"], rel=1e-4), "the same model, batches and mean"
+    assert fp16["loss_by_step"] == pytest.approx(ddp["loss_by_step"], rel=1e-2)
+    assert power["loss_by_step"][:2] == pytest.approx(ddp["loss_by_step"][:2], rel=1e-4)
+    assert sparse["density"] == pytest.approx(0.1, rel=0.02)
+    assert len((tmp_path / "ddp.jsonl").read_text().splitlines()) == 6
