@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +14,13 @@ from mpisparse.threshold import Controller, Rungs
 if TYPE_CHECKING:
     from mpisparse.exchange import Exchange
     from mpisparse.flat import Gradients
+    from mpisparse.parts import Region
     from mpisparse.score import Magnitude
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
+Scope = TypeVar("Scope")
+Candidates = TypeVar("Candidates")
 
 FINE, NONFINITE, NO_BACKWARD, STALE, BROKEN = range(5)
 GATHERED_LADDERS = 16  # up to so many ranks ladders are gathered with their owners; beyond, summed
@@ -70,10 +73,10 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Settled:
+class Settled(Generic[Candidates]):
     """A threshold that all ranks know: its rung, the counts at every rung, and how it was found."""
 
-    found: Found
+    found: Candidates
     rungs: Rungs
     rung: int
     total: Ints
@@ -126,29 +129,49 @@ def harmonic(rows: Ints) -> Ints:
     return mean
 
 
-class Settlement:
-    """The search for the rung that gives k over all ranks, in messages of a ladder's counts each; collective."""
+class Search(Generic[Scope, Candidates]):
+    """The search for the rung that gives k over all ranks; how ranks count and select is for those who do it to say.
 
-    def __init__(self, exchange: Exchange, backend: Any, scorer: Magnitude, controller: Controller, inputs: Inputs) -> None:
-        self.exchange = exchange
-        self.backend = backend
-        self.scorer = scorer
-        self.n = len(scorer.acc)
+    A scope is where candidates are collected. Subclasses are one rank among others, or all of them at once.
+    """
+
+    def __init__(self, controller: Controller, k: int, n: int, size: int) -> None:
         self.controller = controller
-        self.inputs = inputs
+        self.k = k
+        self.n = n
+        self.size = size
 
-    def settle(self, scope: tuple[int, int], rungs: Rungs, found: Found, *, everywhere: bool = False) -> Settled:
+    def ladder(self, found: Candidates, rungs: Rungs, everywhere: bool) -> tuple[Ints, Callable[[int], Ints]]:
+        """How many reach each rung over all ranks, and what tells how many of each rank reach one of them."""
+        raise NotImplementedError
+
+    def histogram(self, scope: Scope) -> Ints:
+        """All ranks' magnitudes in their scopes, by exponent and the first bits of the mantissa."""
+        raise NotImplementedError
+
+    def select(self, scope: Scope, floor: float) -> Candidates:
+        """What reaches the floor in the scope."""
+        raise NotImplementedError
+
+    def block_counts(self, found: Candidates, threshold: float, edges: Ints) -> list[Ints]:
+        """Every rank's count in every block above the threshold, in rank order."""
+        raise NotImplementedError
+
+    def inside(self, found: Candidates, regions: list[Region]) -> tuple[Scope, Candidates]:
+        """The part of a scope, and of the candidates in it, that lies in the region of its rank."""
+        raise NotImplementedError
+
+    def settle(self, scope: Scope, rungs: Rungs, found: Candidates, *, everywhere: bool = False) -> Settled[Candidates]:
         """Find the rung for the candidates that the ranks collected in their scopes (`everywhere`: in all there is).
 
         Where k lies between rungs, counts a finer ladder; where it lies below, places a new one by a histogram and
         selects again.
         """
-        k = self.inputs.k
+        k = self.k
         everything = k >= self.n
         reselected = refined = attempts = 0
         while True:
-            counts = self.backend.tail_counts(found.magnitude, rungs)
-            total, workload_at = self._share_counts(counts, everywhere)
+            total, workload_at = self.ladder(found, rungs, everywhere)
             choice = None if everything else self.controller.choose(rungs, total, k)
             if choice is None or choice.rung is not None:
                 rung = 0 if choice is None or choice.rung is None else choice.rung
@@ -158,30 +181,54 @@ class Settlement:
                 rungs = choice.finer
                 continue
             reselected += len(rungs) > 0
-            wanted = (k << attempts) * (self.exchange.size if everywhere else 1)
+            wanted = (k << attempts) * (self.size if everywhere else 1)
             attempts += 1
-            histogram = self.exchange.allreduce_(self.scorer.histogram(*scope))
-            rungs = self.controller.locate(histogram, wanted)
-            found = self.scorer.select(*scope, float(rungs[0]))
+            rungs = self.controller.locate(self.histogram(scope), wanted)
+            found = self.select(scope, float(rungs[0]))
 
-    def _share_counts(self, counts: Ints, everywhere: bool) -> tuple[Ints, Callable[[int], Ints]]:
+
+class Settlement(Search[tuple[int, int], Found]):
+    """The search as one rank does it, in messages of a ladder's counts each; collective."""
+
+    def __init__(self, exchange: Exchange, backend: Any, scorer: Magnitude, controller: Controller, inputs: Inputs) -> None:
+        super().__init__(controller, inputs.k, len(scorer.acc), exchange.size)
+        self.exchange = exchange
+        self.backend = backend
+        self.scorer = scorer
+        self.inputs = inputs
+
+    def ladder(self, found: Found, rungs: Rungs, everywhere: bool) -> tuple[Ints, Callable[[int], Ints]]:
         """Combine the ladders over ranks; beyond 16 ranks by a sum, and each rank's share at the rung by another message."""
-        if self.exchange.size <= GATHERED_LADDERS:
+        counts = self.backend.tail_counts(found.magnitude, rungs)
+        if self.size <= GATHERED_LADDERS:
             rows = share_counts(self.exchange, self.inputs, counts, self.n)
             return harmonic(rows) if everywhere else rows.sum(axis=0), lambda rung: rows[:, rung]
         share_counts(self.exchange, self.inputs, counts[:0], self.n)
         total = self.exchange.allreduce_(counts.copy())
         return total, lambda rung: self.exchange.allgather(counts[rung : rung + 1])[:, 0]
 
+    def histogram(self, scope: tuple[int, int]) -> Ints:
+        counted: Ints = self.exchange.allreduce_(self.scorer.histogram(*scope))
+        return counted
 
-def share_block_counts(exchange: Exchange, backend: Any, found: Found, threshold: float, edges: Ints) -> list[Ints]:
-    """Every rank's count in every block above the threshold, in rank order; collective."""
+    def select(self, scope: tuple[int, int], floor: float) -> Found:
+        return self.scorer.select(*scope, floor)
+
+    def block_counts(self, found: Found, threshold: float, edges: Ints) -> list[Ints]:
+        counts = self.backend.block_counts(found.index, found.magnitude, threshold, edges)
+        return list(self.exchange.allgather(counts.astype(block_count_type(edges))).astype(np.int64))
+
+    def inside(self, found: Found, regions: list[Region]) -> tuple[tuple[int, int], Found]:
+        mine = next((r.lo, r.hi) for r in regions if r.rank == self.exchange.rank)
+        return mine, found.within(*mine)
+
+
+def block_count_type(edges: Ints) -> type[np.unsignedinteger[Any]]:
+    """The smallest type that holds the count of any block."""
     longest = int(np.diff(edges).max())
-    kind = np.uint8 if longest < 2**8 else np.uint16 if longest < 2**16 else np.uint32
-    counts = backend.block_counts(found.index, found.magnitude, threshold, edges)
-    return list(exchange.allgather(counts.astype(kind)).astype(np.int64))
+    return np.uint8 if longest < 2**8 else np.uint16 if longest < 2**16 else np.uint32
 
 
-def both(first: Settled, second: Settled) -> Settled:
+def both(first: Settled[Candidates], second: Settled[Candidates]) -> Settled[Candidates]:
     """The second, with the first's effort added."""
     return replace(second, reselected=first.reselected + second.reselected, refined=first.refined + second.refined)

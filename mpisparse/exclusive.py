@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpisparse.agree import Found, Inputs, Settled, Settlement, both, share_block_counts, share_counts
+from mpisparse.agree import Candidates, Found, Inputs, Scope, Search, Settled, Settlement, both, share_counts
 from mpisparse.parts import Chosen, Clock, Parts, imbalance
 from mpisparse.rows import unite
 from mpisparse.score import Magnitude
@@ -22,9 +22,27 @@ BALANCED, DRAWS = 0.1, 3  # borders are drawn anew until the imbalance is at mos
 class _Last:
     """What adapt() needs of the step that is being done."""
 
-    settled: Settled
+    settled: Settled[Found]
     union: np.ndarray[Any, np.dtype[np.int64]]
     k: int
+
+
+def settle_in_regions(
+    search: Search[Scope, Candidates], selector: ExclusiveSelector, scope: Scope, rungs: Rungs, found: Candidates
+) -> Settled[Candidates]:
+    """Agree on the threshold; where borders are drawn in the step, once for them and once inside them."""
+    settled = search.settle(scope, rungs, found, everywhere=selector.in_step)
+    everywhere, floor = settled.found, settled.rungs[0]
+    for _ in range(DRAWS if selector.in_step else 0):
+        selector.draw(search.block_counts(everywhere, settled.threshold, selector.edges))
+        mine, inside = search.inside(everywhere, selector.regions())
+        settled = both(settled, search.settle(mine, settled.rungs, inside))
+        if imbalance(settled.workloads) <= BALANCED:
+            break
+        if settled.rungs[0] < floor:  # selected again below: the next borders need candidates from there
+            floor = settled.rungs[0]
+            everywhere = search.select(scope, float(floor))
+    return settled
 
 
 class ExclusiveChooser:
@@ -80,24 +98,12 @@ class ExclusiveChooser:
     def _rungs(self, k: int) -> Rungs:
         return self.selector.controller.ladder(k) if k < self.n else np.zeros(1, dtype=np.float32)
 
-    def _settle(self, inputs: Inputs, scope: tuple[int, int], rungs: Rungs, found: Found) -> Settled:
-        """Agree on the threshold; where borders are drawn in the step, once for them and once inside them."""
-        exchange, selector = self.parts.exchange, self.selector
-        settlement = Settlement(exchange, self.parts.backend, self.scorer, selector.controller, inputs)
-        settled = settlement.settle(scope, rungs, found, everywhere=selector.in_step)
-        everywhere, floor = settled.found, settled.rungs[0]
-        for _ in range(DRAWS if selector.in_step else 0):
-            selector.draw(share_block_counts(exchange, self.parts.backend, everywhere, settled.threshold, selector.edges))
-            mine = next((r.lo, r.hi) for r in selector.regions() if r.rank == exchange.rank)
-            settled = both(settled, settlement.settle(mine, settled.rungs, everywhere.within(*mine)))
-            if imbalance(settled.workloads) <= BALANCED:
-                break
-            if settled.rungs[0] < floor:  # selected again below: the next borders need candidates from there
-                floor = settled.rungs[0]
-                everywhere = self.scorer.select(*scope, float(floor))
-        return settled
+    def _settle(self, inputs: Inputs, scope: tuple[int, int], rungs: Rungs, found: Found) -> Settled[Found]:
+        parts, selector = self.parts, self.selector
+        settlement = Settlement(parts.exchange, parts.backend, self.scorer, selector.controller, inputs)
+        return settle_in_regions(settlement, selector, scope, rungs, found)
 
-    def _settle_percentile(self, inputs: Inputs, scope: tuple[int, int], rungs: Rungs, found: Found) -> Settled:
+    def _settle_percentile(self, inputs: Inputs, scope: tuple[int, int], rungs: Rungs, found: Found) -> Settled[Found]:
         """A threshold by the scores in the ranks' regions, and what reaches it in the masked vector."""
         exchange, backend = self.parts.exchange, self.parts.backend
         if self.exact:

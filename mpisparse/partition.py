@@ -82,7 +82,8 @@ def best_borders(work: Sequence[Ints], edges: Ints, longest: int | None = None) 
     size, blocks = len(work), len(edges) - 1
     ends = edges.tolist()
     limit = max(longest or ends[-1], -(-ends[-1] // size) + int(np.diff(edges).max()))
-    sums = {id(w): [0, *np.cumsum(w).tolist()] for w in work}
+    distinct = {id(w): w for w in work}  # often all are one and the same
+    sums = {key: [0, *np.cumsum(w).tolist()] for key, w in distinct.items()}
     prefixes = [sums[id(w)] for w in work]
 
     def fill(bound: int) -> list[int]:

@@ -18,6 +18,11 @@ Bytes = NDArray[np.uint8]
 ROW = 65_536
 
 
+def nbytes_of(length: int, count: int, width: int = 2) -> int:
+    """Bytes of so many indices in a region of so many elements: its rows' counts, then `width` bytes each, padded to 4."""
+    return 4 * (-(-length // ROW) + -(-count * width // 4))
+
+
 def unite(
     exchange: Exchange, backend: Any, found: Found, threshold: float, regions: list[Region], workloads: list[int],
     tags: Bytes | None = None,
@@ -30,7 +35,7 @@ def unite(
     rows = [-(-(r.hi - r.lo) // ROW) for r in regions]
     shares = [workloads[r.rank] for r in regions]
     width = 2 if tags is None else 3
-    nbytes = [4 * (n + -(-count * width // 4)) for n, count in zip(rows, shares, strict=True)]
+    nbytes = [nbytes_of(r.hi - r.lo, count, width) for r, count in zip(regions, shares, strict=True)]
     starts = np.cumsum([0, *nbytes]).tolist()
     place = {r.rank: p for p, r in enumerate(regions)}
     order = [place[rank] for rank in range(len(regions))]

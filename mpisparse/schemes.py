@@ -148,8 +148,9 @@ class Dense(Options):
 class Partitioned(Options):
     """Selection in exclusive partitions, re-balanced, with a threshold found online.
 
-    controller: "tail" finds the threshold of every step inside it; "paper" scales it between steps.
-    partitioner: "best" re-balances at once; "paper" moves one block a step. blocks: None for the default.
+    controller: "tail" finds the threshold of every step inside it; "paper" scales it between steps; "fixed" keeps that of
+    the first step. partitioner: "best" re-balances at once; "paper" moves one block a step; "static" keeps even shares.
+    blocks: None for the default.
     reduce: "owner" sums in rank order at the partition's owner; "allreduce" leaves it to MPI (fp32 only).
     """
 

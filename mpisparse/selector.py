@@ -22,7 +22,7 @@ from mpisparse.threshold import CONTROLLERS, Controller
 
 Ints = NDArray[np.int64]
 
-PARTITIONERS = ("best", "paper")
+PARTITIONERS = ("best", "paper", "static")
 IN_STEP_RANKS = 16  # up to so many ranks the block counts of all are gathered in every step
 FRACTION = 8  # bits behind the point of the moving average
 SMOOTHING = 2  # it moves by 2^-2 of the difference at each step
@@ -81,7 +81,7 @@ class ExclusiveSelector:
         elif self.in_step:
             self.edges = partition.worked_edges(int(self.edges[-1]), self.blocks, union)
             self.borders = partition.even_borders(len(self.edges) - 1, self.size)
-        elif self.size > 1:
+        elif self.partitioner == "best" and self.size > 1:
             self._smooth(partition.block_counts(union, self.edges))
             self.borders = self._balanced()
         self.step += 1

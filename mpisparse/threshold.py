@@ -193,4 +193,27 @@ def paper_factor(ratio: float) -> float:
     return 0.9987 if ratio > 0.909 else 0.995
 
 
-CONTROLLERS: dict[str, type[TailAware] | type[Paper]] = {"tail": TailAware, "paper": Paper}
+@dataclass(frozen=True)
+class Fixed:
+    """No control: the threshold that gave k in the first step, for ever. To compare with."""
+
+    threshold: float = 0.0
+    prior: float = 0.0
+
+    def ladder(self, k: int) -> Rungs:
+        return np.array([self.threshold] if self.threshold > 0.0 else [], dtype=np.float32)
+
+    def choose(self, rungs: Rungs, counts: Counts, k: int) -> Choice:
+        return Choice(rung=0) if self.threshold > 0.0 else choose_rung(rungs, counts, k)
+
+    def locate(self, histogram: Counts, k: int) -> Rungs:
+        return locate_rungs(histogram, k)
+
+    def after(self, rungs: Rungs, counts: Counts, rung: int, k: int) -> Fixed:
+        return replace(self, threshold=float(rungs[rung]))
+
+    def state(self) -> dict[str, float]:
+        return {"threshold": self.threshold, "prior": self.prior}
+
+
+CONTROLLERS: dict[str, type[TailAware] | type[Paper] | type[Fixed]] = {"tail": TailAware, "paper": Paper, "fixed": Fixed}

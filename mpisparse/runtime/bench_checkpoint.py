@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 import mpisparse
 from mpisparse import checkpoint
-from mpisparse.runtime.synthetic import SyntheticModel
+from mpisparse.runtime.synthetic import GivenModel, Synthetic
 from mpisparse.runtime.table import show
 
 COLUMNS = {"what": "", "ms": ".1f", "MB_per_s": ".0f", "of_plain": ".2f", "of_copy": ".2f"}
@@ -27,7 +27,7 @@ def run(elements: int, rounds: int, directory: Path | None, *, as_json: bool) ->
     """Measure on all ranks at once and print on rank 0; collective."""
     comm = MPI.COMM_WORLD
     place = Path(comm.bcast(tempfile.mkdtemp(dir=directory) if comm.rank == 0 else None))
-    model = SyntheticModel(elements, seed=comm.rank)
+    model = GivenModel.of(Synthetic(elements, comm.size), comm.rank)
     sync = mpisparse.GradientSync(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(2):

@@ -12,6 +12,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,30 +21,49 @@ import torch
 from mpi4py import MPI
 
 import mpisparse
-from mpisparse.runtime.synthetic import SyntheticModel
-from mpisparse.runtime.table import show
+from mpisparse.errors import ConfigurationError
+from mpisparse.exchange import Exchange
+from mpisparse.runtime.recording import Recording
+from mpisparse.runtime.synthetic import GivenModel, Source, Synthetic, worker_gradient
+from mpisparse.runtime.table import save, show
 
 WARM_UP = 3
 COLUMNS = {
     "what": "", "codec": "", "ms": ".2f", "times_faster": ".2f", "received_MB": ".3f", "bytes_per_element": ".2f",
-    "density": ".6f", "sent_density": ".6f", "imbalance": ".3f",
+    "density": ".6f", "sent_density": ".6f", "build_up": ".3f", "imbalance": ".3f",
 }  # fmt: skip
 
 
-def run(
-    elements: int, density: float, schemes: list[str], codec: str | None, rounds: int, *, gloo: bool, as_json: bool
-) -> int:
-    """Measure both paths of every scheme and print on rank 0; collective."""
+@dataclass(frozen=True)
+class Plan:
+    """What to measure: schemes on paths, and of what gradients."""
+
+    elements: int
+    density: float
+    schemes: list[str]
+    codec: str | None
+    rounds: int
+    paths: list[str]
+    gradients: Path | None = None
+    gloo: bool = True
+    as_json: bool = False
+    out: Path | None = None
+
+
+def run(plan: Plan) -> int:
+    """Measure every scheme on every path and print on rank 0; collective."""
     comm = MPI.COMM_WORLD
-    peers = _dense_peers(comm, elements, gloo=gloo)
-    model = SyntheticModel(elements, seed=100 + comm.rank)
+    source = open_source(comm, plan.gradients, plan.elements)
+    elements = sum(source.sizes)
+    peers = _dense_peers(comm, elements, gloo=plan.gloo)
+    model = GivenModel.of(source, comm.rank)
     syncs = {
-        f"{scheme}, {path}": _Path(scheme, path, model, density, codec)
-        for scheme in schemes
-        for path in ("step", "backward")
+        f"{scheme}, {path}": _Path(scheme, path, model, plan.density, plan.codec)
+        for scheme in plan.schemes
+        for path in plan.paths
     }
     times: dict[str, list[float]] = {}
-    for turn in range(WARM_UP + rounds):
+    for turn in range(WARM_UP + plan.rounds):
         for name, work in peers.items():
             seconds = _timed(comm, work)
             if turn >= WARM_UP:
@@ -54,29 +75,51 @@ def run(
                 times.setdefault(name, []).append(seconds)
                 path.note()
     if comm.rank == 0:
-        records = [_record(name, seconds, times["MPI Allreduce"]) for name, seconds in times.items()]
-        for path, record in zip(syncs.values(), records[len(peers) :], strict=True):
-            record.update(path.summary())
-        for record in records:
-            record.update(elements=elements, ranks=comm.size, set_density=density, rounds=rounds)
-        if not as_json:
-            print(f"{elements:,} float32, {comm.size} ranks, density {density:g}; medians of {rounds} rounds")
-        show(records, COLUMNS, as_json=as_json)
-        if not as_json:
-            _explain(records, syncs)
-    if gloo and torch.distributed.is_available() and torch.distributed.is_initialized():
+        _publish(plan, comm.size, elements, times, syncs)
+    if plan.gloo and torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return 0
+
+
+def _publish(plan: Plan, ranks: int, elements: int, times: dict[str, list[float]], syncs: dict[str, _Path]) -> None:
+    """Print the table or the records, and write them where asked."""
+    records = [_record(name, seconds, times["MPI Allreduce"]) for name, seconds in times.items()]
+    for path, record in zip(syncs.values(), records[len(records) - len(syncs) :], strict=True):
+        record.update(path.summary())
+    for record in records:
+        record.update(elements=elements, ranks=ranks, set_density=plan.density, rounds=plan.rounds)
+    if not plan.as_json:
+        print(f"{elements:,} float32, {ranks} ranks, density {plan.density:g}; medians of {plan.rounds} rounds")
+    show(records, COLUMNS, as_json=plan.as_json)
+    if not plan.as_json:
+        _explain(records, syncs)
+    save("sync", records, plan.out)
+
+
+def open_source(comm: MPI.Intracomm, path: Path | None, elements: int, ranks: int | None = None) -> Source:
+    """Recorded gradients where a path is given, else synthetic ones, those of this rank in memory; collective.
+
+    An error on one rank is raised on all.
+    """
+    exchange = Exchange(comm)
+    source: Source = Synthetic(elements, ranks or comm.size)
+    error: ConfigurationError | None = None
+    try:
+        source = source if path is None else Recording(path)
+        for step in range(source.steps):
+            worker_gradient(source, comm.rank, step)
+    except ConfigurationError as caught:
+        error = caught
+    exchange.raise_together(error)
+    exchange.close()
+    return source
 
 
 class _Path:
     """One way to accumulate, on parameters of its own that share the model's prepared gradients."""
 
-    def __init__(self, scheme: str, path: str, source: SyntheticModel, density: float, codec: str | None) -> None:
-        self.model = SyntheticModel.__new__(SyntheticModel)
-        torch.nn.Module.__init__(self.model)
-        self.model.layers = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros_like(p)) for p in source.layers)
-        self.model.sets, self.model.turn = source.sets, 0
+    def __init__(self, scheme: str, path: str, source: GivenModel, density: float, codec: str | None) -> None:
+        self.model = source.twin()
         momentum = scheme == "momentum" and codec is not None and not codec.startswith("momentum-")
         self.codec = f"momentum-{codec}" if momentum else codec
         share = None if scheme == "dense" else density
@@ -104,6 +147,7 @@ class _Path:
             "bytes_per_element": received / selected,
             "density": statistics.mean(s.density for s in self.notes),
             "sent_density": statistics.mean(s.sent_density for s in self.notes),
+            "build_up": statistics.mean(s.build_up for s in self.notes),
             "imbalance": statistics.mean(s.imbalance for s in self.notes),
             "ms_by_phase": {key: round(1e3 * value, 3) for key, value in phases.items()},
         }
@@ -135,7 +179,7 @@ def _dense_peers(comm: MPI.Intracomm, elements: int, *, gloo: bool) -> dict[str,
         "MPI Allreduce, in place": in_place,
     }
     if gloo:
-        reason = _start_gloo(comm)
+        reason = start_gloo(comm)
         if reason is None:
             tensor = torch.from_numpy(zeros)
             peers["gloo all-reduce"] = lambda: torch.distributed.all_reduce(tensor)
@@ -145,7 +189,7 @@ def _dense_peers(comm: MPI.Intracomm, elements: int, *, gloo: bool) -> dict[str,
     return peers
 
 
-def _start_gloo(comm: MPI.Intracomm) -> str | None:
+def start_gloo(comm: MPI.Intracomm) -> str | None:
     """Join the ranks in a gloo group through rank 0's host; returns why not, the same on all ranks."""
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         return "this torch has no gloo"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ from mpisparse.errors import ConfigurationError
 from mpisparse.exchange import end_job_on_uncaught_exception
 from mpisparse.runtime.settings import Settings, parse_options, to_toml
 from mpisparse.runtime.signals import StopRequest
-from mpisparse.runtime.table import show
+from mpisparse.runtime.table import save, show
 from mpisparse.runtime.train import Trainer
 
 COLUMNS = {
     "model": "", "case": "", "ranks": "d", "seeds": "d", "train_loss": ".4f", "spread": ".4f", "test_loss": ".4f",
     "metric": ".4f", "received_MB": ".2f", "of_dense": ".4f", "density": ".4f", "sent_density": ".4f", "ms_a_step": ".1f",
 }  # fmt: skip
+TrainerKind = Callable[[Settings, StopRequest], Trainer]
+FIRST = 2  # steps from which on density is judged
 SETTINGS = ("density", "codec")  # what of a case is a setting of its own; the rest are options of the scheme
 
 
@@ -55,26 +58,43 @@ def run(base: Settings, models: list[str], cases: list[str], seeds: int, *, as_j
     records = []
     try:
         for model in models:
-            name, _, data = model.partition("=")
             for case in parsed:
-                runs = []
-                for seed in range(base.seed, base.seed + seeds):
-                    out = Path(base.out) / f"{_label(model)}-{_label(case.text)}-{comm.size}-ranks-seed-{seed}"
-                    settings = case.settings(base, name, data or None, seed, out)
-                    _check_directory(comm, settings)
-                    code, result = _train(settings, stop)
-                    if code:
-                        return code
-                    runs.append(result)
-                records.append({"model": model, "case": case.text, "ranks": comm.size, **_summary(runs)})
+                code, record = train_case(base, model, case, seeds, stop)
+                if code:
+                    return code
+                records.append(record)
     finally:
         stop.restore()
     if comm.rank == 0:
         show(records, COLUMNS, as_json=as_json)
+        save("train", records, Path(base.out) / "records.jsonl")
         if not as_json:
             print(f"train loss: mean of the last tenth of the steps; spread: largest less smallest over {seeds} seeds")
             print(f"pages with all curves: mpisparse report {base.out}/*")
     return 0
+
+
+def train_case(
+    base: Settings,
+    model: str,
+    case: Case,
+    seeds: int,
+    stop: StopRequest,
+    kind: Callable[[Settings, StopRequest], Trainer] = Trainer,
+) -> tuple[int, dict[str, Any]]:
+    """Train a case with every seed; the exit code and what came of it, means over the seeds. Collective."""
+    comm = MPI.COMM_WORLD
+    name, _, data = model.partition("=")
+    runs = []
+    for seed in range(base.seed, base.seed + seeds):
+        out = Path(base.out) / f"{_label(model)}-{_label(case.text)}-{comm.size}-ranks-seed-{seed}"
+        settings = case.settings(base, name, data or None, seed, out)
+        _check_directory(comm, settings)
+        code, result = _train(kind(settings, stop))
+        if code:
+            return code, {}
+        runs.append(result)
+    return 0, {"model": model, "case": case.text, "ranks": comm.size, **_summary(runs)}
 
 
 def _label(text: str) -> str:
@@ -92,9 +112,8 @@ def _check_directory(comm: MPI.Intracomm, settings: Settings) -> None:
         raise error
 
 
-def _train(settings: Settings, stop: StopRequest) -> tuple[int, dict[str, Any]]:
+def _train(trainer: Trainer) -> tuple[int, dict[str, Any]]:
     """Train or go on training; the exit code and what came of it, the same on all ranks but for wall times."""
-    trainer = Trainer(settings, stop)
     try:
         code = trainer.train()
     finally:
@@ -118,6 +137,7 @@ def _result(trainer: Trainer) -> dict[str, Any]:
         "received_MB": trainer.received / 1e6,
         "of_dense": trainer.received / max(1.0, trainer.dense),
         "density": statistics.mean(line["density"] for line in steps),
+        "density_error": max((abs(line["density"] / line["set_density"] - 1) for line in steps[FIRST:]), default=0.0),
         "sent_density": statistics.mean(line["sent_density"] for line in steps),
         "ms_a_step": 1e3 * trainer.seconds / trainer.step,
     }

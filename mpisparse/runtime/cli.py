@@ -15,6 +15,9 @@ from mpisparse.runtime.settings import add_arguments, resolve
 from mpisparse.runtime.signals import StopRequest, ignore
 
 PATIENCE = 3.0  # seconds
+CASE_SETTINGS = ("model", "data", "scheme", "density", "codec", "options", "resume", "log_every", "log_ranks")
+SPARSE_MODELS = ("pruned", "embeddings", "experts")  # of bench sparse-models
+GROUPS = ("partitions", "threshold", "blocks", "feedback", "codecs")  # of bench ablation
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,6 +50,8 @@ def _add_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -
     sync.add_argument("--density", type=_density, default=0.001, help="share of elements selected (default %(default)s)")
     sync.add_argument("--scheme", nargs="+", default=["exdyna"], metavar="NAME", help="one or several; default exdyna")
     sync.add_argument("--codec", help="fp32, fp16, bf16 or int8 (default: the scheme's); momentum sends momentum-CODEC")
+    sync.add_argument("--path", nargs="+", choices=("step", "backward"), default=["step", "backward"], help="default: both")
+    _add_gradients(sync)
     sync.add_argument("--no-gloo", action="store_true", help="leave the gloo peer out")
     saving = benches.add_parser("checkpoint", help="writing a checkpoint against a plain write of the same bytes")
     _add_common(saving)
@@ -58,17 +63,88 @@ def _add_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     train.add_argument("--seeds", type=_count, default=3, help="runs of each, from --seed on (default %(default)s)")
     train.add_argument("--json", action="store_true", help="one JSON record a line instead of a table")
-    own = ("model", "data", "scheme", "density", "codec", "options", "resume", "log_every", "log_ranks")
-    add_arguments(train, leave_out=own)
+    add_arguments(train, leave_out=CASE_SETTINGS)
+    ddp = benches.add_parser("ddp", help="whole training steps against torch's DDP with gloo; run it under mpirun")
+    ddp.add_argument(
+        "--cases", nargs="+", default=["exdyna", "exdyna:density=0.01"], metavar="SCHEME[:NAME=VALUE,...]",
+        help="default exdyna with two densities",
+    )  # fmt: skip
+    ddp.add_argument("--powersgd-rank", type=_count, default=4, help="of DDP's PowerSGD hook (default %(default)s)")
+    ddp.add_argument("--json", action="store_true", help="one JSON record a line instead of a table")
+    ddp.add_argument("--records", type=Path, metavar="FILE.jsonl", help="write the records there too, for mpisparse report")
+    add_arguments(ddp, keep=("model", "data", "steps", "batch_size", "seed", "optimizer", "lr", "momentum", "weight_decay"))
+    sparse = benches.add_parser("sparse-models", help="models that are sparse themselves; run it under mpirun")
+    sparse.add_argument("--models", nargs="+", choices=SPARSE_MODELS, default=list(SPARSE_MODELS), help="default: all")
+    sparse.add_argument(
+        "--cases", nargs="+", metavar="SCHEME[:NAME=VALUE,...]", help="default dense, exdyna with two densities",
+        default=["dense", "exdyna:density=0.01", "exdyna:density=0.1"],
+    )  # fmt: skip
+    sparse.add_argument("--seeds", type=_count, default=3, help="runs of each, from --seed on (default %(default)s)")
+    sparse.add_argument("--json", action="store_true", help="one JSON record a line instead of a table")
+    sparse.add_argument("--records", type=Path, metavar="FILE.jsonl", help="default: records.jsonl in --out")
+    add_arguments(sparse, leave_out=CASE_SETTINGS)
+    _add_scaling(benches.add_parser("scaling", help="real ranks, then simulated ones up to thousands; run it under mpirun"))
+    _add_ablation(benches.add_parser("ablation", help="exdyna with its parts changed one by one; run it under mpirun"))
     kernels = benches.add_parser("kernels", help="native kernels against plain memory passes of the same elements")
     _add_common(kernels)
     kernels.add_argument("--density", type=_density, default=0.001, help="share of elements selected (default %(default)s)")
+
+
+def _add_scaling(scaling: argparse.ArgumentParser) -> None:
+    scaling.add_argument("--elements", type=_count, default=4_000_000, help="float32 elements (default %(default)s)")
+    scaling.add_argument("--density", type=_density, default=0.001, help="share of elements selected (default %(default)s)")
+    scaling.add_argument(
+        "--scheme", nargs="+", choices=("exdyna", "topk", "cltk", "dense"), default=["exdyna", "topk", "dense"],
+        help="default: exdyna topk dense",
+    )  # fmt: skip
+    scaling.add_argument("--steps", type=_steps, default=8, help="steps of each (default %(default)s)")
+    scaling.add_argument(
+        "--workers", nargs="*", type=_count, default=[32, 64, 256, 1024, 4096], metavar="N", help="virtual ones"
+    )
+    scaling.add_argument("--latency", type=_positive, metavar="SECONDS", help="of a cluster's messages (default: measured)")
+    scaling.add_argument("--bandwidth", type=_positive, metavar="BYTES/S", help="of a cluster's links (default: measured)")
+    scaling.add_argument("--json", action="store_true", help="print one record a line instead of a table")
+    _add_gradients(scaling)
+
+
+def _add_ablation(ablation: argparse.ArgumentParser) -> None:
+    ablation.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS), help="default: all")
+    ablation.add_argument("--elements", type=_count, default=4_000_000, help="float32 elements (default %(default)s)")
+    ablation.add_argument("--density", type=_density, default=0.001, help="share of elements selected (default %(default)s)")
+    ablation.add_argument("--steps", type=_steps, default=40, help="steps of each variant (default %(default)s)")
+    ablation.add_argument("--train", metavar="MODEL[=DATA]", help="train every variant on this too")
+    ablation.add_argument("--train-steps", type=_count, default=200, help="so long (default %(default)s)")
+    ablation.add_argument("--train-out", type=Path, default=Path("runs/ablation"), help="into there (default %(default)s)")
+    ablation.add_argument("--config", type=Path, metavar="FILE.toml", help="with these settings")
+    ablation.add_argument("--seeds", type=_count, default=1, help="runs of each (default %(default)s)")
+    ablation.add_argument("--json", action="store_true", help="print one record a line instead of a table")
+    _add_gradients(ablation)
+
+
+def _ablation(args: argparse.Namespace) -> int:
+    given = {"config": args.config, "steps": args.train_steps, "out": str(args.train_out)}
+    training = resolve(given) if args.train else None
+    from mpisparse.runtime import bench_ablation
+
+    return bench_ablation.run(
+        bench_ablation.Plan(
+            args.groups, args.elements, args.density, args.steps, args.gradients, args.train, training, args.seeds,
+            as_json=args.json, out=args.out,
+        )
+    )  # fmt: skip
 
 
 def _add_common(command: argparse.ArgumentParser) -> None:
     command.add_argument("--elements", type=_count, default=25_000_000, help="float32 elements (default %(default)s)")
     command.add_argument("--rounds", type=_count, default=15, help="interleaved rounds, of which medians are taken")
     command.add_argument("--json", action="store_true", help="print one record a line instead of a table")
+
+
+def _add_gradients(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--gradients", type=Path, metavar="RUN", help="replay what train --record-gradients wrote (default: synthetic ones)"
+    )
+    command.add_argument("--out", type=Path, metavar="FILE.jsonl", help="write the records there too, for mpisparse report")
 
 
 def _count(text: str) -> int:
@@ -78,6 +154,23 @@ def _count(text: str) -> int:
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number >= 1, got {text!r}")
+    return value
+
+
+def _steps(text: str) -> int:
+    value = _count(text)
+    if value < 4:
+        raise argparse.ArgumentTypeError(f"expected at least 4 steps, because the first two are not judged, got {text!r}")
+    return value
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
     return value
 
 
@@ -167,11 +260,38 @@ def _bench(args: argparse.Namespace) -> int:
         from mpisparse.runtime.bench_train import run as run_train
 
         return run_train(settings, args.models, args.cases, args.seeds, as_json=args.json)
+    if args.bench == "sparse-models":
+        settings = resolve(vars(args))
+        from mpisparse.runtime.bench_sparse import run as run_sparse
+
+        out = args.records or Path(settings.out) / "records.jsonl"
+        return run_sparse(settings, args.models, args.cases, args.seeds, as_json=args.json, out=out)
+    if args.bench == "ddp":
+        settings = resolve({"model": "lstm-large", "steps": 30, "batch_size": 1, **vars(args)})
+        from mpisparse.runtime import bench_ddp
+
+        plan = bench_ddp.Plan(settings, args.cases, args.powersgd_rank, as_json=args.json, out=args.records)
+        return bench_ddp.run(plan)
+    if args.bench == "ablation":
+        return _ablation(args)
+    if args.bench == "scaling":
+        from mpisparse.runtime import bench_scaling
+
+        return bench_scaling.run(
+            bench_scaling.Plan(
+                args.elements, args.density, args.scheme, args.steps, args.workers, args.gradients, args.latency,
+                args.bandwidth, as_json=args.json, out=args.out,
+            )
+        )  # fmt: skip
+    from mpisparse.runtime.bench_sync import Plan
     from mpisparse.runtime.bench_sync import run as run_sync
 
     return run_sync(
-        args.elements, args.density, args.scheme, args.codec, args.rounds, gloo=not args.no_gloo, as_json=args.json
-    )
+        Plan(
+            args.elements, args.density, args.scheme, args.codec, args.rounds, args.path, args.gradients,
+            gloo=not args.no_gloo, as_json=args.json, out=args.out,
+        )
+    )  # fmt: skip
 
 
 COMMANDS = {"train": _train, "slurm": _slurm, "report": _report, "inspect": _inspect, "doctor": _doctor, "bench": _bench}

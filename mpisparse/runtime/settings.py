@@ -60,6 +60,7 @@ class Settings:
     keep: int = _setting(2, "checkpoints to keep")
     resume: str = _setting("auto", "auto, never, or a directory with checkpoints")
     tensorboard: bool = _setting(False, "write TensorBoard events to the run's directory")
+    record_gradients: int | None = _setting(None, "write the gradients of so many steps, the first or next, for bench")
     log_ranks: bool = _setting(False, "a log for each rank in the run's directory")
     stop_before: float = _setting(60.0, "in a Slurm job: seconds before its limit at which to checkpoint and stop")
 
@@ -76,7 +77,17 @@ class Settings:
             if name in self.options:
                 raise ConfigurationError(f"{name} is no option of a scheme; " + ("" if name == "comm" else f"pass --{name}"))
         check_choice("schedule", self.schedule, SCHEDULES)
-        for name in ("epochs", "steps", "batch_size", "accumulation", "eval_every", "log_every", "checkpoint_every", "keep"):
+        for name in (
+            "epochs",
+            "steps",
+            "batch_size",
+            "accumulation",
+            "eval_every",
+            "log_every",
+            "checkpoint_every",
+            "keep",
+            "record_gradients",
+        ):
             self._at_least(name, 1)
         for name in ("warmup", "density_warmup", "seed", "lr", "momentum", "weight_decay", "stop_before"):
             self._at_least(name, 0)
@@ -92,6 +103,10 @@ class Settings:
             raise ConfigurationError(f"clip must be above 0, got {self.clip!r}")
         if self.clip is not None and self.options.get("accumulate") == "backward":
             raise ConfigurationError('clip has no effect with accumulate="backward": leave one of them out')
+        if self.record_gradients is not None and self.options.get("accumulate") == "backward":
+            raise ConfigurationError(
+                'record_gradients needs accumulate="step": in path "backward" no gradient is ever whole'
+            )
 
     def _at_least(self, name: str, least: int) -> None:
         value = getattr(self, name)
@@ -102,11 +117,13 @@ class Settings:
 TYPES: dict[str, Any] = get_type_hints(Settings)
 
 
-def add_arguments(command: argparse.ArgumentParser, leave_out: Sequence[str] = ()) -> None:
-    """Add a flag for every setting; a flag that is not given leaves no trace, so that the file counts."""
+def add_arguments(
+    command: argparse.ArgumentParser, leave_out: Sequence[str] = (), keep: Sequence[str] | None = None
+) -> None:
+    """Add a flag for every setting, or for those to keep; one that is not given leaves no trace, so that the file counts."""
     command.add_argument("--config", type=Path, metavar="FILE.toml", help="settings from a file; flags override it")
     for entry in dataclasses.fields(Settings):
-        if entry.name in leave_out:
+        if entry.name in leave_out or (keep is not None and entry.name not in keep):
             continue
         flag, text = f"--{entry.name.replace('_', '-')}", entry.metadata["help"]
         kind = _plain(TYPES[entry.name])

@@ -1,14 +1,37 @@
-"""Gradients for benchmarks: layered and heavy-tailed, as those of deep networks are, handed out by a real backward."""
+"""Gradients for benchmarks: layered and heavy-tailed, as deep networks have them; and a model that hands out given ones."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
 
 LAYERS = 160
 SETS = 3
+
+
+class Source(Protocol):
+    """Flat gradients of some ranks and steps, and how long their layers are."""
+
+    @property
+    def sizes(self) -> list[int]: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    def gradient(self, rank: int, step: int) -> Floats: ...
+
+
+def worker_gradient(source: Source, worker: int, step: int) -> Floats:
+    """Any worker's gradient of any step: a worker beyond the source's ranks has another's of some steps later."""
+    later, rank = divmod(worker, source.ranks)
+    return source.gradient(rank, (step + later) % source.steps)
 
 
 def layer_sizes(elements: int, layers: int = LAYERS) -> list[int]:
@@ -20,27 +43,56 @@ def layer_sizes(elements: int, layers: int = LAYERS) -> list[int]:
     return [int(size) for size in sizes]
 
 
-class SyntheticModel(torch.nn.Module):
-    """A model without computation: backward() gives each parameter one of `SETS` prepared gradients, in turn."""
+class Synthetic:
+    """`SETS` gradients for each rank, made when they are first asked for."""
 
-    def __init__(self, elements: int, seed: int) -> None:
-        super().__init__()
-        sizes = layer_sizes(elements)
-        self.layers = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(size)) for size in sizes)
-        scales = np.exp(np.random.default_rng(1).normal(0.0, 1.0, len(sizes)))
-        random = np.random.default_rng(seed)
-        self.sets = [
+    steps = SETS
+
+    def __init__(self, elements: int, ranks: int) -> None:
+        self.sizes = layer_sizes(elements)
+        self.ranks = ranks
+        self.scales = np.exp(np.random.default_rng(1).normal(0.0, 1.0, len(self.sizes)))
+        self._of_rank = functools.cache(self._make)
+
+    def gradient(self, rank: int, step: int) -> Floats:
+        """One of a rank's gradients."""
+        return self._of_rank(rank)[step]
+
+    def _make(self, rank: int) -> list[Floats]:
+        random = np.random.default_rng(100 + rank)
+        parts = [
             [
-                torch.from_numpy((scale * random.standard_t(3, size)).astype(np.float32))
-                for size, scale in zip(sizes, scales, strict=True)
+                (scale * random.standard_t(3, size)).astype(np.float32)
+                for size, scale in zip(self.sizes, self.scales, strict=True)
             ]
             for _ in range(SETS)
         ]
+        return [np.concatenate(layers) for layers in parts]
+
+
+class GivenModel(torch.nn.Module):
+    """A model without computation: backward() gives its parameters one of the given gradients, in turn."""
+
+    def __init__(self, sizes: Sequence[int], gradients: Sequence[Floats]) -> None:
+        super().__init__()
+        self.layers = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(size)) for size in sizes)
+        self.sets = [torch.split(torch.from_numpy(gradient), list(sizes)) for gradient in gradients]
         self.turn = 0
 
+    @classmethod
+    def of(cls, source: Source, worker: int) -> GivenModel:
+        """The model of one worker."""
+        return cls(source.sizes, [worker_gradient(source, worker, step) for step in range(source.steps)])
+
+    def twin(self) -> GivenModel:
+        """Another model with parameters of its own and the same gradients."""
+        twin = GivenModel([p.numel() for p in self.layers], [])
+        twin.sets = self.sets
+        return twin
+
     def backward(self) -> None:
-        """Run autograd's backward with the next set of gradients."""
-        gradients = self.sets[self.turn % SETS]
+        """Run autograd's backward with the next gradient."""
+        gradients = self.sets[self.turn % len(self.sets)]
         self.turn += 1
         _Given.apply(gradients, *self.layers).backward()  # type: ignore[no-untyped-call]
 

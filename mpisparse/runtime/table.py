@@ -1,10 +1,14 @@
-"""Records as an aligned table or as JSON lines."""
+"""Records as an aligned table or as JSON lines, on the screen and in a file."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+from mpisparse.errors import ConfigurationError
 
 
 def show(records: Sequence[dict[str, Any]], columns: dict[str, str], *, as_json: bool) -> None:
@@ -23,3 +27,18 @@ def show(records: Sequence[dict[str, Any]], columns: dict[str, str], *, as_json:
 
 def _cell(value: Any, form: str) -> str:
     return "" if value is None else format(value, form)
+
+
+def save(bench: str, records: Sequence[dict[str, Any]], out: Path | None) -> None:
+    """Write records as JSON lines, each with the name of its benchmark; the file is whole or not there. None: nothing."""
+    if out is None:
+        return
+    beside = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text("".join(json.dumps({"bench": bench, **record}) + "\n" for record in records), encoding="utf-8")
+        beside.replace(out)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise ConfigurationError(f"expected a file that can be written, got {out} ({error.strerror})") from error
+    print(f"records: {out}; pictures: mpisparse report {out}")

@@ -21,6 +21,7 @@ from mpisparse.runtime.evaluate import evaluate, reached
 from mpisparse.runtime.metrics import MetricsFile, step_fields
 from mpisparse.runtime.output import RankOutput
 from mpisparse.runtime.progress import facts_of, human_bytes, make_progress, own_facts
+from mpisparse.runtime.recording import Recorder
 from mpisparse.runtime.schedule import Order, Position, density_at, lr_factor
 from mpisparse.runtime.settings import Settings, to_toml
 from mpisparse.runtime.signals import INTERRUPTED, StopRequest
@@ -77,10 +78,7 @@ class Trainer:
         self.settings = settings
         self.stop = stop
         self.model, self.data, self.task = build_together(settings)
-        self.sync = mpisparse.GradientSync(
-            self.model, scheme=settings.scheme, density=settings.density, codec=settings.codec,
-            **self._held_out(), **settings.options,
-        )  # fmt: skip
+        self.sync = self.make_sync()
         self.density = self.sync.density
         self.optimizer = make_optimizer(self.model, settings)
         self.order = Order(len(self.data.train), settings.seed)
@@ -101,10 +99,22 @@ class Trainer:
         self.metrics = self._open_metrics()
         self.progress = make_progress(self.sync.rank, self.total, self.step, log_ranks=settings.log_ranks)
         self.writer = self._open_tensorboard()
+        count = settings.record_gradients
+        self.recorder: Recorder | None = None
+        if count is not None:
+            self.recorder = Recorder(self.out, self.model, count=count, scheme=settings.scheme)
         watches = self.sync.rank == 0 and settings.stop_before > 0
         self.deadline = slurm.Deadline(slurm.end_time() if watches else None, settings.stop_before)
 
     # Setting up
+
+    def make_sync(self) -> mpisparse.GradientSync:
+        """The exchange that the settings name; collective."""
+        settings = self.settings
+        return mpisparse.GradientSync(
+            self.model, scheme=settings.scheme, density=settings.density, codec=settings.codec,
+            **self._held_out(), **settings.options,
+        )  # fmt: skip
 
     def _seed(self, seed: int) -> None:
         """Seed the global generators, which dropout and users' own code draw from, differently on every rank."""
@@ -236,6 +246,7 @@ class Trainer:
             self.sync.density = density_at(self.step, self.density, settings.density_from, settings.density_warmup)
         clock = Clock()
         loss = self._accumulate(clock)
+        self._record()
         self.sync.step()
         clock.last = time.perf_counter()
         self.optimizer.step()
@@ -262,6 +273,22 @@ class Trainer:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
             clock.lap("compute")
         return total
+
+    def _record(self) -> None:
+        """Write this step's gradients if they are asked for; collective. A full disk does not end the run."""
+        recorder = self.recorder
+        if recorder is None:
+            return
+        try:
+            if recorder.left:
+                recorder.record(self.step + 1)
+            if recorder.left:
+                return
+            self._event("recorded", f"gradients of {recorder.count} steps, in {recorder.directory}")
+        except CheckpointError as error:
+            self._event("recording failed", str(error))
+        recorder.close()
+        self.recorder = None
 
     def _report(self, loss: float, lr: float, seconds: dict[str, float]) -> bool:
         """Gather what ranks have to say of a step, write it on rank 0, finish a checkpoint that is written; collective."""

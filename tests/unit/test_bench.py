@@ -68,7 +68,7 @@ def test_train(tmp_path: Path) -> None:
     assert records[0]["of_dense"] == pytest.approx(1.0, rel=0.01)
     assert [round(r["density"], 2) for r in records] == [1.0, 0.1, 0.05]
     assert all(r["train_loss"] > 0 and r["seeds"] == 2 and r["ranks"] == 2 for r in records)
-    assert len(list((tmp_path / "runs").iterdir())) == 6
+    assert len([p for p in (tmp_path / "runs").iterdir() if p.is_dir()]) == 6
 
 
 def test_a_wrong_case_is_told_once(tmp_path: Path) -> None:
@@ -182,3 +182,90 @@ def test_a_target_may_be_raised(factories: Path) -> None:
     assert "reached" not in train("--steps", 4, "--eval-every", 1, "--target", 1.5, "--out", out)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3, 4]
+
+
+def test_recorded_gradients_are_replayed(factories: Path) -> None:
+    out = factories / "run"
+    train("--steps", 2, "--record-gradients", 3, "--out", out, ranks=2)
+    train("--steps", 6, "--record-gradients", 3, "--out", out, ranks=2)
+    assert sorted(p.name for p in (out / "gradients").iterdir()) == [f"step-0000000{n}" for n in (1, 2, 3)]
+    records = bench(
+        "sync", "--gradients", out, "--rounds", 2, "--json", "--no-gloo", "--density", 0.5, "--path", "step",
+        "--out", factories / "sync.jsonl",
+    )  # fmt: skip
+    assert {r["elements"] for r in records} == {10}, "four weights and a bias for each of two classes"
+    assert [r["what"] for r in records if "density" in r] == ["exdyna, step"]
+    lines = [json.loads(line) for line in (factories / "sync.jsonl").read_text().splitlines()]
+    assert lines == [{"bench": "sync", **record} for record in records]
+
+
+def test_no_recording_is_told_once(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError) as caught:
+        bench("sync", "--gradients", tmp_path, "--rounds", 1)
+    assert str(caught.value).count("expected gradients that mpisparse train --record-gradients") == 1
+
+
+def test_scaling(tmp_path: Path) -> None:
+    records = bench(
+        "scaling", "--elements", 20000, "--density", 0.01, "--steps", 4, "--workers", 5, 70, "--json",
+        "--out", tmp_path / "scaling.jsonl",
+    )  # fmt: skip
+    real = [r for r in records if r["how"] == "real"]
+    assert [(r["ranks"], r["scheme"]) for r in real] == [(n, s) for n in (1, 2) for s in ("exdyna", "topk", "dense")]
+    assert all(r["same"] == "yes" and r["ms"] > 0 and r["modelled_ms"] > 0 for r in real)
+    simulated = [(r["ranks"], r["scheme"]) for r in records if r["how"] == "simulated"]
+    assert simulated == [(5, "exdyna"), (5, "topk"), (5, "dense"), (70, "exdyna"), (70, "dense")]
+    assert all(abs(r["build_up"] - 1) < 0.02 for r in records if r["scheme"] == "exdyna")
+    assert len((tmp_path / "scaling.jsonl").read_text().splitlines()) == len(records)
+
+
+def test_ablation(tmp_path: Path) -> None:
+    records = bench(
+        "ablation", "--groups", "threshold", "feedback", "--elements", 20000, "--density", 0.01, "--steps", 5, "--json",
+        "--train", "digits-cnn", "--train-steps", 3, "--train-out", tmp_path / "runs", "--out", tmp_path / "a.jsonl",
+    )  # fmt: skip
+    cases = ["exdyna", "exdyna:controller=paper", "exdyna:controller=fixed", "exdyna", "exdyna:compensate=false"]
+    assert [r["case"] for r in records] == cases
+    whole, paper, fixed, _, dropped = records
+    assert whole["worst_error"] < 0.02 < min(paper["density_error"], fixed["density_error"])
+    assert dropped["worst_error"] < 0.02
+    assert all(len(r["density_by_step"]) == 5 and r["train_loss"] > 0 for r in records)
+    assert whole["train_loss"] == records[3]["train_loss"] != dropped["train_loss"]
+    assert len(list((tmp_path / "runs").iterdir())) == 4, "what is in two groups is trained once"
+
+
+def test_groups_of_the_ablation_are_those_of_the_command_line() -> None:
+    from mpisparse.runtime import cli
+    from mpisparse.runtime.bench_ablation import GROUPS
+
+    assert tuple(GROUPS) == cli.GROUPS
+
+
+def test_sparse_models(tmp_path: Path) -> None:
+    cases = ("dense", "exdyna:density=0.05")
+    dense, sparse, tailored = bench(
+        "sparse-models", "--models", "pruned", "--cases", *cases, "--seeds", 1, "--steps", 5, "--batch-size", 8, "--json",
+        "--out", tmp_path / "runs",
+    )  # fmt: skip
+    assert [r["case"] for r in (dense, sparse, tailored)] == [*cases, "mask-aware"]
+    assert tailored["train_loss"] == pytest.approx(dense["train_loss"], rel=1e-4)
+    assert tailored["density"] < 0.2
+    assert tailored["received_MB"] < 0.2 * dense["received_MB"]
+    assert sparse["density"] == pytest.approx(0.05, rel=0.05)
+    assert len((tmp_path / "runs" / "records.jsonl").read_text().splitlines()) == 3
+
+
+def test_ddp(tmp_path: Path) -> None:
+    records = bench(
+        "ddp", "--model", "digits-cnn", "--batch-size", 4, "--steps", 4, "--cases", "dense", "exdyna:density=0.1", "--json",
+        "--records", tmp_path / "ddp.jsonl",
+    )  # fmt: skip
+    alone, ddp, fp16, power, dense, sparse = records
+    assert [r["what"] for r in records[:2]] == ["computation alone", "DDP"]
+    assert "loss" not in alone
+    assert [len(r["loss_by_step"]) for r in records[1:]] == [4] * 5
+    assert dense["loss_by_step"] == pytest.approx(ddp["loss_by_step"], rel=1e-4), "the same model, batches and mean"
+    assert fp16["loss_by_step"] == pytest.approx(ddp["loss_by_step"], rel=1e-2)
+    assert power["loss_by_step"][:2] == pytest.approx(ddp["loss_by_step"][:2], rel=1e-4)
+    assert sparse["density"] == pytest.approx(0.1, rel=0.02)
+    assert len((tmp_path / "ddp.jsonl").read_text().splitlines()) == 6

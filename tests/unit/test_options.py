@@ -37,7 +37,7 @@ BAD = [
     ({"segment_nbytes": True}, ["segment_nbytes must be a whole number >= 1", "got True"]),
 ]
 BAD_EXDYNA = [
-    ({"controller": "tails"}, ["unknown controller 'tails'", "did you mean 'tail'?", "choose from: paper, tail"]),
+    ({"controller": "tails"}, ["unknown controller 'tails'", "did you mean 'tail'?", "choose from: fixed, paper, tail"]),
     ({"partitioner": "bset"}, ["unknown partitioner 'bset'", "did you mean 'best'?", "choose from: best, paper"]),
     ({"reduce": "all-reduce"}, ["unknown reduce 'all-reduce'", "did you mean 'allreduce'?", "allreduce, owner"]),
     ({"reduce": "allreduce", "codec": "int8"}, ['reduce="allreduce" sums float32', 'codec must be "fp32"', "got 'int8'"]),

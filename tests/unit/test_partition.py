@@ -259,3 +259,17 @@ def test_paper_borders_balance_in_the_end() -> None:
         assert_borders(borders, 1024, 2)
         assert before[1] - borders[1] == (loads[0] > 10_500 and loads[1] < 9_523.8)
     assert loads.max() <= 10_500
+
+
+@pytest.mark.parametrize("reads_region", [False, True])
+def test_static_partitions_stay_and_rotate(reads_region: bool) -> None:
+    from mpisparse.selector import ExclusiveSelector
+
+    selector = ExclusiveSelector(
+        1000, 3, controller="tail", partitioner="static", blocks=10, reads_region=reads_region, prior=0.0
+    )
+    for step in range(4):
+        assert [(r.lo, r.hi) for r in selector.regions()] == [(0, 300), (300, 600), (600, 1000)]
+        assert [r.rank for r in selector.regions()] == [(p - step) % 3 for p in range(3)]
+        assert selector.scope(0) == [(0, 300), (300, 600), (600, 1000)][step % 3]
+        selector.adapt(np.arange(50), selector.controller)

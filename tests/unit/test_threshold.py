@@ -22,6 +22,7 @@ from mpisparse.threshold import (
     TINY,
     Choice,
     Controller,
+    Fixed,
     Paper,
     TailAware,
     choose_rung,
@@ -380,3 +381,16 @@ def test_paper_settles_in_one_round_and_in_the_band() -> None:
         assert rounds == 1
         controller = controller.after(settled.rungs, settled.total, settled.rung, 1000)
     assert 909 < settled.total[0] <= 1100
+
+
+def test_a_fixed_threshold_is_that_of_the_first_step() -> None:
+    random, k = np.random.default_rng(2), 500
+    controller: Controller = Fixed()
+    acc = random.standard_normal(50_000).astype(np.float32)
+    settled, _ = settle(acc, controller, k)
+    assert abs(settled.total[settled.rung] - k) <= 0.01 * k
+    controller = controller.after(settled.rungs, settled.total, settled.rung, k)
+    again, rounds = settle(2 * acc, controller, k)
+    assert (again.threshold, rounds) == (settled.threshold, 1)
+    assert again.total[again.rung] == np.count_nonzero(np.abs(2 * acc) >= np.float32(settled.threshold))
+    assert controller.after(again.rungs, again.total, again.rung, k) == controller

@@ -58,6 +58,13 @@ MODELS: dict[str, ModelEntry] = {
         "python-text",
         ("vocabulary",),
     ),
+    "lstm-large": ModelEntry(
+        "the same, 1,114 wide: 29 million parameters with 8,192 words",
+        f"{_HOME}.models.lstm:LanguageModel",
+        "python-words",
+        ("vocabulary",),
+        {"width": 1114},
+    ),
     "bert-mini": _bert(4, 256),
     "bert-small": _bert(4, 512),
     "bert-medium": _bert(8, 512),

@@ -1,0 +1,260 @@
+"""bench scaling: steps on real ranks, as many as mpirun started; then the same steps simulated, and simulated on far more.
+
+The simulator's selection must equal the real one, and its times are compared with real ones. Its machine is measured beside
+the steps: small and large messages, a pass over the elements, a step of almost none. Workers beyond the real ranks each have
+a core of their own, and links as two ranks of this run had, unless latency and bandwidth are given.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import mpisparse
+from mpisparse.device import load_backend
+from mpisparse.errors import ConfigurationError
+from mpisparse.exchange import end_job_on_uncaught_exception
+from mpisparse.runtime.bench_sync import open_source
+from mpisparse.runtime.costs import Log, Machine
+from mpisparse.runtime.simulator import Simulated, dense_log, simulator
+from mpisparse.runtime.synthetic import LAYERS, GivenModel, Source, Synthetic
+from mpisparse.runtime.table import save, show
+from mpisparse.step import Stats
+
+COLUMNS = {
+    "ranks": "d", "scheme": "", "how": "", "density": ".6f", "worst_density": ".3f", "build_up": ".3f", "imbalance": ".3f",
+    "received_MB": ".4f", "ms": ".2f", "modelled_ms": ".2f", "error": "+.0%", "same": "",
+}  # fmt: skip
+SMALL, LARGE = 64, 1 << 18  # bytes of a rank's messages by which latency and bandwidth are measured
+TRIES = 15
+NAP = 0.002
+FIRST = 2  # steps from which on density is judged: the first ones find the threshold
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run, really and virtually."""
+
+    elements: int
+    density: float
+    schemes: list[str]
+    steps: int
+    workers: list[int]
+    gradients: Path | None = None
+    latency: float | None = None
+    bandwidth: float | None = None
+    as_json: bool = False
+    out: Path | None = None
+
+
+def run(plan: Plan) -> int:
+    """Measure, simulate and print on rank 0; collective."""
+    end_job_on_uncaught_exception()
+    comm = MPI.COMM_WORLD
+    source = open_source(comm, plan.gradients, plan.elements)
+    sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size < comm.size] + [comm.size]
+    real: dict[tuple[str, int], list[list[Stats]]] = {}
+    machine = Machine({}, {}, _overhead(comm, plan.density), _per_element(comm, sum(source.sizes)), os.cpu_count() or 1)
+    for size in sizes:
+        part = MPI.Intracomm(comm.Split(0 if comm.rank < size else 1, comm.rank))
+        with _others_asleep(comm):
+            if comm.rank < size:
+                machine.latency[size], machine.bandwidth[size] = _links(part)
+                for scheme in plan.schemes:
+                    real[scheme, size] = part.allgather(_steps(part, source, scheme, plan))
+        part.Free()
+    if comm.rank == 0:
+        records = [_beside(plan, source, machine, key, stats) for key, stats in real.items()]
+        records += _virtual(plan, source, _cluster(plan, machine, comm.size))
+        _publish(plan, records, machine, source)
+    return 0
+
+
+@contextmanager
+def _others_asleep(comm: MPI.Intracomm) -> Iterator[None]:
+    """Ranks that come to the end first wait for the others without taking their cores; collective."""
+    yield
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(NAP)
+
+
+# Real ranks
+
+
+def _steps(part: MPI.Intracomm, source: Source, scheme: str, plan: Plan) -> list[Stats]:
+    """What this rank's steps did; `seconds` holds the time from a common start to this rank's end."""
+    model = GivenModel.of(source, part.rank)
+    density = None if scheme == "dense" else plan.density
+    sync = mpisparse.GradientSync(model, scheme=scheme, density=density, comm=part)
+    notes = []
+    for _ in range(plan.steps):
+        model.zero_grad()
+        model.backward()
+        held = [p.grad for p in model.layers]
+        part.Barrier()
+        start = time.perf_counter()
+        sync.step()
+        notes.append(replace(sync.stats, seconds={"step": time.perf_counter() - start}))
+        held.clear()
+    sync.close()
+    return notes
+
+
+def _median(call: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> float:
+    """Seconds of the middle of several calls, after two to warm up."""
+    seconds = []
+    for turn in range(2 + TRIES):
+        before()
+        start = time.perf_counter()
+        call()
+        if turn >= 2:
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def _links(part: MPI.Intracomm) -> tuple[float, float]:
+    """Seconds of a round of small messages, and bytes a second that a rank receives of large ones; collective."""
+    if part.size == 1:
+        return 1e-9, 1e12
+    times = []
+    for nbytes in (SMALL, LARGE):
+        row, rows = np.zeros(nbytes, np.uint8), np.zeros(nbytes * part.size, np.uint8)
+        times.append(part.allreduce(_median(lambda a=row, b=rows: part.Allgather(a, b), part.Barrier), MPI.MAX))  # type: ignore[misc]
+    latency = times[0] / np.ceil(np.log2(part.size))
+    return float(latency), (part.size - 1) * LARGE / max(times[1] - times[0], 1e-9)
+
+
+def _per_element(comm: MPI.Intracomm, elements: int) -> float:
+    """Seconds to accumulate an element when as many ranks as there are cores do; collective."""
+    seconds = 0.0
+    with _others_asleep(comm):
+        if comm.rank < (os.cpu_count() or 1):
+            backend, acc, gradient = load_backend(), np.zeros(elements, np.float32), np.ones(elements, np.float32)
+            pointers, ends = np.array([gradient.ctypes.data], np.uint64), np.array([elements], np.int64)
+            kinds = np.zeros(1, np.uint8)
+            seconds = _median(lambda: backend.accumulate_select(acc, pointers, ends, kinds, 0, elements, 1e30))
+    return float(comm.allreduce(seconds, MPI.MAX)) / elements
+
+
+def _overhead(comm: MPI.Intracomm, density: float) -> float:
+    """Seconds of a step of one rank with many layers and almost no elements; rank 0's."""
+    seconds = 0.0
+    with _others_asleep(comm):
+        if comm.rank == 0:
+            model = GivenModel.of(Synthetic(10 * LAYERS, 1), 0)
+            sync = mpisparse.GradientSync(model, density=density, comm=MPI.COMM_SELF)
+
+            def backward() -> None:
+                model.zero_grad()
+                model.backward()
+
+            seconds = _median(sync.step, backward)
+            sync.close()
+    return float(comm.bcast(seconds))
+
+
+# Simulated ones
+
+
+def _beside(plan: Plan, source: Source, machine: Machine, key: tuple[str, int], stats: list[list[Stats]]) -> dict[str, Any]:
+    """A record of real steps, with the same steps simulated: whether they selected alike, and how far times are apart."""
+    scheme, size = key
+    seconds = statistics.median(max(row[t].seconds["step"] for row in stats) for t in range(FIRST, plan.steps))
+    first = stats[0]
+    record = {
+        "ranks": size, "scheme": scheme, "how": "real",
+        "density": statistics.mean(s.density for s in first[FIRST:]),
+        "worst_density": max(abs(s.build_up - 1) for s in first[FIRST:]),
+        "build_up": statistics.mean(s.build_up for s in first[FIRST:]),
+        "imbalance": statistics.mean(s.imbalance for s in first[FIRST:]),
+        "received_MB": statistics.mean(max(row[t].bytes_received for row in stats) for t in range(FIRST, plan.steps)) / 1e6,
+        "ms": 1e3 * seconds,
+    }  # fmt: skip
+    elements = sum(source.sizes)
+    if scheme == "dense":
+        modelled = machine.seconds(dense_log(size, elements), elements, 0.0)
+        same = dense_log(size, elements).received().tolist() == [row[-1].bytes_received for row in stats]
+    else:
+        steps = _simulate(plan, source, scheme, size)
+        modelled = statistics.median(machine.seconds(s.log, elements, s.work) for s in steps[FIRST:])
+        same = all(_equal(s, [row[t] for row in stats]) for t, s in enumerate(steps))
+    return {**record, "modelled_ms": 1e3 * modelled, "error": modelled / seconds - 1, "same": "yes" if same else "NO"}
+
+
+def _simulate(plan: Plan, source: Source, scheme: str, size: int) -> list[Simulated]:
+    virtual = simulator(scheme, source, size, plan.density)
+    return [virtual.step() for _ in range(plan.steps)]
+
+
+def _equal(simulated: Simulated, real: list[Stats]) -> bool:
+    """Tell whether a simulated step chose what a real one did, and moved the same bytes on every rank."""
+    chosen = {(s.selected, s.threshold, s.borders, s.workloads) for s in real}
+    workloads = tuple(int(simulated.workloads[r.rank]) for r in simulated.regions)
+    moved = [(s.bytes_sent, s.bytes_received) for s in real]
+    counted = list(zip(simulated.log.sent().tolist(), simulated.log.received().tolist(), strict=True))
+    return chosen == {(len(simulated.union), simulated.threshold, simulated.borders, workloads)} and moved == counted
+
+
+def _cluster(plan: Plan, machine: Machine, size: int) -> Machine:
+    """Where virtual workers are: each on its own core, on links as given or as two ranks here had."""
+    if (plan.latency is None or plan.bandwidth is None) and size < 2:
+        raise ConfigurationError("one rank has no links to measure: start at least 2, or give --latency and --bandwidth")
+    latency = plan.latency if plan.latency is not None else machine.latency[2]
+    bandwidth = plan.bandwidth if plan.bandwidth is not None else machine.bandwidth[2]
+    return replace(machine, latency={2: latency}, bandwidth={2: bandwidth}, cores=None)
+
+
+def _virtual(plan: Plan, source: Source, cluster: Machine) -> list[dict[str, Any]]:
+    """Records of steps on virtual workers; schemes without exclusive regions only while all workers differ."""
+    elements, records = sum(source.sizes), []
+    for size in plan.workers:
+        for scheme in plan.schemes:
+            if scheme == "dense":
+                log = dense_log(size, elements)
+                records.append(_modelled(size, scheme, log, cluster.seconds(log, elements, 0.0)))
+            elif scheme == "exdyna" or size <= source.ranks * source.steps:
+                steps = _simulate(plan, source, scheme, size)[FIRST:]
+                seconds = statistics.median(cluster.seconds(s.log, elements, s.work) for s in steps)
+                ratios = [len(s.union) / s.k for s in steps]
+                records.append({
+                    **_modelled(size, scheme, steps[-1].log, seconds),
+                    "density": statistics.mean(s.density for s in steps),
+                    "worst_density": max(abs(ratio - 1) for ratio in ratios),
+                    "build_up": statistics.mean(ratios),
+                    "imbalance": statistics.mean(s.imbalance for s in steps),
+                })  # fmt: skip
+    return records
+
+
+def _modelled(size: int, scheme: str, log: Log, seconds: float) -> dict[str, Any]:
+    received = int(log.received().max()) / 1e6
+    return {"ranks": size, "scheme": scheme, "how": "simulated", "received_MB": received, "modelled_ms": 1e3 * seconds}
+
+
+def _publish(plan: Plan, records: list[dict[str, Any]], machine: Machine, source: Source) -> None:
+    elements = sum(source.sizes)
+    for record in records:
+        record.update(elements=elements, set_density=plan.density, steps=plan.steps)
+    if not plan.as_json:
+        print(f"{elements:,} float32, density {plan.density:g}, {plan.steps} steps, judged from the third on")
+    show(records, COLUMNS, as_json=plan.as_json)
+    if not plan.as_json:
+        says = ", ".join(f"{key} {value:.4g}" for key, value in machine.record().items())
+        errors = [abs(r["error"]) for r in records if "error" in r and r["ranks"] > 1]
+        print(f"machine: {says}, {machine.cores} cores")
+        if errors:
+            print(f"modelled times are off by {statistics.mean(errors):.0%} on average, {max(errors):.0%} at most")
+        print(
+            f"workers beyond {source.ranks} repeat others' gradients some steps later: {source.ranks * source.steps} differ"
+        )
+    save("scaling", records, plan.out)

@@ -1,0 +1,73 @@
+"""Models that are sparse themselves: pruned weights, embeddings with sparse gradients, experts of which many are idle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from mpisparse.runtime.workloads.models.ncf import CollaborativeFilter
+
+KEPT = 0.1  # of a pruned layer's weights
+EXPERTS, WIDTH = 32, 64
+
+
+class PrunedLinear(nn.Linear):
+    """A linear layer of whose weights a tenth, drawn by lot, is there; the others stay zero and have no gradient."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.mask: torch.Tensor
+        self.register_buffer("mask", torch.rand(outputs, inputs) < KEPT)
+        with torch.no_grad():
+            self.weight.mul_(self.mask).div_(KEPT**0.5)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return linear(inputs, self.weight * self.mask, self.bias)
+
+
+def pruned(sizes: Mapping[str, int]) -> nn.Module:
+    """Two pruned layers and a whole one, on images."""
+    pixels = sizes["channels"] * sizes["height"] * sizes["width"]
+    return nn.Sequential(
+        nn.Flatten(), PrunedLinear(pixels, 1024), nn.ReLU(), PrunedLinear(1024, 512), nn.ReLU(),
+        nn.Linear(512, sizes["classes"]),
+    )  # fmt: skip
+
+
+def embeddings(sizes: Mapping[str, int]) -> nn.Module:
+    """Collaborative filtering whose embeddings give sparse gradients: the rows that a batch has looked up."""
+    model = CollaborativeFilter(sizes)
+    for part in model.modules():
+        if isinstance(part, nn.Embedding):
+            part.sparse = True
+    return model
+
+
+class Experts(nn.Module):
+    """Each example goes to the one expert that a gate prefers; an expert without an example has no gradient."""
+
+    def __init__(self, inputs: int, classes: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(inputs, EXPERTS)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(inputs, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)) for _ in range(EXPERTS)
+        )
+        self.head = nn.Linear(WIDTH, classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        inputs = images.flatten(1)
+        share, choice = self.gate(inputs).softmax(1).max(1)
+        hidden = inputs.new_zeros(len(inputs), WIDTH)
+        for i in choice.unique().tolist():
+            mine = (choice == i).nonzero()[:, 0]
+            hidden = hidden.index_add(0, mine, self.experts[i](inputs[mine]))
+        scores: torch.Tensor = self.head(torch.relu(hidden * share[:, None] * EXPERTS**0.5))
+        return scores
+
+
+def experts(sizes: Mapping[str, int]) -> nn.Module:
+    """A mixture of experts on images."""
+    return Experts(sizes["channels"] * sizes["height"] * sizes["width"], sizes["classes"])

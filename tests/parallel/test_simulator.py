@@ -1,0 +1,52 @@
+"""The simulator's selection is that of a real run on as many ranks: indices, threshold, borders, workloads, bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from ranks import everywhere
+
+import mpisparse
+from mpisparse.errors import ConfigurationError
+from mpisparse.runtime.simulator import simulator
+from mpisparse.runtime.synthetic import GivenModel, Synthetic
+
+CASES: list[dict[str, Any]] = [
+    {"scheme": "exdyna"},
+    {"scheme": "exdyna", "accumulate": "backward"},
+    {"scheme": "exdyna", "controller": "paper", "partitioner": "paper"},
+    {"scheme": "exdyna", "controller": "fixed", "partitioner": "static", "blocks": 77},
+    {"scheme": "exdyna", "density": 1.0},
+    {"scheme": "topk"},
+    {"scheme": "cltk", "density": 0.1},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_real_and_simulated_steps_are_equal(comm: MPI.Intracomm, case: dict[str, Any]) -> None:
+    options = {"density": 0.01, **case}
+    source = Synthetic(30_001, comm.size)
+    model = GivenModel.of(source, comm.rank)
+    sync = mpisparse.GradientSync(model, **options)
+    virtual = simulator(source=source, size=comm.size, **options)
+    for step in range(6):
+        model.zero_grad()
+        model.backward()
+        sync.step()
+        stats, expected = sync.stats, comm.bcast(virtual.step() if comm.rank == 0 else None)
+        assert everywhere(comm, np.array_equal(sync._published.union, expected.union)), f"step {step}"
+        assert everywhere(comm, (stats.threshold, stats.borders) == (expected.threshold, expected.borders)), f"step {step}"
+        assert everywhere(comm, stats.workloads == tuple(expected.workloads[[r.rank for r in expected.regions]]))
+        counted = (int(expected.log.sent()[comm.rank]), int(expected.log.received()[comm.rank]))
+        assert everywhere(comm, (stats.bytes_sent, stats.bytes_received) == counted), f"step {step}"
+    sync.close()
+
+
+def test_what_it_does_not_know_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="leave the other options as they are"):
+        simulator("exdyna", Synthetic(100, 2), 2, 0.1, codec="int8")
+    with pytest.raises(ConfigurationError, match="unknown scheme to simulate 'dgc'"):
+        simulator("dgc", Synthetic(100, 2), 2, 0.1)
