@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-SCHEMES = ("dense", "exdyna", "momentum", "topk", "cltk", "randomk", "threshold", "sidco", "dgc")
+SCHEMES = ("dense", "exdyna", "momentum", "speculative", "topk", "cltk", "randomk", "threshold", "sidco", "dgc")
 CODECS = ("fp32", "fp16", "bf16", "int8", "momentum-int8", "momentum-fp32")

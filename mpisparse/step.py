@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mpisparse.agree import Inputs, Overflow, share_counts
 from mpisparse.blend import Blend, Blended
 from mpisparse.codecs import Codec
-from mpisparse.parts import Chooser, Chosen, Clock, Ints, Parts, Region, imbalance
+from mpisparse.parts import Chooser, Chosen, Clock, Ints, Parts, Region, Speculation, imbalance
 from mpisparse.reduction import reduce_by_mpi, reduce_by_owner
 from mpisparse.score import Magnitude
 
@@ -25,7 +28,8 @@ class Stats:
 
     reselected and refined count the searches for a threshold beyond the first ladder. workloads are what each rank
     selected and borders the bounds of the regions whose sums the ranks make, both in the order of the regions.
-    sent_density counts also what was selected in earlier steps and still has momentum.
+    sent_density counts also what was selected in earlier steps and still has momentum. speculation: what was done ahead
+    of the exchange, where the scheme does that.
     """
 
     step: int
@@ -43,6 +47,7 @@ class Stats:
     workloads: tuple[int, ...] = ()
     borders: tuple[int, ...] = ()
     sent_density: float = 0.0
+    speculation: Speculation | None = None
 
     @property
     def build_up(self) -> float:
@@ -61,7 +66,42 @@ def spans_of(index: Ints, regions: list[Region]) -> list[tuple[int, int]]:
     return [(cuts[p], cuts[p + 1]) for p, _ in sorted(enumerate(regions), key=lambda item: item[1].rank)]
 
 
-class SparseStep:
+class Synchronous:
+    """What a step has to do beside its exchange: nothing, where the published gradient is all that ranks share."""
+
+    deferred = False  # the result is of an earlier step, and what ranks must agree on travels with it
+    draining = False
+
+    def check_by_hand(self) -> None:
+        """Raise unless step() may be called without an optimizer attached."""
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer was attached."""
+
+    def finish(self, stats: Stats) -> Stats:
+        """The optimizer has used the published gradient."""
+        return stats
+
+    def note_loss(self, loss: float) -> None:
+        """The loss of this rank's batch of the coming step."""
+
+    def used(self) -> NDArray[np.bool_] | None:
+        """Which parameters had a gradient on some rank in the step that the published gradient is of."""
+        return None
+
+    def drain(self) -> Iterator[NDArray[np.bool_] | None]:
+        """Publish what is still in flight, one by one, let the optimizer use it, and make the replicas equal; collective."""
+        yield from ()
+
+    def global_weights(self) -> AbstractContextManager[None]:
+        """Have the weights that are the same on all ranks in the model."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Give back what else than memory is held; collective."""
+
+
+class SparseStep(Synchronous):
     """What a chooser chose, exchanged through the regions' owners (codec None: by MPI's reduction).
 
     `compensate`: what is not sent is kept for later steps; False drops it.
@@ -148,7 +188,7 @@ class SparseStep:
             self.blend.load(state)
 
 
-class DenseStep:
+class DenseStep(Synchronous):
     """Everything, at once: one Allreduce of the accumulator."""
 
     def __init__(self, parts: Parts) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,13 @@ from mpisparse.runtime.settings import Settings, to_toml
 from mpisparse.runtime.signals import INTERRUPTED, StopRequest
 from mpisparse.runtime.workloads import Data, Task, build
 
-EXCHANGE = ("wait", "accumulate", "agree", "select", "unite", "reduce", "feedback", "publish", "adapt")
+EXCHANGE = (
+    "wait", "accumulate", "agree", "probe", "select", "unite", "reduce", "feedback", "publish", "adapt", "correct",
+    "speculate",
+)  # fmt: skip
 PHASES = ("data", "compute", *EXCHANGE, "optimizer")
 DEFAULT_EPOCHS = 5
+PROBED = ("speculative",)  # schemes with the option probe
 
 
 def run(settings: Settings, stop: StopRequest) -> int:
@@ -63,11 +66,13 @@ class Trainer:
         self.settings = settings
         self.stop = stop
         self.model, self.data, self.task = build_together(settings)
+        self.batch: tuple[Any, Any] = (None, None)  # the last one, for schemes that probe the loss
         self.sync = mpisparse.GradientSync(
-            self.model, scheme=settings.scheme, density=settings.density, codec=settings.codec, **settings.options
+            self.model, scheme=settings.scheme, density=settings.density, codec=settings.codec, **self._options()
         )
         self.density = self.sync.density
         self.optimizer = make_optimizer(self.model, settings)
+        mpisparse.attach(self.optimizer, self.sync)
         self.order = Order(len(self.data.train), settings.seed)
         self.position = Position()
         self.received = self.dense = 0.0
@@ -96,6 +101,19 @@ class Trainer:
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
+
+    def _options(self) -> dict[str, Any]:
+        """The scheme's options; one that can probe the loss does so on the last batch unless told not to."""
+        options = dict(self.settings.options)
+        if self.settings.scheme in PROBED and options.setdefault("probe", True) in (True, False):
+            options["probe"] = self._probe if options["probe"] else None
+        return options
+
+    def _probe(self) -> torch.Tensor:
+        """The loss of the last batch."""
+        inputs, targets = self.batch
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.settings.bf16):
+            return self.task.loss(self.model(inputs), targets)
 
     def _total_steps(self) -> int:
         """Where the run ends; epochs that are left count in steps of this number of ranks."""
@@ -221,12 +239,13 @@ class Trainer:
             self.sync.density = density_at(self.step, self.density, settings.density_from, settings.density_warmup)
         clock = Clock()
         loss = self._accumulate(clock)
-        self.sync.step()
-        clock.last = time.perf_counter()
-        self.optimizer.step()
+        self.sync.note_loss(loss)
+        self.optimizer.step()  # exchanges first
         clock.lap("optimizer")
         self.step += 1
-        seconds = {**clock.seconds, **self.sync.stats.seconds}
+        exchange = self.sync.stats.seconds
+        clock.seconds["optimizer"] -= sum(exchange.values())
+        seconds = {**clock.seconds, **exchange}
         return self._report(loss, settings.lr * factor, seconds)
 
     def _accumulate(self, clock: Clock) -> float:
@@ -242,6 +261,7 @@ class Trainer:
                 loss = self.task.loss(self.model(inputs), targets) / settings.accumulation
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
+            self.batch = inputs, targets
             clock.lap("compute")
         if settings.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
@@ -280,7 +300,8 @@ class Trainer:
 
     def _evaluate(self) -> bool:
         """Measure on the test data and tell the scheme; collective. Returns whether the target is reached."""
-        loss, metric = evaluate(self.model, self.data, self.task, self.sync, self.settings.seed)
+        with self.sync.global_weights():
+            loss, metric = evaluate(self.model, self.data, self.task, self.sync, self.settings.seed)
         self.metric = metric
         self.sync.observe(metric)
         if self.metrics is not None:
