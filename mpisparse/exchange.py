@@ -175,12 +175,14 @@ class BesideExchange(Exchange):
     It must do its gathering, routing and texts in one thread at a time.
     """
 
-    PAUSE = 2e-4  # seconds between looks: at 1 Gbit/s so much arrives as sockets hold easily
+    SHORTEST, LONGEST = 5e-5, 1e-3  # seconds between looks: sockets hold what arrives in the longest at 1 Gbit/s
 
     def _call(self, name: str, *buffers: Any) -> None:
         request = getattr(self.comm, f"I{name.lower()}")(*buffers)
+        pause = self.SHORTEST
         while not request.Test():
-            time.sleep(self.PAUSE)
+            time.sleep(pause)
+            pause = min(1.5 * pause, self.LONGEST)
 
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "or": MPI.BOR}

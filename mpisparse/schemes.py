@@ -343,7 +343,7 @@ class Speculative(Options):
             return Schedule(self.horizon)
         if self.granularity == "rule":
             return Rule(self.horizon, self.budget)
-        return Learned(seed=self.seed, per_second=self.reward == "seconds", patience=2 * self.probe_every)
+        return Learned(seed=self.seed, per_second=self.reward == "seconds", patience=max(100, 2 * self.probe_every))
 
     def most_whole(self) -> int | None:
         """The largest layer that may be taken whole: one that the byte budget of a step pays for."""

@@ -100,9 +100,9 @@ class Rule:
 class Learned:
     """A gradient bandit: shares are drawn by their preferences, which rise with the loss decrease per byte they gave.
 
-    A draw holds for a window of steps, longer if no loss was told in it, but at most for `patience` steps. The reward of a
-    window is how much the mean loss fell since the one before, per byte (or second), as a multiple of the usual size
-    of that.
+    A draw holds for a window of steps, longer if no loss was told in it; none in `patience` steps is an error. The reward of
+    a window is how much the mean loss fell since the one before, per byte (or second), as a multiple of the usual size of
+    that.
     """
 
     SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -131,7 +131,7 @@ class Learned:
             self.losses += 1
         if self.steps >= self.WINDOW and self.losses:
             self._close()
-        elif self.steps >= self.patience:
+        elif not self.losses and self.steps >= self.patience:
             raise ConfigurationError(
                 f'granularity="learned" has heard of no loss for {self.steps} steps; call sync.note_loss(loss.item()) '
                 "before each optimizer.step(), or pass a probe"

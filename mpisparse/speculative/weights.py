@@ -142,12 +142,12 @@ class TwoSets:
         for a in range(0, len(own), PIECE):
             there = shared[a : a + PIECE]
             distance = (own[a : a + PIECE] - there).abs_()
-            bound = there.abs() * tolerance.value if tolerance.relative else tolerance.value
-            before = max(before, float(distance.max()))
-            fine = distance <= bound
-            if math.isinf(tolerance.value) or bool(fine.all()):
-                after = max(after, float(distance.max()))
+            most = float(distance.max())
+            before = max(before, most)
+            if math.isinf(tolerance.value) or (not tolerance.relative and most <= tolerance.value):
+                after = max(after, most)
                 continue
+            fine = distance <= (there.abs() * tolerance.value if tolerance.relative else tolerance.value)
             after = max(after, float(distance.mul_(fine).max()))
             wrong.append(fine.logical_not_().nonzero().flatten().add_(a))
         if not wrong:
