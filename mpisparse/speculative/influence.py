@@ -52,14 +52,14 @@ class Influence:
 
     def state(self) -> dict[str, Any]:
         """The averages; on another number of ranks the mean of those of the ranks taken over."""
-        bend = self.curvature if self.probes else np.zeros_like(self.scores)
-        return {"mean.influence": self.scores, "mean.curvature": bend, "probes": self.probes}
+        return {"mean.influence": self.scores, "mean.curvature": self.curvature, "probes": self.probes}
 
     def check(self, state: dict[str, Any]) -> None:
         """Raise ConfigurationError unless load() could take the state."""
-        for key in ("mean.influence", "mean.curvature"):
+        sizes = {"mean.influence": len(self.scores), "mean.curvature": len(self.scores) if state["probes"] else 0}
+        for key, size in sizes.items():
             values = np.asarray(state[key])
-            if values.shape != self.scores.shape or not np.isfinite(values).all():
+            if values.shape != (size,) or not np.isfinite(values).all():
                 raise ConfigurationError(
                     f"the {key.removeprefix('mean.')} in the state does not fit {len(self.scores)} elements"
                 )
@@ -70,7 +70,7 @@ class Influence:
         """Take what state() gave."""
         self.scores[:] = state["mean.influence"]
         self.probes = int(state["probes"])
-        self.curvature = np.array(state["mean.curvature"], dtype=np.float32) if self.probes else np.empty(0, np.float32)
+        self.curvature = np.array(state["mean.curvature"], dtype=np.float32)
 
 
 class Probe:

@@ -265,6 +265,24 @@ def test_one_server_or_many(comm: MPI.Intracomm) -> None:
     one.close()
 
 
+def test_a_closure_gives_the_same_run(comm: MPI.Intracomm) -> None:
+    plain, closed = Run(comm, "adam"), Run(comm, "adam")
+    for step in range(4):
+        plain.step(step)
+
+        def closure(step: int = step) -> torch.Tensor:
+            closed.optimizer.zero_grad()
+            loss = loss_of(closed.model, seeded(comm.rank, step))
+            loss.backward()
+            return loss
+
+        closed.optimizer.step(closure)
+        closed.scheduler.step()
+        assert everywhere(comm, plain.bits() == closed.bits())
+    plain.close()
+    closed.close()
+
+
 # Nothing lost
 
 
