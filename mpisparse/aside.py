@@ -1,43 +1,53 @@
-"""Computing something with a model on the side, so that the training around it does not notice."""
+"""Computing a gradient on the side, so that the training around it does not notice."""
 
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from mpisparse.errors import ConfigurationError
+from mpisparse.randomness import random_state, set_random_state
 
 
 @contextlib.contextmanager
-def undisturbed(model: torch.nn.Module) -> Iterator[None]:
-    """In the block the model is in eval mode; afterwards modes, buffers and all global generators are as before."""
+def untouched(model: torch.nn.Module) -> Iterator[None]:
+    """Put buffers and the global random generators back afterwards."""
+    places = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    random = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(random)
+        with torch.no_grad():
+            for module, name, buffer, value in places:
+                module._buffers[name] = buffer.copy_(value)
+
+
+@contextlib.contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Have all modules in eval mode, and each in its own again afterwards."""
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    torchs, numpys, pythons = torch.get_rng_state(), np.random.get_state(), random.getstate()
     model.eval()
     try:
         yield
     finally:
         for module, training in modes:
             module.training = training
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        torch.set_rng_state(torchs)
-        np.random.set_state(numpys)
-        random.setstate(pythons)
 
 
-def gradient_aside(
-    model: torch.nn.Module, params: list[torch.nn.Parameter], loss: Callable[[], Any], name: str
-) -> list[torch.Tensor | None]:
-    """The gradient of what loss() returns, None where a parameter plays no part; p.grad and hooks on it are left alone."""
-    with undisturbed(model), torch.enable_grad():
+def gradient_of(
+    loss: Callable[[], Any], params: list[torch.nn.Parameter], name: str
+) -> tuple[float, list[torch.Tensor | None]]:
+    """What loss() returns and its gradient, None where a parameter plays no part; p.grad and hooks on it are left alone."""
+    with torch.enable_grad():
         value = loss()
         if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
             got = (
@@ -46,4 +56,12 @@ def gradient_aside(
                 else value
             )
             raise ConfigurationError(f"{name}() must return a loss, a tensor of one element with a gradient; got {got!r}")
-        return list(torch.autograd.grad(value.reshape(()), params, allow_unused=True))
+        return value.item(), list(torch.autograd.grad(value.reshape(()), params, allow_unused=True))
+
+
+def gradient_aside(
+    model: torch.nn.Module, params: list[torch.nn.Parameter], loss: Callable[[], Any], name: str
+) -> list[torch.Tensor | None]:
+    """The gradient of what loss() returns in eval mode."""
+    with untouched(model), evaluating(model):
+        return gradient_of(loss, params, name)[1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -34,6 +35,11 @@ class Exchange:
         self.nbytes_sent = 0
         self.nbytes_received = 0
 
+    @property
+    def threaded(self) -> bool:
+        """Tell whether MPI allows calls from one thread while another makes calls too."""
+        return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+
     def close(self) -> None:
         """Give the communicator back."""
         if self.comm != MPI.COMM_NULL:
@@ -46,7 +52,7 @@ class Exchange:
     def allgather(self, row: NDArray[Any]) -> NDArray[Any]:
         """Gather one row of equal length from every rank; row r of the result is rank r's."""
         rows = np.empty((self.size, len(row)), dtype=row.dtype)
-        self.comm.Allgather([row, MPI.BYTE], [rows, MPI.BYTE])
+        self._call("Allgather", [row, MPI.BYTE], [rows, MPI.BYTE])
         self._count(row.nbytes * (self.size - 1), row.nbytes * (self.size - 1))
         return rows
 
@@ -70,12 +76,12 @@ class Exchange:
         gathered = np.empty(sum(counts), dtype=np.uint8)
         share = max(1, self.segment_nbytes // self.size)
         if sum(counts) <= self.segment_nbytes:
-            self.comm.Allgatherv(payload, [gathered, (counts, places), MPI.BYTE])
+            self._call("Allgatherv", payload, [gathered, (counts, places), MPI.BYTE])
         else:
             for start in range(0, max(counts), share):
                 part = [min(max(count - start, 0), share) for count in counts]
                 packed = np.empty(sum(part), dtype=np.uint8)
-                self.comm.Allgatherv(payload[start : start + share], [packed, (part, _starts(part)), MPI.BYTE])
+                self._call("Allgatherv", payload[start : start + share], [packed, (part, _starts(part)), MPI.BYTE])
                 _unpack(packed, part, gathered, [place + start for place in places])
         mine = counts[self.rank]
         self._count(mine * (self.size - 1), sum(counts) - mine)
@@ -100,6 +106,22 @@ class Exchange:
                 _unpack(packed, [here] * self.size, received, [r * mine + start for r in range(self.size)])
         self._count(sum(counts) - mine, mine * (self.size - 1))
         return received
+
+    def route(self, payload: Bytes, table: Ints) -> Bytes:
+        """Send table[r][q] bytes from rank r to q, of a payload in the order of q; returns what comes in the order of r."""
+        sent, received = table[self.rank].tolist(), table[:, self.rank].tolist()
+        share, longest = max(1, self.segment_nbytes // self.size), int(table.max())
+        arrived = np.empty(sum(received), dtype=np.uint8)
+        for start in range(0, longest, share):
+            out, back = ([min(max(n - start, 0), share) for n in counts] for counts in (sent, received))
+            places = [min(at + start, len(payload)) for at in _starts(sent)]
+            packed = arrived if longest <= share else np.empty(sum(back), dtype=np.uint8)
+            self._call("Alltoallv", [payload, (out, places), MPI.BYTE], [packed, (back, _starts(back)), MPI.BYTE])
+            if packed is not arrived:
+                _unpack(packed, back, arrived, [at + start for at in _starts(received)])
+        mine = sent[self.rank]
+        self._count(sum(sent) - mine, sum(received) - mine)
+        return arrived
 
     def broadcast_(self, data: Bytes, root: int = 0) -> None:
         """Overwrite bytes with the root's, in segments."""
@@ -129,6 +151,14 @@ class Exchange:
                     agreed.repeated = self.rank != 0
                 raise agreed from (error if rank == self.rank else None)
 
+    def _call(self, name: str, *buffers: Any) -> None:
+        """One of MPI's collective calls by name; whoever waits for it keeps the processor."""
+        getattr(self.comm, name)(*buffers)
+
+    def beside(self) -> BesideExchange:
+        """One with its own communicator for a thread that works beside the computation."""
+        return BesideExchange(self.comm, self.segment_nbytes)
+
     def _count(self, sent: int, received: int) -> None:
         self.nbytes_sent += sent
         self.nbytes_received += received
@@ -137,6 +167,22 @@ class Exchange:
         """A reduction's bytes depend on MPI's algorithm: count what the bandwidth-optimal one moves."""
         moved = 2 * nbytes * (self.size - 1) // self.size
         self._count(moved, moved)
+
+
+class BesideExchange(Exchange):
+    """Leaves the processor to the computation while it waits: calls do not block, and are looked after from time to time.
+
+    It must do its gathering, routing and texts in one thread at a time.
+    """
+
+    SHORTEST, LONGEST = 5e-5, 1e-3  # seconds between looks: sockets hold what arrives in the longest at 1 Gbit/s
+
+    def _call(self, name: str, *buffers: Any) -> None:
+        request = getattr(self.comm, f"I{name.lower()}")(*buffers)
+        pause = self.SHORTEST
+        while not request.Test():
+            time.sleep(pause)
+            pause = min(1.5 * pause, self.LONGEST)
 
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "or": MPI.BOR}

@@ -2,5 +2,7 @@
 
 from __future__ import annotations
 
-SCHEMES = ("dense", "exdyna", "momentum", "predictive", "topk", "cltk", "randomk", "threshold", "sidco", "dgc")
+SCHEMES = (
+    "dense", "exdyna", "momentum", "predictive", "speculative", "topk", "cltk", "randomk", "threshold", "sidco", "dgc",
+)  # fmt: skip
 CODECS = ("fp32", "fp16", "bf16", "int8", "momentum-int8", "momentum-fp32")

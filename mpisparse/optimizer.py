@@ -19,12 +19,17 @@ class Attachment:
     def __init__(self, optimizer: torch.optim.Optimizer, sync: GradientSync, scaler: Any) -> None:
         self._optimizer = optimizer
         self._sync = sync
-        self._handle = optimizer.register_step_pre_hook(self._before_step)
+        sync._step.adopt(optimizer)
+        self._handles = (
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(lambda *_: sync.finish()),
+        )
         self._scaler = ScalerAgreement(optimizer, sync, scaler) if scaler is not None and scaler.is_enabled() else None
 
     def remove(self) -> None:
         """Leave the optimizer, and the scaler, as they were."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         if self._scaler is not None:
             self._scaler.remove()
 
@@ -32,7 +37,7 @@ class Attachment:
         """Exchange now, or after each evaluation of the closure if there is one; args begin with the optimizer."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            self._sync.step()
+            self._sync.begin()
             return None
         wrapped = functools.partial(self._evaluate, closure)
         if "closure" in kwargs:
@@ -42,7 +47,7 @@ class Attachment:
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Evaluate, exchange, and return the loss averaged over ranks: optimizers that search by it must agree."""
         loss = closure()
-        self._sync.step()
+        self._sync.begin()
         if isinstance(loss, torch.Tensor):
             return torch.tensor(self._sync.average(loss.item()), dtype=loss.dtype)
         return self._sync.average(float(loss))

@@ -34,15 +34,15 @@ class Clock:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a step works on: the model, its parameters' places, this rank's accumulator, the published gradient, the other
-    ranks, and the kernels."""
+    """What a step works on: the parameters' places, this rank's accumulator, the published gradient, the other ranks, the
+    kernels, and the model."""
 
-    model: torch.nn.Module
     layout: Layout
     residual: torch.Tensor
     published: Published
     exchange: Exchange
     backend: Any
+    model: torch.nn.Module
 
     @property
     def acc(self) -> Floats:
@@ -70,6 +70,25 @@ class Chosen:
     threshold: float
     reselected: int = 0
     refined: int = 0
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What a rank did ahead of the others, and how far it was from them.
+
+    updated: elements it moved by its own gradient. fine: the share of layers filtered weight by weight, and whole: the
+    layers taken as such. drift: the largest distance from the global weights, before correction and after it;
+    corrected: elements that went back. in_flight: results on their way. probe_loss: of the last probe.
+    """
+
+    updated: int
+    fine: float
+    whole: tuple[str, ...]
+    in_flight: int
+    probe_loss: float | None = None
+    drift: float = 0.0
+    drift_after: float = 0.0
+    corrected: int = 0
 
 
 class Chooser(Protocol):

@@ -5,17 +5,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mpisparse.agree import Inputs, Overflow, share_counts
 from mpisparse.blend import Blend, Blended
 from mpisparse.codecs import Codec
 from mpisparse.mass import MassScale
-from mpisparse.parts import Chooser, Chosen, Clock, Ints, Parts, Region, imbalance
+from mpisparse.parts import Chooser, Chosen, Clock, Ints, Parts, Region, Speculation, imbalance
 from mpisparse.predictive.demand import Demand
 from mpisparse.reduction import reduce_by_mpi, reduce_by_owner
 from mpisparse.score import Magnitude
@@ -27,7 +30,8 @@ class Stats:
 
     reselected and refined count the searches for a threshold beyond the first ladder. workloads are what each rank
     selected and borders the bounds of the regions whose sums the ranks make, both in the order of the regions.
-    sent_density counts also what was selected in earlier steps and still has momentum. details are the scheme's own.
+    sent_density counts also what was selected in earlier steps and still has momentum. details are the scheme's own;
+    speculation is what was done ahead of the exchange, where the scheme does that.
     """
 
     step: int
@@ -46,6 +50,7 @@ class Stats:
     borders: tuple[int, ...] = ()
     sent_density: float = 0.0
     details: dict[str, float] = field(default_factory=dict)
+    speculation: Speculation | None = None
 
     @property
     def build_up(self) -> float:
@@ -64,7 +69,50 @@ def spans_of(index: Ints, regions: list[Region]) -> list[tuple[int, int]]:
     return [(cuts[p], cuts[p + 1]) for p, _ in sorted(enumerate(regions), key=lambda item: item[1].rank)]
 
 
-class SparseStep:
+class Synchronous:
+    """What a step has to do beside its exchange: nothing, where the published gradient is all that ranks share."""
+
+    deferred = False  # the result is of an earlier step, and what ranks must agree on travels with it
+    draining = False
+
+    @property
+    def scale(self) -> float:
+        """The factor on the set density that observed metrics led to."""
+        return 1.0
+
+    def observe(self, metric: float) -> None:
+        """Take note of a metric, the same on all ranks, of which more is better."""
+
+    def check_by_hand(self) -> None:
+        """Raise unless step() may be called without an optimizer attached."""
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer was attached."""
+
+    def finish(self, stats: Stats) -> Stats:
+        """The optimizer has used the published gradient."""
+        return stats
+
+    def note_loss(self, loss: float) -> None:
+        """The loss of this rank's batch of the coming step."""
+
+    def used(self) -> NDArray[np.bool_] | None:
+        """Which parameters had a gradient on some rank in the step that the published gradient is of."""
+        return None
+
+    def drain(self) -> Iterator[NDArray[np.bool_] | None]:
+        """Publish what is still in flight, one by one, let the optimizer use it, and make the replicas equal; collective."""
+        yield from ()
+
+    def global_weights(self) -> AbstractContextManager[None]:
+        """Have the weights that are the same on all ranks in the model."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Give back what else than memory is held; collective."""
+
+
+class SparseStep(Synchronous):
     """What a chooser chose, exchanged through the regions' owners (codec None: by MPI's reduction).
 
     `compensate`: what is not sent is kept for later steps; False drops it, and with `mass` what is sent stands for it.
@@ -87,13 +135,14 @@ class SparseStep:
 
     @property
     def scale(self) -> float:
-        """The factor on the set density that observed metrics led to."""
         return self.demand.scale if self.demand else 1.0
 
     def observe(self, metric: float) -> None:
-        """Take note of a metric, the same on all ranks, of which more is better."""
         if self.demand:
             self.demand = self.demand.after(metric)
+
+    def close(self) -> None:
+        self.scorer.close()
 
     def run(self, inputs: Inputs, clock: Clock) -> Stats:
         """Do one step; collective. Raises StepRefused or Overflow on all ranks alike if values are not finite."""
@@ -178,10 +227,8 @@ class SparseStep:
         return demand.load({key: state[f"demand.{key}"] for key in demand.state()})
 
 
-class DenseStep:
+class DenseStep(Synchronous):
     """Everything, at once: one Allreduce of the accumulator."""
-
-    scale = 1.0
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -217,9 +264,6 @@ class DenseStep:
             seconds=clock.seconds,
             sent_density=1.0,
         )
-
-    def observe(self, metric: float) -> None:
-        """Nothing depends on it."""
 
     def _sum(self) -> torch.Tensor:
         """Sum into the published buffer where it is one of float32, else into a tensor of its own."""

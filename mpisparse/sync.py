@@ -8,6 +8,8 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -78,7 +80,7 @@ class GradientSync:
         self._registered = parameters_registered()
         self._residual = zeros(self._layout.size, torch.float32)
         self._published = Published(self._layout, self._backend)
-        parts = Parts(model, self._layout, self._residual, self._published, self._exchange, self._backend)
+        parts = Parts(self._layout, self._residual, self._published, self._exchange, self._backend, model)
         self._step = self._options.build(parts)
         in_backward = self._options.accumulate == "backward"
         self._watch = GradientWatch(self._layout, self._published, self._accumulate if in_backward else None)
@@ -93,31 +95,50 @@ class GradientSync:
 
     def step(self) -> None:
         """Exchange the gradients since the last step and publish their mean as p.grad; collective."""
+        self._step.check_by_hand()
+        self.begin()
+
+    def begin(self) -> None:
+        """What step() does, for attach, which also calls finish() when the optimizer is done; collective."""
+        if self._step.draining:
+            return
         self._check_ready()
         self._exchange.reset_counters()
         clock = Clock()
         inputs = self._inputs(clock)
+        used = None
         try:
-            used = share_readiness(self._exchange, inputs)
+            if not self._step.deferred:
+                used = share_readiness(self._exchange, inputs)
         except StepRefused as refused:
             if self._options.nonfinite == "skip" and any(status == NONFINITE for status, _ in refused.statuses):
                 self._skip()
                 return
             raise self._refusal(refused) from None
         except DensityDiffers as differing:
-            raise ConfigurationError(
-                f"r{self._exchange.rank} | density must be the same on all ranks; they select {differing.args[0]} elements: "
-                "set sync.density on all ranks alike"
-            ) from None
+            raise self._differing(differing) from None
         clock.lap("wait")
-        try:
+        with self._explained():
             self._stats = self._step.run(inputs, clock)
+        self._publish(self._step.used() if self._step.deferred else used)
+        self._watch.restart()
+
+    def finish(self) -> None:
+        """The attached optimizer has used the published gradient; local."""
+        if not self._step.draining and self._stats is not None and not self._stats.skipped:
+            self._stats = self._step.finish(self._stats)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raise what a scheme found wrong as an error with the parameters' names."""
+        try:
+            yield
         except StepRefused as refused:
             raise self._refusal(refused) from None
+        except DensityDiffers as differing:
+            raise self._differing(differing) from None
         except Overflow as overflow:
             raise self._overflow(overflow.args[0]) from None
-        self._publish(used)
-        self._watch.restart()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -143,6 +164,10 @@ class GradientSync:
         """The mean of a number over ranks; collective."""
         return self._exchange.mean(value)
 
+    def note_loss(self, loss: float) -> None:
+        """Tell the scheme this rank's loss of the coming step, for those that learn from it; local."""
+        self._step.note_loss(float(loss))
+
     def agree_any(self, flag: bool) -> bool:
         """Tell whether the flag is set on any rank; collective."""
         return bool(self._exchange.allreduce_(np.array([flag], dtype=np.int64), "max")[0])
@@ -166,11 +191,22 @@ class GradientSync:
 
     def synchronize(self) -> None:
         """Finish what is in flight, so that replicas are equal; collective. Nothing is, in a synchronous scheme."""
+        with self._explained():
+            for used in self._step.drain():
+                self._publish(used)
+                self._watch.restart()
+
+    def global_weights(self) -> AbstractContextManager[None]:
+        """Have the weights that are the same on all ranks in the model, their state in the optimizer, for a while; local.
+
+        Where ranks have weights of their own (scheme speculative) evaluate inside: `with sync.global_weights(): ...`.
+        """
+        return self._step.global_weights()
 
     def close(self) -> None:
         """Take the hooks off the model and free the communicator; collective."""
         self._watch.remove()
-        self._step.scorer.close()
+        self._step.close()
         self._exchange.close()
 
     # What it tells
@@ -221,8 +257,8 @@ class GradientSync:
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Everything that the next step depends on, as tensors and scalars; local. copy=False: residual live."""
         state = {
-            key: torch.from_numpy(v.copy() if copy else v) if isinstance(v, np.ndarray) else v
-            for key, v in self._step.state().items()
+            key: torch.from_numpy(v) if isinstance(v, np.ndarray) else v
+            for key, v in (deepcopy(self._step.state()) if copy else self._step.state()).items()
         }
         return {
             "format": STATE_FORMAT,
@@ -398,6 +434,13 @@ class GradientSync:
             elif p.grad is not view:
                 p.grad = view
 
+    def _differing(self, differing: DensityDiffers) -> Exception:
+        """The error that all ranks raise when they were set to different densities."""
+        return ConfigurationError(
+            f"r{self.rank} | density must be the same on all ranks; they select {differing.args[0]} elements: "
+            "set sync.density on all ranks alike"
+        )
+
     def _overflow(self, index: int) -> Exception:
         """The error that all ranks raise when every rank is finite and their sum is not."""
         found = f"the sum over ranks is beyond what float32 holds in {self._layout.name_at(index)} (flat index {index})"
@@ -409,6 +452,8 @@ class GradientSync:
     def _refusal(self, refused: StepRefused) -> Exception:
         """The error that all ranks raise: of the first rank with the gravest trouble."""
         me = f"r{self.rank} | "
+        if self._step.deferred:  # others have gone on since
+            self._damaged = "a step was refused"
         by_status = {status: (rank, detail) for rank, (status, detail) in reversed(list(enumerate(refused.statuses)))}
         if NONFINITE in by_status:
             rank, index = by_status[NONFINITE]

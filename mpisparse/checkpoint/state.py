@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from mpisparse.checkpoint import tree
 from mpisparse.checkpoint.h5file import Arrays
 from mpisparse.errors import ConfigurationError
+from mpisparse.randomness import random_state, set_random_state
 
 if TYPE_CHECKING:
     from mpisparse.sync import GradientSync
@@ -38,11 +39,12 @@ class Subjects:
     def shared(self) -> dict[str, Any]:
         """The state that is the same on all ranks."""
         own = self._own_names()
-        state: dict[str, Any] = {"model": {k: v for k, v in self.model.state_dict().items() if k not in own}}
-        for name in ("optimizer", "scheduler", "scaler"):
-            if getattr(self, name) is not None:
-                state[name] = getattr(self, name).state_dict()
-                state[f"{name}_kind"] = type(getattr(self, name)).__name__
+        with self.sync.global_weights() if self.sync is not None else nullcontext():
+            state: dict[str, Any] = {"model": {k: v for k, v in self.model.state_dict().items() if k not in own}}
+            for name in ("optimizer", "scheduler", "scaler"):
+                if getattr(self, name) is not None:
+                    state[name] = getattr(self, name).state_dict()
+                    state[f"{name}_kind"] = type(getattr(self, name)).__name__
         return state
 
     def check(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
@@ -90,23 +92,6 @@ class Subjects:
         if self.sync is not None:
             self.sync.load_state_dict(own["sync"])
         set_random_state(own["random"])
-
-
-def random_state() -> dict[str, Any]:
-    """The states of torch's, NumPy's and Python's global generators."""
-    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    return {
-        "torch": torch.get_rng_state(),
-        "numpy": [name, np.asarray(keys), int(position), int(has_gauss), float(gauss)],
-        "python": random.getstate(),
-    }
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Give the global generators their states back."""
-    torch.set_rng_state(state["torch"])
-    np.random.set_state(tuple(state["numpy"]))
-    random.setstate(state["python"])
 
 
 class Snapshot:
@@ -179,13 +164,25 @@ def resize(owns: dict[int, dict[str, Any]], old: int, new: int, rank: int) -> di
 
 
 def at_rest(sync: dict[str, Any]) -> dict[str, Any]:
-    """A rank's exchange with nothing on its way: what was still to be sent of blended elements is in the residual."""
+    """A rank's exchange with nothing of its own on its way: what was still to be sent of blended elements, and what is left
+    over of sums in flight, is in the residual."""
+    if "step.flight" in sync:
+        return _without_leftovers(sync)
     if "step.blend.index" not in sync:
         return sync
     index, value = sync["step.blend.index"], sync["step.blend.value"]
     residual = sync["residual"].clone()
     residual[index] += sync["step.blend.pending"] * value
     return {**sync, "residual": residual, "step.blend.index": index[:0], "step.blend.value": value[:0]}
+
+
+def _without_leftovers(sync: dict[str, Any]) -> dict[str, Any]:
+    residual, flight = sync["residual"].clone(), []
+    for result in sync["step.flight"]:
+        index, left = torch.as_tensor(result["left_index"]), torch.as_tensor(result["left"])
+        residual[index] += left
+        flight.append({**result, "left_index": index[:0], "left": left[:0]})
+    return {**sync, "residual": residual, "step.flight": flight}
 
 
 def flatten_shared(state: dict[str, Any]) -> tuple[str, Arrays]:

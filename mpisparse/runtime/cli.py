@@ -85,6 +85,11 @@ def _add_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add_arguments(sparse, leave_out=CASE_SETTINGS)
     _add_scaling(benches.add_parser("scaling", help="real ranks, then simulated ones up to thousands; run it under mpirun"))
     _add_ablation(benches.add_parser("ablation", help="exdyna with its parts changed one by one; run it under mpirun"))
+    overlap = benches.add_parser("overlap", help="scheme speculative against computing alone; run it under mpirun")
+    overlap.add_argument("--batch-size", type=_count, default=64, help="examples a step (default %(default)s)")
+    overlap.add_argument("--density", type=_density, default=0.2, help="share of elements sent (default %(default)s)")
+    overlap.add_argument("--rounds", type=_count, default=8, help="blocks of steps that take turns (default %(default)s)")
+    overlap.add_argument("--json", action="store_true", help="print one record a line instead of a table")
     kernels = benches.add_parser("kernels", help="native kernels against plain memory passes of the same elements")
     _add_common(kernels)
     kernels.add_argument("--density", type=_density, default=0.001, help="share of elements selected (default %(default)s)")
@@ -251,6 +256,10 @@ def _bench(args: argparse.Namespace) -> int:
         from mpisparse.runtime.bench_kernels import run as run_kernels
 
         return run_kernels(args.elements, args.density, args.rounds, as_json=args.json)
+    if args.bench == "overlap":
+        from mpisparse.runtime.bench_overlap import run as run_overlap
+
+        return run_overlap(args.batch_size, args.density, args.rounds, as_json=args.json)
     if args.bench == "checkpoint":
         from mpisparse.runtime.bench_checkpoint import run as run_checkpoint
 

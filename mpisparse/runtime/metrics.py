@@ -52,8 +52,9 @@ def step_fields(stats: Any, phases: list[str], rows: NDArray[np.float64]) -> dic
         "workloads",
         "borders",
         "details",
+        "speculation",
     )
-    record = {key: value for key, value in dataclasses.asdict(stats).items() if key in shown}
+    record = {key: value for key, value in dataclasses.asdict(stats).items() if key in shown and value is not None}
     return {
         **record,
         "loss": spread(rows[:, 0]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +28,9 @@ from mpisparse.runtime.workloads import Data, Task, build
 from mpisparse.schemes import takes
 
 EXCHANGE = (
-    "wait",
-    "predictor",
-    "validate",
-    "accumulate",
-    "agree",
-    "select",
-    "unite",
-    "reduce",
-    "feedback",
-    "publish",
-    "adapt",
-)
+    "wait", "predictor", "validate", "accumulate", "agree", "probe", "select", "unite", "reduce", "feedback", "publish",
+    "adapt", "correct", "speculate",
+)  # fmt: skip
 PHASES = ("data", "compute", *EXCHANGE, "optimizer")
 DEFAULT_EPOCHS = 5
 HELD_OUT = 2**40  # added to the seed: an order of the training data beside the one that is trained on
@@ -78,10 +68,13 @@ class Trainer:
         self.settings = settings
         self.stop = stop
         self.model, self.data, self.task = build_together(settings)
+        self.batch: tuple[Any, Any] = (None, None)  # the last one, for schemes that probe the loss
         self.sync = self.make_sync()
         self.density = self.sync.density
         self.optimizer = make_optimizer(self.model, settings)
+        mpisparse.attach(self.optimizer, self.sync)
         self.order = Order(len(self.data.train), settings.seed)
+        self.held_out = Order(len(self.data.train), settings.seed + HELD_OUT)
         self.position = Position()
         self.received = self.dense = 0.0
         self.step = 0
@@ -112,15 +105,36 @@ class Trainer:
         """The exchange that the settings name; collective."""
         settings = self.settings
         return mpisparse.GradientSync(
-            self.model, scheme=settings.scheme, density=settings.density, codec=settings.codec,
-            **self._held_out(), **settings.options,
-        )  # fmt: skip
+            self.model, scheme=settings.scheme, density=settings.density, codec=settings.codec, **self._options()
+        )
 
     def _seed(self, seed: int) -> None:
         """Seed the global generators, which dropout and users' own code draw from, differently on every rank."""
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
+
+    def _options(self) -> dict[str, Any]:
+        """The scheme's options, with the losses that it can look at unless told not to."""
+        options = dict(self.settings.options)
+        for name, loss in (("probe", self._probe), ("validation", self._held_out)):
+            if takes(self.settings.scheme, name) and options.setdefault(name, True) in (True, False):
+                options[name] = loss if options[name] else None
+        return options
+
+    def _probe(self) -> torch.Tensor:
+        """The loss of the last batch."""
+        inputs, targets = self.batch
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.settings.bf16):
+            return self.task.loss(self.model(inputs), targets)
+
+    def _held_out(self) -> torch.Tensor:
+        """The loss of a batch of training data in an order of its own, so that it is not the one trained on."""
+        share, size = min(2 * self.settings.batch_size, len(self.data.train) // self.sync.size), self.sync.size
+        epoch, place = divmod(self.step, self.held_out.steps_an_epoch(share, size))
+        indices, _ = self.held_out.take(Position(epoch, place * share * size), share, self.sync.rank, size)
+        inputs, targets = self.data.train.batch(indices, seed=self.held_out.seed, epoch=epoch, train=False)
+        return self.task.loss(self.model(inputs), targets)
 
     def _total_steps(self) -> int:
         """Where the run ends; epochs that are left count in steps of this number of ranks."""
@@ -247,12 +261,13 @@ class Trainer:
         clock = Clock()
         loss = self._accumulate(clock)
         self._record()
-        self.sync.step()
-        clock.last = time.perf_counter()
-        self.optimizer.step()
+        self.sync.note_loss(loss)
+        self.optimizer.step()  # exchanges first
         clock.lap("optimizer")
         self.step += 1
-        seconds = {**clock.seconds, **self.sync.stats.seconds}
+        exchange = self.sync.stats.seconds
+        clock.seconds["optimizer"] -= sum(exchange.values())
+        seconds = {**clock.seconds, **exchange}
         return self._report(loss, settings.lr * factor, seconds)
 
     def _accumulate(self, clock: Clock) -> float:
@@ -268,6 +283,7 @@ class Trainer:
                 loss = self.task.loss(self.model(inputs), targets) / settings.accumulation
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
+            self.batch = inputs, targets
             clock.lap("compute")
         if settings.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
@@ -322,7 +338,8 @@ class Trainer:
 
     def _evaluate(self) -> bool:
         """Measure on the test data and tell the scheme; collective. Returns whether the target is reached."""
-        loss, metric = evaluate(self.model, self.data, self.task, self.sync, self.settings.seed)
+        with self.sync.global_weights():
+            loss, metric = evaluate(self.model, self.data, self.task, self.sync, self.settings.seed)
         self.metric = metric
         self._observe(metric)
         if self.metrics is not None:
@@ -331,21 +348,6 @@ class Trainer:
             self._tensorboard({"test loss": loss, self.task.metric: metric})
         self.progress.say(f"step {self.step}/{self.total}  test loss {loss:.4f}  {self.task.metric} {metric:.4f}")
         return reached(metric, self.settings.target, self.task)
-
-    def _held_out(self) -> dict[str, Any]:
-        """The option `validation` of a scheme that takes one: batches of training data in an order of their own."""
-        if not takes(self.settings.scheme, "validation"):
-            return {}
-        order = Order(len(self.data.train), self.settings.seed + HELD_OUT)
-
-        def loss() -> torch.Tensor:
-            share, size = min(2 * self.settings.batch_size, len(self.data.train) // self.sync.size), self.sync.size
-            epoch, place = divmod(self.step, order.steps_an_epoch(share, size))
-            indices, _ = order.take(Position(epoch, place * share * size), share, self.sync.rank, size)
-            inputs, targets = self.data.train.batch(indices, seed=self.settings.seed + HELD_OUT, epoch=epoch, train=False)
-            return self.task.loss(self.model(inputs), targets)
-
-        return {"validation": loss}
 
     def _observe(self, metric: float) -> None:
         """Tell the scheme, and say what it changes; collective."""

@@ -77,7 +77,7 @@ def test_a_wrong_case_is_told_once(tmp_path: Path) -> None:
     assert str(caught.value).count("alpha must be a number in") == 1
 
 
-@pytest.mark.parametrize("example", ["digits", "momentum"])
+@pytest.mark.parametrize("example", ["digits", "momentum", "speculative"])
 def test_examples(example: str) -> None:
     short = ("--epochs", "1") if example == "digits" else ()
     assert "accuracy" in job("-m", f"mpisparse.examples.{example}", *short)

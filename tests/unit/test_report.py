@@ -207,6 +207,16 @@ def test_sections_and_pictures(tmp_path: Path) -> None:
     assert "checkpoint ×10" in page.text
 
 
+def test_speculation_has_a_section_where_there_is_any(tmp_path: Path) -> None:
+    ahead = {"updated": 9, "fine": 0.5, "whole": ["0.bias"], "corrected": 4, "drift": 0.02, "drift_after": 0.001}
+    records = [by_hand(step, speculation={**ahead, "fine": 0.1 * step}) for step in range(1, 6)]
+    page = render(make_run(tmp_path / "ahead", records), make_run(tmp_path / "plain", [by_hand(1)]))
+    assert "speculation" in page.ids
+    for title in ("Granularity", "Corrections", "Drift"):
+        assert page.lines(title)[-1].startswith("ahead")
+    assert "speculation" not in render(tmp_path / "plain").ids
+
+
 def by_hand(step: int, **changes: Any) -> dict[str, Any]:
     """A step with round numbers."""
     ranks = {"min": 900, "mean": 1000, "max": 1100}

@@ -488,6 +488,21 @@ def test_resume_of_other_optimizers_and_backward_path(home: Path, tmp_path: Path
     assert_same_end(tmp_path / "parts", tmp_path / "whole", steps=12)
 
 
+def test_resume_of_speculation_and_what_its_metrics_tell(home: Path, tmp_path: Path) -> None:
+    options = ["--model", "tiny:model", "--data", "tiny:data", "--batch-size", "8", "--scheme", "speculative"]
+    options += ["--density", "0.1", "--option", "probe_every=4", "--option", "granularity=learned", "--optimizer", "adam"]
+    assert train(tmp_path / "whole", *options, "--steps", "24") == 0
+    assert train(tmp_path / "parts", *options, "--steps", "13") == 0
+    assert train(tmp_path / "parts", *options, "--steps", "24") == 0
+    assert_same_end(tmp_path / "parts", tmp_path / "whole", steps=24)
+    steps = [line for line in metrics(tmp_path / "whole") if line["kind"] == "step"]
+    ahead = [line["speculation"] for line in steps]
+    assert all(a["drift_after"] <= 1e-3 and a["updated"] > 0 and a["probe_loss"] > 0 for a in ahead)
+    assert len({a["probe_loss"] for a in ahead}) == 6
+    assert len({a["fine"] for a in ahead}) > 1
+    assert [line["density"] > 0 for line in steps] == [False] + [True] * 23
+
+
 # Looked at
 
 

@@ -92,6 +92,28 @@ def traffic(sheet: Sheet) -> list[str]:
     return [sheet.figure(chart) for chart in charts]
 
 
+def speculation(sheet: Sheet) -> list[str]:
+    """Draw how finely rank 0 filtered, what it moved ahead and took back, and its drift; nothing where no run speculates."""
+    fine, moved, back, drift, after = (
+        [trace for trace in sheet.traces(STEPS_X, f"speculation.{name}") if np.isfinite(trace.y).any()]
+        for name in ("fine", "updated", "corrected", "drift", "drift_after")
+    )
+    if not fine:
+        return []
+    charts = (
+        Chart("Granularity", "share of layers filtered weight by weight, on rank 0", STEPS_X, "percent", fine),
+        Chart(
+            "Corrections", "weights that returned to the global ones, on rank 0; dashed: moved ahead", STEPS_X, "number",
+            [*(_styled(trace, "set") for trace in moved), *back],
+        ),
+        Chart(
+            "Drift", "largest distance from the global weights, on rank 0; dashed: after correction", STEPS_X, "number",
+            [*(_styled(trace, "set") for trace in after), *drift],
+        ),
+    )  # fmt: skip
+    return [sheet.figure(chart) for chart in charts]
+
+
 def _dense(sheet: Sheet) -> tuple[tuple[float, str], ...]:
     """Give the bytes of a dense exchange, at most three different ones; named where there is room."""
     values = sorted({float(v) for run in sheet.runs for v in np.unique(run.steps["bytes_dense"]) if v > 0}, reverse=True)[:3]

@@ -32,6 +32,7 @@ def page(runs: Sequence[Run]) -> str:
         _section("Metric", "metric", overlays.metrics(sheet)),
         _section("Density and threshold", "density", overlays.density(sheet)),
         _section("Traffic and balance", "traffic", overlays.traffic(sheet)),
+        *(_section("Speculation", "speculation", figures) for figures in [overlays.speculation(sheet)] if figures),
         _section("Time", "time", phases.overview(sheet)),
         _each(sheet),
         _events(runs),

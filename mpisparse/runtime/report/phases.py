@@ -21,12 +21,15 @@ ORDER = (
     "wait",
     "accumulate",
     "agree",
+    "probe",
     "select",
     "unite",
     "reduce",
     "feedback",
     "publish",
     "adapt",
+    "correct",
+    "speculate",
 )  # the exchange: at the bottom
 LABELLED = 4  # so many runs leave room for numbers
 LAST = ("data", "compute")  # on top: most of the time, and not the exchange's

@@ -23,6 +23,7 @@ SPREADS = {name: (f"{name}.min", f"{name}.mean", f"{name}.max") for name in ("lo
 SINGLES = (
     "step", "time", "lr", "density", "set_density", "threshold", "bytes_dense", "imbalance", "skipped", "every"
 )  # fmt: skip
+AHEAD = ("fine", "updated", "corrected", "drift", "drift_after")  # of scheme speculative, as speculation.NAME
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ class Run:
         row = {name: record[name] for name in SINGLES if name in record}
         for name in SPREADS:
             row |= _spread(name, record.get(name))
+        ahead = record.get("speculation") or {}
+        row |= {f"speculation.{name}": ahead[name] for name in AHEAD if name in ahead}
         for phase, value in (record.get("seconds") or {}).items():
             row["seconds." + phase] = value["mean"] if isinstance(value, dict) else value
             if phase not in self.phases:

@@ -1,0 +1,184 @@
+"""How fine: policies that say which share of the layers is filtered weight by weight. The same on all ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpisparse.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What came of a step, as all ranks know it: means of loss and confidence (None: unknown), bytes a rank, seconds."""
+
+    step: int
+    loss: float | None
+    confidence: float | None
+    nbytes: int
+    seconds: float
+
+
+class Policy(Protocol):
+    """Gives the share of fine layers for a step, and learns from results when they arrive."""
+
+    def share(self, step: int) -> float: ...
+    def learn(self, seen: Seen) -> None: ...
+    def state(self) -> dict[str, Any]: ...
+    def check(self, state: dict[str, Any]) -> None: ...
+    def load(self, state: dict[str, Any]) -> None: ...
+
+
+class Fixed:
+    """Always the same share."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def share(self, step: int) -> float:
+        return self.value
+
+    def learn(self, seen: Seen) -> None:
+        pass
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def check(self, state: dict[str, Any]) -> None:
+        pass
+
+    def load(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Schedule(Fixed):
+    """From coarse to fine with progress: after `horizon` steps all layers are fine."""
+
+    def __init__(self, horizon: int) -> None:
+        self.horizon = horizon
+
+    def share(self, step: int) -> float:
+        return min(1.0, step / self.horizon)
+
+
+class Rule:
+    """Finer with progress and with confidence, coarser where a step's bytes exceed the budget.
+
+    The share is thrift x (progress + confidence) / 2. Thrift falls by a tenth with every step that was too dear and rises
+    by a twentieth, up to 1, with every other.
+    """
+
+    def __init__(self, horizon: int, budget: int | None) -> None:
+        self.horizon = horizon
+        self.budget = budget
+        self.thrift = 1.0
+        self.confidence = 0.0
+
+    def share(self, step: int) -> float:
+        return self.thrift * (min(1.0, step / self.horizon) + self.confidence) / 2
+
+    def learn(self, seen: Seen) -> None:
+        if seen.confidence is not None:
+            self.confidence = max(0.0, min(1.0, seen.confidence))
+        if self.budget is not None:
+            self.thrift = self.thrift * 0.9 if seen.nbytes > self.budget else min(1.0, self.thrift * 1.05)
+
+    def state(self) -> dict[str, Any]:
+        return {"thrift": self.thrift, "confidence": self.confidence}
+
+    def check(self, state: dict[str, Any]) -> None:
+        if not all(0.0 <= float(state[key]) <= 1.0 for key in ("thrift", "confidence")):
+            raise ConfigurationError("the policy's thrift and confidence in the state must be in [0, 1]")
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.thrift, self.confidence = float(state["thrift"]), float(state["confidence"])
+
+
+class Learned:
+    """A gradient bandit: shares are drawn by their preferences, which rise with the loss decrease per byte they gave.
+
+    A draw holds for a window of steps, longer if no loss was told in it; none in `patience` steps is an error. The reward of
+    a window is how much the mean loss fell since the one before, per byte (or second), as a multiple of the usual size of
+    that.
+    """
+
+    SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+    WINDOW, RATE, MEMORY = 10, 0.3, 0.1
+
+    def __init__(self, *, seed: int, per_second: bool, patience: int) -> None:
+        self.seed = seed
+        self.patience = patience
+        self.per_second = per_second
+        self.preferences = np.zeros(len(self.SHARES))
+        self.draws = 0
+        self.arm = self._draw()
+        self.usual = self.baseline = 0.0
+        self.before: float | None = None
+        self.steps = self.losses = 0
+        self.sum_loss = self.cost = 0.0
+
+    def share(self, step: int) -> float:
+        return self.SHARES[self.arm]
+
+    def learn(self, seen: Seen) -> None:
+        self.steps += 1
+        self.cost += seen.seconds if self.per_second else float(seen.nbytes)
+        if seen.loss is not None:
+            self.sum_loss += seen.loss
+            self.losses += 1
+        if self.steps >= self.WINDOW and self.losses:
+            self._close()
+        elif not self.losses and self.steps >= self.patience:
+            raise ConfigurationError(
+                f'granularity="learned" has heard of no loss for {self.steps} steps; call sync.note_loss(loss.item()) '
+                "before each optimizer.step(), or pass a probe"
+            )
+
+    def _close(self) -> None:
+        """A window ends: prefer its share by its reward, and draw the next."""
+        mean = self.sum_loss / self.losses
+        if self.before is not None and self.cost > 0.0:
+            gain = (self.before - mean) / self.cost
+            self.usual = abs(gain) if self.usual == 0.0 else self.usual + self.MEMORY * (abs(gain) - self.usual)
+            reward = max(-3.0, min(3.0, gain / self.usual)) if self.usual > 0.0 else 0.0
+            step = self.RATE * (reward - self.baseline)
+            chosen = np.arange(len(self.SHARES)) == self.arm
+            self.preferences += step * (chosen - self.chances())
+            self.baseline += self.MEMORY * (reward - self.baseline)
+        self.before, self.sum_loss, self.losses, self.steps, self.cost = mean, 0.0, 0, 0, 0.0
+        self.draws += 1
+        self.arm = self._draw()
+
+    def chances(self) -> Any:
+        """How likely each share is drawn: a softmax of the preferences, and a tenth evenly for all."""
+        weights = np.exp(self.preferences - self.preferences.max())
+        return 0.9 * weights / weights.sum() + 0.1 / len(weights)
+
+    def _draw(self) -> int:
+        lot = np.random.Generator(np.random.Philox(key=[self.seed, self.draws])).random()
+        return min(int(np.searchsorted(np.cumsum(self.chances()), lot, side="right")), len(self.SHARES) - 1)
+
+    _NUMBERS = ("draws", "arm", "usual", "baseline", "steps", "losses", "sum_loss", "cost")
+
+    def state(self) -> dict[str, Any]:
+        return {
+            **{name: getattr(self, name) for name in self._NUMBERS},
+            "before": self.before,
+            "preferences": self.preferences.copy(),
+        }
+
+    def check(self, state: dict[str, Any]) -> None:
+        preferences = np.asarray(state["preferences"])
+        if preferences.shape != self.preferences.shape or not np.isfinite(preferences).all():
+            raise ConfigurationError(f"the policy in the state must have {len(self.SHARES)} preferences")
+        if not 0 <= int(state["arm"]) < len(self.SHARES) or not all(math.isfinite(state[name]) for name in self._NUMBERS):
+            raise ConfigurationError("the policy in the state is damaged: its numbers must be finite")
+
+    def load(self, state: dict[str, Any]) -> None:
+        for name in self._NUMBERS:
+            setattr(self, name, type(getattr(self, name))(state[name]))
+        self.before = None if state["before"] is None else float(state["before"])
+        self.preferences = np.array(state["preferences"], dtype=np.float64)

@@ -1,0 +1,550 @@
+"""Scheme speculative: every rank's two sets of weights as a twin in one process has them, whatever messages do."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from numpy.typing import NDArray
+from ranks import PATHS, alike, bits, everywhere, loss_of, raised, seeded, small, total
+from torch import nn
+
+import mpisparse
+from mpisparse import checkpoint
+from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError
+
+Floats = NDArray[np.float32]
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+}
+
+
+class Run:
+    """A small net, its optimizer, and a schedule of the learning rate."""
+
+    def __init__(self, comm: MPI.Intracomm, optimizer: str = "sgd", **options: Any) -> None:
+        self.comm = comm
+        self.model = small()
+        defaults = {"density": 0.1, "granularity": "fine"}
+        self.sync = mpisparse.GradientSync(self.model, scheme="speculative", comm=comm, **{**defaults, **options})
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        mpisparse.attach(self.optimizer, self.sync)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.7)
+        self.gradient: Floats = np.empty(0, np.float32)
+        self.published: torch.Tensor = torch.empty(0)
+
+    def step(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        loss = loss_of(self.model, seeded(self.comm.rank, step))
+        loss.backward()
+        self.gradient = torch.cat([p.grad.reshape(-1) for p in self.model.parameters()]).numpy().copy()
+        self.sync.note_loss(loss.item())
+        self.optimizer.step()
+        self.published = torch.cat(
+            [torch.zeros(p.numel()) if p.grad is None else p.grad.reshape(-1).clone() for p in self.model.parameters()]
+        )
+        self.scheduler.step()
+
+    def train(self, first: int, last: int) -> Run:
+        for step in range(first, last):
+            self.step(step)
+        return self
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Weights and optimizer state that the model computes with now."""
+        states = [self.optimizer.state[p] for p in self.model.parameters() if p in self.optimizer.state]
+        return [*self.model.parameters(), *(v for s in states for _, v in sorted(s.items()) if isinstance(v, torch.Tensor))]
+
+    def bits(self) -> bytes:
+        """Both sets, the residual, and what the scheme remembers."""
+        own = bits(self.tensors())
+        with self.sync.global_weights():
+            shared = bits(self.tensors())
+        state = self.sync.state_dict()
+        flight = [torch.as_tensor(v) for r in state["step.flight"] for v in (r["index"], r["mean"], r["left"])]
+        return b"#".join([own, shared, bits([self.sync.residual, state["step.mean.influence"], *flight])])
+
+    def close(self) -> None:
+        self.sync.close()
+
+
+# The twin
+
+
+class Set:
+    """A model with an optimizer, as torch alone has them."""
+
+    def __init__(self, optimizer: str) -> None:
+        self.model = small()
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+
+    def step(self, gradient: Floats, lr: float) -> None:
+        parts = torch.from_numpy(gradient).split([p.numel() for p in self.model.parameters()])
+        for p, part in zip(self.model.parameters(), parts, strict=True):
+            p.grad = part.view_as(p).clone()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+
+    def vectors(self) -> dict[str, torch.Tensor]:
+        """Weights and state as flat vectors that can be written."""
+        entries = [self.optimizer.state[p] for p in self.model.parameters() if p in self.optimizer.state]
+        names = sorted({n for s in entries for n, v in s.items() if n != "step" and isinstance(v, torch.Tensor)})
+        states = {n: [self.optimizer.state[p][n] for p in self.model.parameters()] for n in names}
+        return {"": [p.data for p in self.model.parameters()], **states}  # type: ignore[dict-item]
+
+    def flat(self) -> dict[str, torch.Tensor]:
+        return {name: torch.cat([t.reshape(-1) for t in tensors]) for name, tensors in self.vectors().items()}
+
+    def write(self, values: dict[str, torch.Tensor]) -> None:
+        sizes = [p.numel() for p in self.model.parameters()]
+        for name, tensors in self.vectors().items():
+            source = values[name] if name in values else torch.zeros(sum(sizes))
+            for tensor, part in zip(tensors, source.split(sizes), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+
+class Twin:
+    """All ranks in one process: accumulators, influence, both sets, and the results that are late."""
+
+    def __init__(self, size: int, optimizer: str, *, k: int, staleness: int, tolerance: float, received: bool) -> None:
+        self.size, self.k, self.staleness, self.tolerance, self.received = size, k, staleness, tolerance, received
+        self.shared = Set(optimizer)
+        self.own = [Set(optimizer) for _ in range(size)]
+        self.n = sum(p.numel() for p in self.shared.model.parameters())
+        self.acc, self.influence = np.zeros((2, size, self.n), np.float32)
+        self.late: list[Floats] = []
+
+    def step(self, gradients: list[Floats], lr: float) -> None:
+        sums, senders = np.zeros((2, self.n), np.float32)
+        sent: list[tuple[Any, Floats]] = []
+        for r, gradient in enumerate(gradients):
+            self.acc[r] += gradient
+            now = torch.from_numpy(np.abs(self.acc[r]) * np.float32(1e-3))
+            self.influence[r] = torch.from_numpy(self.influence[r]).lerp(now, 0.5).numpy()
+            passed = self.influence[r] >= np.sort(self.influence[r])[self.n - self.k]
+            sent.append((torch.from_numpy(passed), np.where(passed, self.acc[r], np.float32(0))))
+            self.acc[r] = 0 if self.received else np.where(passed, np.float32(0), self.acc[r])
+            sums += sent[-1][1]
+            senders += passed
+        self.late.append(sums / np.maximum(senders, 1) if self.received else sums / np.float32(self.size))
+        if len(self.late) > self.staleness:
+            self.shared.step(self.late.pop(0), lr)
+        if self.staleness:
+            for own, (passed, gradient) in zip(self.own, sent, strict=True):
+                self._correct(own)
+                self._ahead(own, passed, gradient, lr)
+
+    def _correct(self, own: Set) -> None:
+        mine, shared = own.flat(), self.shared.flat()
+        back = (mine[""] - shared[""]).abs() > self.tolerance
+        if self.tolerance == 0.0:
+            own.model.load_state_dict(self.shared.model.state_dict())
+            own.optimizer.load_state_dict(copy.deepcopy(self.shared.optimizer.state_dict()))
+        elif back.any():
+            own.write({name: torch.where(back, shared.get(name, torch.zeros(self.n)), v) for name, v in mine.items()})
+            for p, q, part in zip(own.model.parameters(), self.shared.model.parameters(), self._split(back), strict=True):
+                if own.optimizer.state[p].get("step") == 0 and part.any():  # its state begins with the global one
+                    own.optimizer.state[p]["step"] = self.shared.optimizer.state[q]["step"].clone()
+
+    def _ahead(self, own: Set, passed: torch.Tensor, gradient: Floats, lr: float) -> None:
+        """Move everything, then put back what had not passed."""
+        before = own.flat()
+        steps = {p: copy.deepcopy(own.optimizer.state[p].get("step")) for p in own.model.parameters()}
+        own.step(gradient, lr)
+        after = own.flat()
+        own.write({name: torch.where(passed, v, before.get(name, torch.zeros(self.n))) for name, v in after.items()})
+        for p, part in zip(own.model.parameters(), self._split(passed), strict=True):
+            if not part.any() and "step" in own.optimizer.state[p]:
+                own.optimizer.state[p]["step"] = torch.tensor(0.0) if steps[p] is None else steps[p]
+
+    def _split(self, flags: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return flags.split([p.numel() for p in self.shared.model.parameters()])
+
+
+def follow(run: Run, twin: Twin, steps: int) -> None:
+    """Train and compare both sets of every rank with the twin's after every step; collective."""
+    comm = run.comm
+    for step in range(steps):
+        lr = run.optimizer.param_groups[0]["lr"]
+        run.step(step)
+        twin.step(comm.allgather(run.gradient), lr)
+        own = twin.own[comm.rank] if twin.staleness else twin.shared
+        same = bits(run.model.parameters()) == bits(own.model.parameters())
+        with run.sync.global_weights():
+            shared = bits(run.model.parameters()) == bits(twin.shared.model.parameters())
+            replicas = alike(comm, run.tensors())
+        assert everywhere(comm, same), f"step {step}: a rank's own weights"
+        assert everywhere(comm, shared), f"step {step}: the global weights"
+        assert replicas, f"step {step}: the ranks' global weights or their state differ"
+        assert everywhere(comm, np.array_equal(run.sync.residual.numpy(), twin.acc[comm.rank])), f"step {step}: residual"
+    run.close()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_as_the_twin(comm: MPI.Intracomm, optimizer: str) -> None:
+    run = Run(comm, optimizer)
+    follow(run, Twin(comm.size, optimizer, k=257, staleness=1, tolerance=1e-3, received=False), 8)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_staleness(comm: MPI.Intracomm, staleness: int) -> None:
+    """None: no update ahead, one set of weights, and what a synchronous exchange of the same elements gives."""
+    run = Run(comm, staleness=staleness)
+    follow(run, Twin(comm.size, "sgd", k=257, staleness=staleness, tolerance=1e-3, received=False), 7)
+
+
+def test_staleness_0_with_everything_is_a_synchronous_scheme(comm: MPI.Intracomm) -> None:
+    """At density 1 bit by bit what topk gives, which sums in rank order too."""
+    run, plain = Run(comm, staleness=0, density=1.0), small()
+    sync = mpisparse.GradientSync(plain, scheme="topk", density=1.0, comm=comm)
+    optimizer = OPTIMIZERS["sgd"](plain.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.7)
+    for step in range(5):
+        run.step(step)
+        optimizer.zero_grad()
+        loss_of(plain, seeded(comm.rank, step)).backward()
+        sync.step()
+        optimizer.step()
+        scheduler.step()
+        assert everywhere(comm, bits(plain.parameters()) == bits(run.model.parameters()))
+    assert run.sync.stats.speculation.updated == 0
+    sync.close()
+    run.close()
+
+
+@pytest.mark.parametrize("tolerance", [0.0, math.inf])
+def test_extremes_of_the_tolerance(comm: MPI.Intracomm, tolerance: float) -> None:
+    """0 always returns to the global weights before the next update ahead; infinity never does."""
+    run = Run(comm, "adam", tolerance=tolerance)
+    first = torch.cat([p.detach().reshape(-1) for p in run.model.parameters()])
+    follow_steps, touched = 8, torch.zeros(len(first), dtype=torch.bool)
+    twin = Twin(comm.size, "adam", k=257, staleness=1, tolerance=tolerance, received=False)
+    for step in range(follow_steps):
+        run.step(step)
+        twin.step(comm.allgather(run.gradient), 0.01 * 0.7 ** (step // 3))
+        done = run.sync.stats.speculation
+        own = torch.cat([p.detach().reshape(-1) for p in run.model.parameters()])
+        with run.sync.global_weights():
+            shared = torch.cat([p.detach().reshape(-1) for p in run.model.parameters()])
+        passed = torch.from_numpy(twin.influence[comm.rank] >= np.sort(twin.influence[comm.rank])[twin.n - twin.k])
+        touched |= passed
+        if tolerance == 0.0:
+            assert everywhere(comm, done.drift_after == 0.0 and done.corrected == len(own))
+            assert everywhere(comm, torch.equal(own[~passed], shared[~passed]))
+        else:
+            assert everywhere(comm, done.corrected == 0 and done.drift_after == done.drift)
+            assert everywhere(comm, torch.equal(own[~touched], first[~touched]))
+        assert everywhere(comm, bits(run.model.parameters()) == bits(twin.own[comm.rank].model.parameters()))
+    run.close()
+
+
+def test_the_average_of_those_who_sent(comm: MPI.Intracomm) -> None:
+    run = Run(comm, average="received", compensate=False)
+    follow(run, Twin(comm.size, "sgd", k=257, staleness=1, tolerance=1e-3, received=True), 6)
+
+
+def test_one_server_or_many(comm: MPI.Intracomm) -> None:
+    many, one = Run(comm).train(0, 6), Run(comm, server="rank0").train(0, 6)
+    assert everywhere(comm, many.bits() == one.bits())
+    many.close()
+    one.close()
+
+
+def test_a_closure_gives_the_same_run(comm: MPI.Intracomm) -> None:
+    plain, closed = Run(comm, "adam"), Run(comm, "adam")
+    for step in range(4):
+        plain.step(step)
+
+        def closure(step: int = step) -> torch.Tensor:
+            closed.optimizer.zero_grad()
+            loss = loss_of(closed.model, seeded(comm.rank, step))
+            loss.backward()
+            return loss
+
+        closed.optimizer.step(closure)
+        closed.scheduler.step()
+        assert everywhere(comm, plain.bits() == closed.bits())
+    plain.close()
+    closed.close()
+
+
+# Nothing lost
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "int8"])
+@pytest.mark.parametrize("path", PATHS)
+def test_conservation(comm: MPI.Intracomm, codec: str, path: str) -> None:
+    """What backward gave in all is what the global weights were moved by, what is in flight, and the residuals."""
+    model = small()
+    sync = mpisparse.GradientSync(
+        model, scheme="speculative", codec=codec, accumulate=path, comm=comm, density=0.1, granularity="hybrid", staleness=2
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    mpisparse.attach(optimizer, sync)
+    n = sync.residual.numel()
+    given, size, moved = torch.zeros(3, n, dtype=torch.float64)
+    begin = 0
+
+    def record(grad: torch.Tensor, part: slice) -> None:
+        given[part] += grad.reshape(-1).double()
+        size[part] += grad.reshape(-1).double().abs()
+
+    for p in model.parameters():
+        p.register_hook(functools.partial(record, part=slice(begin, begin + p.numel())))
+        begin += p.numel()
+    for step in range(8):
+        optimizer.zero_grad()
+        loss_of(model, seeded(comm.rank, step)).backward()
+        optimizer.step()
+        if model[0].weight.grad is not None:
+            moved += torch.cat([p.grad.reshape(-1) for p in model.parameters()]).double()
+        state = sync.state_dict()
+        late, left = torch.zeros(2, n, dtype=torch.float64)
+        for result in state["step.flight"]:
+            late[torch.as_tensor(result["index"])] += torch.as_tensor(result["mean"]).double()
+            left[torch.as_tensor(result["left_index"])] += torch.as_tensor(result["left"]).double()
+        held = total(comm, sync.residual.double() + left)
+        off = (total(comm, given) - comm.size * (moved + late) - held).abs()
+        assert bool((off <= 1e-6 * total(comm, size) + 1e-30).all()), f"step {step}: {float(off.max())}"
+    assert bool(moved.any())
+    sync.close()
+
+
+def test_finishing(comm: MPI.Intracomm) -> None:
+    """synchronize() takes what is in flight into the global weights and makes every rank's own the same."""
+    run = Run(comm, staleness=2).train(0, 5)
+    twin = Run(comm, staleness=2).train(0, 5)
+    late = [torch.as_tensor(r["mean"]).double().sum() for r in twin.sync.state_dict()["step.flight"]]
+    run.sync.synchronize()
+    assert len(late) == 2
+    assert run.sync.state_dict()["step.flight"] == []
+    own = bits(run.tensors())
+    with run.sync.global_weights():
+        assert everywhere(comm, bits(run.tensors()) == own)
+    assert alike(comm, run.tensors())
+    with twin.sync.global_weights():
+        assert everywhere(comm, bits(twin.model.parameters()) != bits(run.model.parameters()))
+    run.train(5, 8).close()
+    twin.close()
+
+
+# However long messages take
+
+
+@pytest.mark.parametrize("granularity", ["schedule", "rule", "learned"])
+def test_a_slow_rank_changes_nothing(comm: MPI.Intracomm, granularity: str) -> None:
+    """Messages of one rank are late by half a second, twice: every rank has the same bits in the end."""
+    options: dict[str, Any] = {"granularity": granularity, "horizon": 20, "largest": 10_000, "codec": "int8"}
+    plain, slow = Run(comm, **options), Run(comm, **options)
+    exchange = slow.sync._step.flight.delivery.exchange
+    call, calls = exchange._call, [0]
+
+    def late(*args: Any) -> None:
+        calls[0] += 1
+        if comm.rank == comm.size - 1 and calls[0] in (4, 17):
+            time.sleep(0.5)
+        call(*args)
+
+    exchange._call = late
+    plain.train(0, 24)
+    slow.train(0, 24)
+    assert everywhere(comm, plain.bits() == slow.bits())
+    assert calls[0] > 17
+    plain.close()
+    slow.close()
+
+
+def test_granularity_in_the_statistics(comm: MPI.Intracomm) -> None:
+    run = Run(comm, granularity="schedule", horizon=8, largest=10_000)
+    fine = []
+    for step in range(10):
+        run.step(step)
+        fine.append(run.sync.stats.speculation.fine)
+    assert fine == [0.0, 0.0, 0.25, 0.5, 0.5, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert run.sync.stats.speculation.in_flight == 1
+    assert run.sync.stats.speculation.drift_after <= 1e-3
+    run.close()
+
+
+def test_a_probe_in_training(comm: MPI.Intracomm) -> None:
+    """Its curvature enters the influence; ranks stay alike, and the model's buffers are untouched by it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 20), nn.BatchNorm1d(20), nn.Linear(20, 20))
+
+    def loss() -> torch.Tensor:
+        x = torch.randn(8, 30, generator=seeded(comm.rank, 99))
+        return (model(x) - x[:, :20].sin()).square().mean()
+
+    sync = mpisparse.GradientSync(
+        model, scheme="speculative", comm=comm, probe=loss, probe_every=3, granularity="rule", density=0.1
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    mpisparse.attach(optimizer, sync)
+    for _ in range(7):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+    assert int(model[1].num_batches_tracked) == 7
+    state = sync.state_dict()
+    assert everywhere(comm, state["step.probes"] == 3 and bool(state["step.mean.curvature"].any()))
+    assert sync.stats.speculation.probe_loss < 1.0
+    with sync.global_weights():
+        assert alike(comm, model.parameters())
+    sync.close()
+
+
+# Checkpoints
+
+
+@pytest.fixture
+def directory(comm: MPI.Intracomm) -> Iterator[Path]:
+    """One directory for all ranks."""
+    path = comm.bcast(tempfile.mkdtemp(prefix="mpisparse-") if comm.rank == 0 else None)
+    yield Path(path)
+    comm.Barrier()
+    if comm.rank == 0:
+        shutil.rmtree(path)
+
+
+def subjects(run: Run) -> dict[str, Any]:
+    return {"model": run.model, "optimizer": run.optimizer, "sync": run.sync, "scheduler": run.scheduler}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        ("sgd", {"granularity": "learned", "largest": 10_000}),
+        ("adamw", {"staleness": 2, "codec": "int8"}),
+        ("adam", {"staleness": 0}),
+        ("adam", {"granularity": "rule", "tolerance": math.inf}),
+    ],
+)  # fmt: skip
+def test_resume(comm: MPI.Intracomm, directory: Path, optimizer: str, options: dict[str, Any]) -> None:
+    """To the last bit; saving changes nothing in the run that goes on."""
+    whole = Run(comm, optimizer, **options).train(0, 16)
+    saved = Run(comm, optimizer, **options).train(0, 13)
+    checkpoint.save(directory, step=13, **subjects(saved))
+    resumed = Run(comm, optimizer, **options)
+    assert checkpoint.load(directory, **subjects(resumed)) == 13
+    assert everywhere(comm, saved.bits() == resumed.bits())
+    assert everywhere(comm, saved.train(13, 16).bits() == whole.bits())
+    assert everywhere(comm, resumed.train(13, 16).bits() == whole.bits())
+    for run in (whole, saved, resumed):
+        run.close()
+
+
+def test_a_checkpoint_holds_the_global_weights(comm: MPI.Intracomm, directory: Path) -> None:
+    """Loaded without the scheme, or on another number of ranks, the model is the global one and nothing is lost."""
+    run = Run(comm, "adamw", codec="int8").train(0, 6)
+    checkpoint.save(directory, step=6, **subjects(run))
+    plain = small()
+    checkpoint.load(directory, model=plain)
+    with run.sync.global_weights():
+        assert everywhere(comm, bits(plain.parameters()) == bits(run.model.parameters()))
+    alone = Run(MPI.COMM_SELF, "adamw", codec="int8")
+    checkpoint.load(directory, **subjects(alone))
+    with alone.sync.global_weights():
+        assert everywhere(comm, bits(plain.parameters()) == bits(alone.model.parameters()))
+    flight = run.sync.state_dict()["step.flight"][0]
+    left = torch.zeros_like(run.sync.residual)
+    left[torch.as_tensor(flight["left_index"])] = torch.as_tensor(flight["left"])
+    held = total(comm, run.sync.residual.double() + left.double()) / comm.size
+    assert everywhere(comm, torch.allclose(alone.sync.residual.double(), held, atol=1e-7))
+    alone.train(6, 9).close()
+    run.close()
+
+
+def test_a_state_belongs_to_its_global_weights(comm: MPI.Intracomm) -> None:
+    run = Run(comm).train(0, 4)
+    state = run.sync.state_dict()
+    said = raised(comm, ConfigurationError, lambda: run.sync.load_state_dict(state))  # the model holds the rank's own
+    assert "the model does not hold the global weights that this state was saved with" in said
+    run.close()
+
+
+# Refusals
+
+
+def test_by_hand(comm: MPI.Intracomm) -> None:
+    model = small()
+    sync = mpisparse.GradientSync(model, scheme="speculative", comm=comm)
+    said = raised(comm, GradientError, sync.step)
+    assert "call mpisparse.attach(optimizer, sync) once" in said
+    with pytest.raises(ConfigurationError, match="LBFGS is not known to do"):
+        mpisparse.attach(torch.optim.LBFGS(model.parameters()), sync)
+    mpisparse.attach(torch.optim.SGD(model.parameters(), lr=0.1), sync)
+    with pytest.raises(ConfigurationError, match="another is attached already"):
+        mpisparse.attach(torch.optim.SGD(model.parameters(), lr=0.1), sync)
+    sync.close()
+
+
+def test_trouble_of_one_rank_is_all_ranks(comm: MPI.Intracomm) -> None:
+    """It is known a step later, on all ranks together: a value that is not finite, another density, no backward."""
+    last = comm.rank == comm.size - 1
+    run = Run(comm).train(0, 3)
+    run.optimizer.zero_grad()
+    loss_of(run.model, seeded(comm.rank, 3)).backward()
+    if last:
+        run.model[0].bias.grad[3] = math.nan
+    run.optimizer.step()
+    said = raised(comm, NonFiniteGradientError, lambda: run.step(4))
+    assert f"rank {comm.size - 1} has a non-finite gradient in 0.bias (flat index 1503)" in said
+    assert "damaged since an earlier error" in raised(comm, GradientError, lambda: run.step(5))
+    run.close()
+    run = Run(comm).train(0, 3)
+    if comm.size > 1:
+        run.sync.density = 0.2 if last else 0.1
+        run.step(3)
+        assert "density must be the same on all ranks" in raised(comm, ConfigurationError, lambda: run.step(4))
+    run.close()
+    run = Run(comm).train(0, 3)
+    run.optimizer.zero_grad()
+    if not last:
+        loss_of(run.model, seeded(comm.rank, 3)).backward()
+    run.optimizer.step()
+    assert f"no new gradient on rank {comm.size - 1}" in raised(comm, GradientError, lambda: run.step(4))
+    run.close()
+
+
+def test_an_error_in_the_thread_is_raised_by_all(comm: MPI.Intracomm) -> None:
+    run = Run(comm).train(0, 3)
+    delivery = run.sync._step.flight.delivery
+    run.sync._step.flight.results()  # what is in flight arrives before anything fails
+
+    def fail(*_: Any) -> Any:
+        raise MemoryError("no room")
+
+    if comm.rank == comm.size - 1:
+        delivery._serve = fail
+    run.step(3)
+    said = raised(comm, GradientError, lambda: run.step(4))
+    assert f"the exchange of step 3 failed on rank {comm.size - 1}: MemoryError: no room" in said
+    run.close()
+
+
+def test_sums_beyond_float32(comm: MPI.Intracomm) -> None:
+    if comm.size == 1:
+        return
+    run = Run(comm)
+    run.optimizer.zero_grad()
+    loss_of(run.model, seeded(comm.rank, 0)).backward()
+    run.model[2].bias.grad[7] = 3e38
+    run.optimizer.step()
+    said = raised(comm, NonFiniteGradientError, lambda: run.step(1))
+    assert "the sum over ranks is beyond what float32 holds in 2.bias (flat index 2557)" in said
+    run.close()
