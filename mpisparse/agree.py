@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from mpisparse.threshold import Controller, Rungs
 
 if TYPE_CHECKING:
+    from mpisparse.backend import Backend
     from mpisparse.exchange import Exchange
     from mpisparse.flat import Gradients
 
@@ -62,9 +63,9 @@ class Found:
     magnitude: Floats
     bad: int = -1
 
-    def within(self, lo: int, hi: int) -> Found:
+    def within(self, backend: Backend, lo: int, hi: int) -> Found:
         """The candidates in [lo, hi)."""
-        a, b = np.searchsorted(self.index, (lo, hi))
+        a, b = backend.search(self.index, np.array([lo, hi])).tolist()
         return Found(self.index[a:b], self.magnitude[a:b])
 
 
@@ -128,7 +129,7 @@ def harmonic(rows: Ints) -> Ints:
 class Settlement:
     """The search for the rung that gives k over all ranks, in messages of a ladder's counts each; collective."""
 
-    def __init__(self, exchange: Exchange, backend: Any, acc: Floats, controller: Controller, inputs: Inputs) -> None:
+    def __init__(self, exchange: Exchange, backend: Backend, acc: Floats, controller: Controller, inputs: Inputs) -> None:
         self.exchange = exchange
         self.backend = backend
         self.acc = acc
@@ -173,7 +174,7 @@ class Settlement:
         return total, lambda rung: self.exchange.allgather(counts[rung : rung + 1])[:, 0]
 
 
-def share_block_counts(exchange: Exchange, backend: Any, found: Found, threshold: float, edges: Ints) -> list[Ints]:
+def share_block_counts(exchange: Exchange, backend: Backend, found: Found, threshold: float, edges: Ints) -> list[Ints]:
     """Every rank's count in every block above the threshold, in rank order; collective."""
     longest = int(np.diff(edges).max())
     kind = np.uint8 if longest < 2**8 else np.uint16 if longest < 2**16 else np.uint32

@@ -1,4 +1,4 @@
-"""Which kernels run: native CPU code, or NumPy where it could not be built.
+"""Which kernels run: on a CUDA device those for it; on the host native code, or NumPy where it could not be built.
 
 `MPISPARSE_BACKEND=native|numpy` chooses; `MPISPARSE_ISA=generic|avx2|avx512` limits the native instruction set.
 """
@@ -13,17 +13,20 @@ from typing import Any
 
 import torch
 
-from mpisparse import reference
+from mpisparse import host, reference
+from mpisparse.backend import Backend
 from mpisparse.errors import ConfigurationError, check_choice
 
-Backend = Any  # a namespace with the functions of mpisparse.reference; see there for what each does
 BACKENDS = ("native", "numpy")
+HOST = ("empty", "array_of", "from_host", "to_host", "search", "add", "divide", "late_nonfinite")
 THREADED = ("accumulate_select", "average_select", "accumulate", "select", "first_nonfinite", "histogram")
 
 
 @functools.cache
-def load_backend(name: str | None = None) -> Backend:
-    """Return the kernels: by name, by MPISPARSE_BACKEND, or the fastest there are."""
+def load_backend(name: str | None = None, device: torch.device | None = None) -> Any:
+    """Return the kernels: those of a CUDA device; on the host by name, by MPISPARSE_BACKEND, or the fastest there are."""
+    if device is not None and device.type == "cuda":
+        return _cuda(device)
     wanted = name or os.environ.get("MPISPARSE_BACKEND") or None
     if wanted is not None:
         check_choice("backend (MPISPARSE_BACKEND)", wanted, BACKENDS)
@@ -43,14 +46,27 @@ def load_backend(name: str | None = None) -> Backend:
         return reference
 
 
-def _native() -> Backend:
+def _cuda(device: torch.device) -> Backend:
+    try:
+        from mpisparse.cuda.binding import CupyLauncher
+    except ImportError as error:
+        raise ConfigurationError(
+            f"the model is on {device}, but CuPy cannot be imported ({error}); install mpisparse[cuda13] or [cuda12]"
+        ) from error
+    from mpisparse.cuda.backend import CudaBackend
+
+    return CudaBackend(CupyLauncher(device))
+
+
+def _native() -> Any:
     from mpisparse import _cpu
 
     isa = os.environ.get("MPISPARSE_ISA")
     if isa:
         check_choice("instruction set (MPISPARSE_ISA)", isa, _cpu.isas())
         _cpu.use_isa(isa)
-    functions = {key: getattr(_cpu, key) for key in dir(_cpu) if not key.startswith("_")}
+    functions = {key: getattr(host, key) for key in HOST}
+    functions |= {key: getattr(_cpu, key) for key in dir(_cpu) if not key.startswith("_")}
     functions |= {key: _with_threads(functions[key]) for key in THREADED}
     return types.SimpleNamespace(**{**functions, "name": "native"})
 

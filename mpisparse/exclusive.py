@@ -68,7 +68,7 @@ class ExclusiveChooser:
         settled, controller = self.last.settled, self.selector.controller
         if self.last.k < len(self.scorer.scores):
             controller = controller.after(settled.rungs, settled.total, settled.rung, self.last.k)
-        self.selector.adapt(self.last.union, controller)
+        self.selector.adapt(self.parts.backend.to_host(self.last.union), controller)
         self.last = None
 
     def _rungs(self, k: int) -> Rungs:
@@ -83,7 +83,7 @@ class ExclusiveChooser:
         for _ in range(DRAWS if selector.in_step else 0):
             selector.draw(share_block_counts(exchange, self.parts.backend, everywhere, settled.threshold, selector.edges))
             mine = next((r.lo, r.hi) for r in selector.regions() if r.rank == exchange.rank)
-            settled = both(settled, settlement.settle(mine, settled.rungs, everywhere.within(*mine)))
+            settled = both(settled, settlement.settle(mine, settled.rungs, everywhere.within(self.parts.backend, *mine)))
             if imbalance(settled.workloads) <= BALANCED:
                 break
             if settled.rungs[0] < floor:  # selected again below: the next borders need candidates from there
@@ -106,7 +106,7 @@ class ExclusiveChooser:
     def _percentile(self, k: int, scope: tuple[int, int]) -> float:
         """The score that k of all ranks' scores in their regions reach: by gathering and sorting all, for tests."""
         regions = sorted(self.selector.regions(), key=lambda r: r.rank)
-        mine = self.scorer.scores[slice(*scope)].view(np.uint8)
+        mine = self.parts.backend.to_host(self.scorer.scores[slice(*scope)]).view(np.uint8)
         every = self.parts.exchange.allgatherv(mine, [4 * (r.hi - r.lo) for r in regions], [4 * r.lo for r in regions])
         n = len(self.scorer.scores)
         return max(float(np.partition(np.abs(every.view(np.float32)), n - k)[n - k]), TINY)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from mpisparse.agree import Found
+    from mpisparse.backend import Backend
     from mpisparse.exchange import Exchange
     from mpisparse.parts import Region
 
@@ -18,7 +19,7 @@ ROW = 65_536
 
 
 def unite(
-    exchange: Exchange, backend: Any, found: Found, threshold: float, regions: list[Region], workloads: list[int]
+    exchange: Exchange, backend: Backend, found: Found, threshold: float, regions: list[Region], workloads: list[int]
 ) -> Ints:
     """Gather what every rank selects in its region; returns the sorted union. Collective.
 
@@ -31,13 +32,14 @@ def unite(
     place = {r.rank: p for p, r in enumerate(regions)}
     order = [place[rank] for rank in range(len(regions))]
     mine = place[exchange.rank]
-    payload = np.zeros(nbytes[mine], dtype=np.uint8)
+    payload = backend.empty(nbytes[mine], np.uint8)
+    payload[-2:] = 0  # there may be no column there
     counts, columns = backend.compress_rows(found.index, found.magnitude, threshold, regions[mine].lo, ROW, rows[mine])
     payload[: counts.nbytes] = counts.view(np.uint8)
     payload[counts.nbytes : counts.nbytes + columns.nbytes] = columns.view(np.uint8)
     gathered = exchange.allgatherv(payload, [nbytes[p] for p in order], [starts[p] for p in order])
     ends = np.cumsum([0, *shares]).tolist()
-    union = np.empty(ends[-1], dtype=np.int64)
+    union: Ints = backend.empty(ends[-1], np.int64)
     for p, region in enumerate(regions):
         block = gathered[starts[p] : starts[p + 1]]
         row_counts, rest = block[: 4 * rows[p]].view(np.uint32), block[4 * rows[p] :].view(np.uint16)

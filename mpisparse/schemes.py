@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from mpisparse.agree import Inputs
 from mpisparse.baselines import CyclicTopK, HardThreshold, Picker, RandomK, SampledTopK, Sidco, TopK, UnionChooser
@@ -60,6 +60,7 @@ class Options:
     nonfinite: str = "raise"
     beta: float = 0.7
     segment_nbytes: int = SEGMENT_NBYTES
+    on_device: ClassVar[bool] = True  # whether all its parts work on a CUDA device's memory
 
     def __post_init__(self) -> None:
         check_density(self.density)
@@ -230,6 +231,7 @@ class Baseline(Options):
     """What others choose, with this project's exchange around it. compensate: what is not sent stays in the residual."""
 
     compensate: bool = True
+    on_device: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

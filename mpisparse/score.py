@@ -19,6 +19,7 @@ from mpisparse.flat import add_sparse_, in_order, zeros
 from mpisparse.threshold import FIRST_GROWTH
 
 if TYPE_CHECKING:
+    from mpisparse.backend import Backend
     from mpisparse.flat import Slot
 
 Floats = NDArray[np.float32]
@@ -31,10 +32,10 @@ class Magnitude:
     prior = FIRST_GROWTH
     whole = False
 
-    def __init__(self, residual: torch.Tensor, backend: Any) -> None:
+    def __init__(self, residual: torch.Tensor, backend: Backend) -> None:
         self.residual = residual
         self.backend = backend
-        self.acc: Floats = residual.numpy()
+        self.acc: Floats = backend.array_of(residual)
         self.scores = self.acc
 
     def accumulate(self, inputs: Inputs, lo: int, hi: int, floor: float) -> Found:
@@ -80,10 +81,10 @@ class WholeGradient(Magnitude):
 
     whole = True
 
-    def __init__(self, residual: torch.Tensor, backend: Any, slots: list[Slot]) -> None:
+    def __init__(self, residual: torch.Tensor, backend: Backend, slots: list[Slot]) -> None:
         super().__init__(residual, backend)
         self.slots = slots
-        self.memory: Floats = zeros(len(residual), torch.float32).numpy()
+        self.memory: Floats = backend.array_of(zeros(len(residual), torch.float32, residual.device))
         self.seen = np.zeros(len(slots), dtype=bool)
 
     def add(self, i: int, slot: Slot, grad: torch.Tensor) -> int:
@@ -109,12 +110,12 @@ class WholeGradient(Magnitude):
 
     def _check_memory(self, memory: Any, what: str, *, signed: bool) -> None:
         array = np.asarray(memory)
-        fits = array.shape == self.memory.shape and bool(np.isfinite(array).all())
+        fits = array.shape == (len(self.memory),) and bool(np.isfinite(array).all())
         if not fits or (not signed and (array < 0).any()):
             raise ConfigurationError(f"the {what} in the state does not fit {len(self.memory)} elements")
 
     def _load_memory(self, memory: Any) -> None:
-        self.memory[:] = memory
+        self.memory[:] = self.backend.from_host(np.asarray(memory, dtype=np.float32))
         self.seen[:] = False
 
 
@@ -123,7 +124,7 @@ class Average(WholeGradient):
 
     prior = 0.0
 
-    def __init__(self, residual: torch.Tensor, backend: Any, slots: list[Slot], rate: float) -> None:
+    def __init__(self, residual: torch.Tensor, backend: Backend, slots: list[Slot], rate: float) -> None:
         super().__init__(residual, backend, slots)
         self.rate = rate
         self.scores = self.memory
@@ -163,7 +164,9 @@ class Corrected(WholeGradient):
     `clip`: the largest norm of this rank's gradient; path "backward" has no whole gradient and so no norm.
     """
 
-    def __init__(self, residual: torch.Tensor, backend: Any, slots: list[Slot], factor: float, clip: float | None) -> None:
+    def __init__(
+        self, residual: torch.Tensor, backend: Backend, slots: list[Slot], factor: float, clip: float | None
+    ) -> None:
         super().__init__(residual, backend, slots)
         self.factor = np.float32(factor)
         self.clip = clip

@@ -43,13 +43,17 @@ def run(*, as_json: bool) -> int:
 def _mpi() -> tuple[dict[str, Any], int]:
     """The library, how ranks were started, and how they lie on hosts and cores."""
     try:
-        from mpisparse.exchange import Exchange, cuda_support, library
+        from mpisparse.exchange import Exchange, cuda_awareness, library
     except (ImportError, RuntimeError) as error:
         hint = "load your site's MPI module, or install PyPI's Open MPI: pip install 'mpisparse[mpi]'"
         return {"error": f"{error}; {hint}"}, 0
     exchange = Exchange()
     hosts = exchange.gather_texts(platform.node())
-    facts: dict[str, Any] = {**library(), "mpi4py": importlib.metadata.version("mpi4py"), "cuda-aware": cuda_support()}
+    facts: dict[str, Any] = {
+        **library(),
+        "mpi4py": importlib.metadata.version("mpi4py"),
+        "cuda-aware": str(cuda_awareness()),
+    }
     facts["launcher"], facts["pmi"] = slurm.launcher(), slurm.pmi()
     facts["ranks"] = f"{exchange.size} on {', '.join(f'{host} ({n})' for host, n in Counter(hosts).items())}"
     facts["binding"] = _binding(hosts, exchange.gather_texts(_ranges(os.sched_getaffinity(0))))

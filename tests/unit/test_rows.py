@@ -138,7 +138,7 @@ def test_unite(backend: Any, n: int, step: int) -> None:
         assert len(payloads[region.rank]) == 4 * rows + 4 * -(-workloads[region.rank] // 2)
     for rank, mine in enumerate(selected):
         got = unite(Wire(rank, payloads), backend, mine, 1.0, regions, workloads)  # type: ignore[arg-type]
-        spans = spans_of(got, regions)
+        spans = spans_of(backend, got, regions)
         np.testing.assert_array_equal(got, union)
         for region in regions:
             start, stop = spans[region.rank]
