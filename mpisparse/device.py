@@ -22,6 +22,21 @@ HOST = ("empty", "array_of", "from_host", "to_host", "search", "add", "divide", 
 THREADED = ("accumulate_select", "average_select", "accumulate", "select", "first_nonfinite", "histogram")
 
 
+def local_device(local_rank: int) -> torch.device:
+    """The CUDA device of a rank by its place among those of its host, and make it torch's current one.
+
+    CUDA_VISIBLE_DEVICES decides which devices there are, and in what order; where a rank is shown its own alone, it is that.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hint = "" if seen is None else f" (CUDA_VISIBLE_DEVICES={seen})"
+        raise ConfigurationError(f"torch {torch.__version__} finds no CUDA device{hint}; see what mpisparse doctor says")
+    device = torch.device("cuda", local_rank % count)
+    torch.cuda.set_device(device)
+    return device
+
+
 @functools.cache
 def load_backend(name: str | None = None, device: torch.device | None = None) -> Any:
     """Return the kernels: those of a CUDA device; on the host by name, by MPISPARSE_BACKEND, or the fastest there are."""

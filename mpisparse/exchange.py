@@ -210,6 +210,15 @@ def library() -> dict[str, str]:
     }
 
 
+def local_rank(comm: Any = None) -> int:
+    """This process's rank among those on the same host; collective."""
+    everyone: MPI.Intracomm = MPI.COMM_WORLD if comm is None else comm
+    here = everyone.Split_type(MPI.COMM_TYPE_SHARED)
+    rank = int(here.Get_rank())
+    here.Free()
+    return rank
+
+
 @dataclass(frozen=True)
 class Awareness:
     """Whether MPI is given device memory as it is, and why."""
@@ -218,7 +227,8 @@ class Awareness:
     why: str
 
     def __str__(self) -> str:
-        return f"{'yes' if self.usable else 'no'}: {self.why}"
+        way = "device buffers go to MPI as they are" if self.usable else "what is selected goes through pinned host memory"
+        return f"{'yes' if self.usable else 'no'}: {self.why}; {way}"
 
 
 def cuda_awareness() -> Awareness:

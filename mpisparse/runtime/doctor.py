@@ -116,10 +116,14 @@ def _gpus() -> dict[str, Any]:
     import torch
 
     cupy = _version("cupy-cuda13x") or _version("cupy-cuda12x")
-    return {
+    facts = {
         "torch": f"{torch.cuda.device_count()} devices" if torch.cuda.is_available() else "no CUDA device",
         "cupy": cupy or "not installed",
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES", "all: CUDA_VISIBLE_DEVICES is not set"),
     }
+    if torch.cuda.is_available():
+        facts["names"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    return facts
 
 
 def _version(package: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 
 import numpy as np
@@ -17,7 +16,7 @@ from mpisparse.cuda.backend import CudaBackend
 pytestmark = pytest.mark.skipif(not available(), reason="no C++ compiler to build the emulator with")
 
 SMALL, USUAL = {"block": 32, "scan": 32}, {"block": 256, "scan": 1024}
-SIZES = (0, 1, 31, 33, 1023, 1024, 1025, 3 * 1024 + 77)
+SIZES = (0, 1, 33, 1023, 1024, 1025, 3 * 1024 + 77)
 
 
 @pytest.fixture(scope="module", params=ORDERS)
@@ -27,7 +26,6 @@ def order(request: pytest.FixtureRequest) -> str:
 
 def run(check: str, emulator: Emulator, n: int) -> None:
     CHECKS[check](Device(CudaBackend(emulator)), n)
-    gc.collect()
     assert emulator.damaged == 0, "a kernel wrote beyond an array"
 
 
@@ -118,7 +116,6 @@ def test_the_emulator_notices_what_a_gpu_would_punish() -> None:
     assert (backend.to_host(rubbish).view(np.uint32) == 0xA5A5A5A5).all()
     emulator.launch("beyond", 1, 64, [np.uint64(out.pointer)])
     del out
-    gc.collect()
     assert emulator.damaged == 1
 
 

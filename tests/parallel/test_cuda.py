@@ -16,16 +16,18 @@ from ranks import PATHS, bits, loss_of, seeded, small
 
 import mpisparse.sync
 from mpisparse.cuda.backend import CudaBackend
-from mpisparse.device import load_backend
-
-pytestmark = pytest.mark.skipif(not available(), reason="no C++ compiler to build the emulator with")
+from mpisparse.device import load_backend, local_device
+from mpisparse.exchange import cuda_awareness, local_rank
 
 STEPS = 4
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def device(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Emulator:
     """An emulated device for every GradientSync made from now on; the first rank compiles for all."""
+    if not available():
+        pytest.skip("no C++ compiler to build the emulator with")
     if comm.rank == 0:
         Emulator(block=64, scan=64)
     comm.Barrier()
@@ -52,38 +54,31 @@ def nothing_on_the_host(sync: mpisparse.GradientSync) -> Iterator[None]:
         torch.Tensor.numpy = plain  # type: ignore[method-assign]
 
 
-def train(comm: MPI.Intracomm, **options: Any) -> tuple[list[bytes], dict[str, Any]]:
+def train(comm: MPI.Intracomm, place: torch.device = CPU, **options: Any) -> tuple[list[bytes], dict[str, Any]]:
     """Some steps; what is published, kept, and counted after each, and the state at the end."""
     model = small()
     if options.pop("half", False):
         model[0].half()
+    model.to(place)
     sync = mpisparse.GradientSync(model, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     seen = []
     for step in range(STEPS):
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        gradients(model, comm.rank, step)
+        model.zero_grad(set_to_none=step % 2 == 0)
+        generator = seeded(comm.rank, step)
+        grads = [torch.randn(p.shape, generator=generator).pow(3).to(place, p.dtype) for p in model.parameters()]
+        torch.autograd.backward(list(model.parameters()), grads)
         with nothing_on_the_host(sync):
             sync.step()
         stats = repr((sync.stats.threshold, sync.stats.workloads, sync.stats.borders, sync.stats.bytes_received))
-        seen.append(bits([p.grad for p in model.parameters()]) + bits([sync.residual]) + stats.encode())
-        optimizer.step()
+        seen.append(bits([p.grad.cpu() for p in model.parameters()]) + bits([sync.residual.cpu()]) + stats.encode())
     state = sync.state_dict()
     sync.close()
-    return seen, state
+    return seen, {key: v.cpu() if isinstance(v, torch.Tensor) else v for key, v in state.items()}
 
 
-def gradients(model: torch.nn.Module, rank: int, step: int) -> None:
-    if model[0].weight.dtype is torch.float32:
-        loss_of(model, seeded(rank, step)).backward()
-        return
-    for p in model.parameters():
-        torch.autograd.backward(p, torch.randn(p.shape, generator=seeded(rank, step)).to(p.dtype))
-
-
-def assert_same_run(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
-    """The run on the emulated device, then the one on the CPU."""
-    on_device, state = train(comm, **options)
+def assert_same_run(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, place: torch.device = CPU, **options: Any) -> None:
+    """The run on the device, emulated or not, then the one on the CPU."""
+    on_device, state = train(comm, place, **options)
     monkeypatch.setattr(mpisparse.sync, "load_backend", lambda device: load_backend())
     on_host, expected = train(comm, **options)
     assert [a == b for a, b in zip(on_device, on_host, strict=True)] == [True] * STEPS
@@ -93,22 +88,29 @@ def assert_same_run(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, **opti
         assert same, key
 
 
+CASES: list[dict[str, Any]] = [
+    {"density": 0.01},
+    {"density": 0.05, "codec": "int8"},
+    {"density": 0.05, "codec": "fp16", "partitioner": "paper", "controller": "paper"},
+    {"density": 0.05, "codec": "bf16", "half": True},
+    {"density": 1.0},
+    {"density": 0.05, "reduce": "allreduce"},
+    {"scheme": "momentum", "density": 0.05},
+    {"scheme": "momentum", "density": 0.05, "compensate": False, "percentile": "exact"},
+    {"scheme": "exdyna", "density": 0.02, "scorer": "average", "codec": "momentum-fp32"},
+    {"scheme": "dense"},
+]
+QUICK = [0, 3, 6, 9]
+NAMES = ["-".join(map(str, case.values())) for case in CASES]
+
+
 @pytest.mark.parametrize("accumulate", PATHS)
 @pytest.mark.parametrize(
     "options",
     [
-        {"density": 0.01},
-        {"density": 0.05, "codec": "int8"},
-        {"density": 0.05, "codec": "fp16", "partitioner": "paper", "controller": "paper"},
-        {"density": 0.05, "codec": "bf16", "half": True},
-        {"density": 1.0},
-        {"density": 0.05, "reduce": "allreduce"},
-        {"scheme": "momentum", "density": 0.05},
-        {"scheme": "momentum", "density": 0.05, "compensate": False, "percentile": "exact"},
-        {"scheme": "exdyna", "density": 0.02, "scorer": "average", "codec": "momentum-fp32"},
-        {"scheme": "dense"},
+        pytest.param(case, id=name, marks=[] if i in QUICK else [pytest.mark.slow])
+        for i, (case, name) in enumerate(zip(CASES, NAMES, strict=True))
     ],
-    ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_the_same_bits_as_on_the_cpu(
     comm: MPI.Intracomm, device: Emulator, monkeypatch: pytest.MonkeyPatch, accumulate: str, options: dict[str, Any]
@@ -118,8 +120,21 @@ def test_the_same_bits_as_on_the_cpu(
     assert device.damaged == 0
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("aware", ["0", "1"], ids=["staged", "cuda-aware"])
+@pytest.mark.parametrize("accumulate", PATHS)
+@pytest.mark.parametrize("options", CASES, ids=NAMES)
+def test_the_same_bits_on_a_gpu(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, accumulate: str, options: dict[str, Any], aware: str
+) -> None:
+    if aware == "1" and not cuda_awareness().usable:
+        pytest.skip(f"MPI takes no device buffers: {cuda_awareness().why}")
+    monkeypatch.setenv("MPISPARSE_CUDA_AWARE", aware)
+    assert_same_run(comm, monkeypatch, local_device(local_rank(comm)), accumulate=accumulate, **options)
+
+
 @pytest.mark.parametrize("segment_nbytes", [1 << 30, 64])
-@pytest.mark.parametrize("codec", ["fp32", "int8"])
+@pytest.mark.parametrize("codec", ["fp32", pytest.param("int8", marks=pytest.mark.slow)])
 def test_device_buffers_straight_into_mpi(
     comm: MPI.Intracomm, device: Emulator, monkeypatch: pytest.MonkeyPatch, codec: str, segment_nbytes: int
 ) -> None:
