@@ -234,17 +234,18 @@ class Awareness:
 def cuda_awareness() -> Awareness:
     """Ask the environment, then MPI, whether device buffers may be passed to it; local.
 
-    MPISPARSE_CUDA_AWARE=0|1 decides; then the variables that turn device support of Cray's MPI and of MPICH on and off; then
-    Open MPI and MPICH themselves say how they were built (MPIX_Query_cuda_support).
+    MPISPARSE_CUDA_AWARE=0|1 decides; then, for Cray's MPI and for MPICH, the variable that turns their device support on or
+    off; then Open MPI and MPICH themselves say how they were built (MPIX_Query_cuda_support).
     """
     forced = os.environ.get("MPISPARSE_CUDA_AWARE")
     if forced:
         check_choice("MPISPARSE_CUDA_AWARE", forced, ("0", "1"))
         return Awareness(forced == "1", f"MPISPARSE_CUDA_AWARE={forced}")
-    cray = os.environ.get("MPICH_GPU_SUPPORT_ENABLED")
-    if cray is not None:
-        return Awareness(cray == "1", f"MPICH_GPU_SUPPORT_ENABLED={cray}")
-    if os.environ.get("MPIR_CVAR_ENABLE_GPU") == "0":
+    version = MPI.Get_library_version().upper()
+    if "CRAY" in version:
+        value = os.environ.get("MPICH_GPU_SUPPORT_ENABLED", "0")
+        return Awareness(value == "1", f"MPICH_GPU_SUPPORT_ENABLED={value}")
+    if "MPICH" in version and os.environ.get("MPIR_CVAR_ENABLE_GPU") == "0":
         return Awareness(False, "MPIR_CVAR_ENABLE_GPU=0")
     try:
         query = ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support

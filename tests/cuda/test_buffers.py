@@ -42,16 +42,17 @@ def test_mpi4py_takes_cuda_arrays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "usable"),
+    ("library", "variables", "usable"),
     [
-        ({"MPISPARSE_CUDA_AWARE": "1"}, True),
-        ({"MPISPARSE_CUDA_AWARE": "0", "MPICH_GPU_SUPPORT_ENABLED": "1"}, False),
-        ({"MPICH_GPU_SUPPORT_ENABLED": "1"}, True),
-        ({"MPICH_GPU_SUPPORT_ENABLED": "0"}, False),
-        ({"MPIR_CVAR_ENABLE_GPU": "0"}, False),
+        ("Open MPI v5", {"MPISPARSE_CUDA_AWARE": "1"}, True),
+        ("CRAY MPICH version 8", {"MPISPARSE_CUDA_AWARE": "0", "MPICH_GPU_SUPPORT_ENABLED": "1"}, False),
+        ("CRAY MPICH version 8", {"MPICH_GPU_SUPPORT_ENABLED": "1"}, True),
+        ("CRAY MPICH version 8", {"MPICH_GPU_SUPPORT_ENABLED": "0"}, False),
+        ("MPICH Version: 5.0", {"MPIR_CVAR_ENABLE_GPU": "0"}, False),
     ],
 )
-def test_variables_decide(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], usable: bool) -> None:
+def test_variables_decide(monkeypatch: pytest.MonkeyPatch, library: str, variables: dict[str, str], usable: bool) -> None:
+    monkeypatch.setattr(exchange.MPI, "Get_library_version", lambda: library)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     found = cuda_awareness()
@@ -69,6 +70,15 @@ def test_mpi_is_asked(monkeypatch: pytest.MonkeyPatch, answer: int) -> None:
     monkeypatch.setattr(exchange.ctypes, "CDLL", lambda path: library)
     assert cuda_awareness().usable is bool(answer)
     assert cuda_awareness().why == f"MPIX_Query_cuda_support() is {answer}"
+
+
+def test_variables_of_another_mpi_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Job scripts set those of all."""
+    monkeypatch.setattr(exchange.MPI, "Get_library_version", lambda: "Open MPI v5")
+    monkeypatch.setattr(exchange.ctypes, "CDLL", lambda path: types.SimpleNamespace(MPIX_Query_cuda_support=lambda: 0))
+    monkeypatch.setenv("MPICH_GPU_SUPPORT_ENABLED", "1")
+    monkeypatch.setenv("MPIR_CVAR_ENABLE_GPU", "1")
+    assert not cuda_awareness().usable
 
 
 def test_an_mpi_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
