@@ -60,7 +60,7 @@ class Options:
     nonfinite: str = "raise"
     beta: float = 0.7
     segment_nbytes: int = SEGMENT_NBYTES
-    on_device: ClassVar[bool] = True  # whether all its parts work on a CUDA device's memory
+    on_device: ClassVar[bool] = False  # whether all its parts work on a CUDA device's memory
 
     def __post_init__(self) -> None:
         check_density(self.density)
@@ -113,6 +113,7 @@ def check_share(name: str, value: object) -> None:
 class Dense(Options):
     """All elements in one Allreduce."""
 
+    on_device = True
     density: float = 1.0
 
     def __post_init__(self) -> None:
@@ -195,6 +196,8 @@ class Sparse(Options):
 class Exdyna(Sparse):
     """The magnitude of the accumulator against a threshold that gives the set density in every step."""
 
+    on_device = True
+
 
 @dataclass(frozen=True)
 class Momentum(Sparse):
@@ -205,6 +208,7 @@ class Momentum(Sparse):
     percentile: "estimate" by counts, or "exact" by gathering and sorting all averages, for tests.
     """
 
+    on_device = True
     density: float = 0.1
     codec: str = "momentum-int8"
     scorer: str = "average"
@@ -231,7 +235,6 @@ class Baseline(Options):
     """What others choose, with this project's exchange around it. compensate: what is not sent stays in the residual."""
 
     compensate: bool = True
-    on_device: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from mpisparse.agree import NO_BACKWARD, NONFINITE, STALE, DensityDiffers, Inputs, Overflow, StepRefused, share_readiness
+from mpisparse.cuda.arrays import DeviceArray
 from mpisparse.device import load_backend
 from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError
 from mpisparse.exchange import Exchange, end_job_on_uncaught_exception
@@ -204,7 +205,7 @@ class GradientSync:
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Everything that the next step depends on, as tensors and scalars; local. copy=False: residual live."""
         state = {
-            key: v if isinstance(v, int | float | str) else torch.from_numpy(self._on_host(v, copy))
+            key: torch.from_numpy(self._on_host(v, copy)) if isinstance(v, np.ndarray | DeviceArray) else v
             for key, v in self._step.state().items()
         }
         return {
@@ -220,9 +221,8 @@ class GradientSync:
 
     def _on_host(self, array: Any, copy: bool) -> np.ndarray[Any, Any]:
         """An array of the step's state as NumPy's."""
-        if not isinstance(array, np.ndarray):
-            return np.asarray(self._backend.to_host(array))
-        return array.copy() if copy else array
+        values: np.ndarray[Any, Any] = self._backend.to_host(array)
+        return values.copy() if copy and values is array else values
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take a state that state_dict() gave on the same rank of as many ranks; collective, all or none."""
