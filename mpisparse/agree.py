@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from mpisparse.threshold import Controller, Rungs
 
 if TYPE_CHECKING:
+    from mpisparse.backend import Backend
     from mpisparse.exchange import Exchange
     from mpisparse.flat import Gradients
     from mpisparse.parts import Region
@@ -66,9 +67,9 @@ class Found:
     magnitude: Floats
     bad: int = -1
 
-    def within(self, lo: int, hi: int) -> Found:
+    def within(self, backend: Backend, lo: int, hi: int) -> Found:
         """The candidates in [lo, hi)."""
-        a, b = np.searchsorted(self.index, (lo, hi))
+        a, b = backend.search(self.index, np.array([lo, hi])).tolist()
         return Found(self.index[a:b], self.magnitude[a:b])
 
 
@@ -190,7 +191,9 @@ class Search(Generic[Scope, Candidates]):
 class Settlement(Search[tuple[int, int], Found]):
     """The search as one rank does it, in messages of a ladder's counts each; collective."""
 
-    def __init__(self, exchange: Exchange, backend: Any, scorer: Magnitude, controller: Controller, inputs: Inputs) -> None:
+    def __init__(
+        self, exchange: Exchange, backend: Backend, scorer: Magnitude, controller: Controller, inputs: Inputs
+    ) -> None:
         super().__init__(controller, inputs.k, len(scorer.acc), exchange.size)
         self.exchange = exchange
         self.backend = backend
@@ -220,7 +223,7 @@ class Settlement(Search[tuple[int, int], Found]):
 
     def inside(self, found: Found, regions: list[Region]) -> tuple[tuple[int, int], Found]:
         mine = next((r.lo, r.hi) for r in regions if r.rank == self.exchange.rank)
-        return mine, found.within(*mine)
+        return mine, found.within(self.backend, *mine)
 
 
 def block_count_type(edges: Ints) -> type[np.unsignedinteger[Any]]:

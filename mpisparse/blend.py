@@ -8,12 +8,15 @@ all that was sent + residual + (1 - share) / share x (sent last) = all that was 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpisparse.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from mpisparse.backend import Backend
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -41,11 +44,12 @@ class Blend:
         """What is still to come of an element, as a multiple of what was sent last."""
         return np.float32((1.0 - self.share) / self.share)
 
-    def mix(self, backend: Any, index: Ints, values: Floats) -> Blended:
+    def mix(self, backend: Backend, index: Ints, values: Floats) -> Blended:
         """What to send, given the values selected now."""
-        return Blended(*backend.blend(index, values, self.index, self.value, self.share))
+        carried, previous = backend.from_host(self.index), backend.from_host(self.value)
+        return Blended(*backend.blend(index, values, carried, previous, self.share))
 
-    def settle(self, backend: Any, acc: Floats, sent: Blended, mean: Floats, left: Floats) -> None:
+    def settle(self, backend: Backend, acc: Floats, sent: Blended, mean: Floats, left: Floats) -> None:
         """Note what was sent and add to acc what was `left`; elements of which nothing arrived come to rest."""
         self.index, self.value = backend.come_to_rest(
             acc, sent.index, sent.values, sent.selected, mean, left, float(self.pending)

@@ -8,17 +8,19 @@ count or displacement reaches MPI's 2^31.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpisparse.errors import ConfigurationError
+from mpisparse.errors import ConfigurationError, check_choice
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
@@ -34,6 +36,7 @@ class Exchange:
         self.segment_nbytes = segment_nbytes
         self.nbytes_sent = 0
         self.nbytes_received = 0
+        self.cuda_aware = cuda_awareness().usable
 
     @property
     def threaded(self) -> bool:
@@ -58,54 +61,64 @@ class Exchange:
 
     def allreduce_(self, values: NDArray[Any], op: str = "sum") -> NDArray[Any]:
         """Sum (or take the maximum, or the bitwise or) over ranks in place, in segments."""
+        buffer = self._outgoing(values)
         step = max(1, self.segment_nbytes // values.itemsize)
         for start in range(0, len(values), step):
-            self.comm.Allreduce(MPI.IN_PLACE, values[start : start + step], op=_OPS[op])
+            self.comm.Allreduce(MPI.IN_PLACE, buffer[start : start + step], op=_OPS[op])
         self._count_reduction(values.nbytes)
+        if buffer is not values:
+            values[:] = self._incoming(buffer, values)
         return values
 
     def allreduce(self, source: NDArray[Any], result: NDArray[Any]) -> None:
         """Sum over ranks from one array into another, in segments."""
         step = max(1, self.segment_nbytes // source.itemsize)
         for start in range(0, len(source), step):
-            self.comm.Allreduce(source[start : start + step], result[start : start + step], op=MPI.SUM)
+            part = self._outgoing(source[start : start + step])
+            total = result[start : start + step] if isinstance(part, type(result)) else self._empty(len(part), part)
+            self.comm.Allreduce(part, total, op=MPI.SUM)
+            if not isinstance(total, type(result)):
+                result[start : start + step] = self._incoming(total, result)
         self._count_reduction(source.nbytes)
 
-    def allgatherv(self, payload: Bytes, counts: Sequence[int], places: Sequence[int]) -> Bytes:
+    def allgatherv(self, payload: Any, counts: Sequence[int], places: Sequence[int]) -> Any:
         """Gather payloads of known byte counts; rank r's lies at byte places[r] of the result."""
-        gathered = np.empty(sum(counts), dtype=np.uint8)
+        sent = self._outgoing(payload)
+        gathered = self._empty(sum(counts), sent)
         share = max(1, self.segment_nbytes // self.size)
         if sum(counts) <= self.segment_nbytes:
-            self._call("Allgatherv", payload, [gathered, (counts, places), MPI.BYTE])
+            self._call("Allgatherv", sent, [gathered, (counts, places), MPI.BYTE])
         else:
             for start in range(0, max(counts), share):
                 part = [min(max(count - start, 0), share) for count in counts]
-                packed = np.empty(sum(part), dtype=np.uint8)
-                self._call("Allgatherv", payload[start : start + share], [packed, (part, _starts(part)), MPI.BYTE])
+                packed = self._empty(sum(part), sent)
+                self._call("Allgatherv", sent[start : start + share], [packed, (part, _starts(part)), MPI.BYTE])
                 _unpack(packed, part, gathered, [place + start for place in places])
         mine = counts[self.rank]
         self._count(mine * (self.size - 1), sum(counts) - mine)
-        return gathered
+        return self._incoming(gathered, payload)
 
-    def alltoallv(self, payload: Bytes, counts: Sequence[int], places: Sequence[int]) -> Bytes:
+    def alltoallv(self, payload: Any, counts: Sequence[int], places: Sequence[int]) -> Any:
         """Send counts[q] bytes from places[q] on to rank q, where every rank sends q as many; returns the rows received."""
         mine = counts[self.rank]
-        received = np.empty(mine * self.size, dtype=np.uint8)
+        sent = self._outgoing(payload)
+        received = self._empty(mine * self.size, sent)
         share = max(1, self.segment_nbytes // self.size)
         if max(counts, default=0) <= share:
-            rows = [r * mine for r in range(self.size)]
-            self.comm.Alltoallv([payload, (counts, places), MPI.BYTE], [received, ([mine] * self.size, rows), MPI.BYTE])
+            rows = ([mine] * self.size, [r * mine for r in range(self.size)])
+            self.comm.Alltoallv([sent, (counts, places), MPI.BYTE], [received, rows, MPI.BYTE])
         else:
             for start in range(0, max(counts), share):
                 part = [min(max(count - start, 0), share) for count in counts]
                 here = part[self.rank]
-                sent = np.concatenate([payload[p + start : p + start + n] for p, n in zip(places, part, strict=True)])
-                packed = np.empty(here * self.size, dtype=np.uint8)
-                rows = [r * here for r in range(self.size)]
-                self.comm.Alltoallv([sent, (part, _starts(part)), MPI.BYTE], [packed, ([here] * self.size, rows), MPI.BYTE])
+                joined, packed = self._empty(sum(part), sent), self._empty(here * self.size, sent)
+                _pack(sent, part, joined, [place + start for place in places])
+                self._wait_for(joined)
+                rows = ([here] * self.size, [r * here for r in range(self.size)])
+                self.comm.Alltoallv([joined, (part, _starts(part)), MPI.BYTE], [packed, rows, MPI.BYTE])
                 _unpack(packed, [here] * self.size, received, [r * mine + start for r in range(self.size)])
         self._count(sum(counts) - mine, mine * (self.size - 1))
-        return received
+        return self._incoming(received, payload)
 
     def route(self, payload: Bytes, table: Ints) -> Bytes:
         """Send table[r][q] bytes from rank r to q, of a payload in the order of q; returns what comes in the order of r."""
@@ -159,6 +172,30 @@ class Exchange:
         """One with its own communicator for a thread that works beside the computation."""
         return BesideExchange(self.comm, self.segment_nbytes)
 
+    # Arrays on a device go to MPI as they are if it takes them, else through pinned memory of the host.
+
+    def _outgoing(self, array: Any) -> Any:
+        """What MPI is to read: the array when all that writes it is done, or a copy on the host."""
+        if isinstance(array, np.ndarray):
+            return array
+        if not self.cuda_aware:
+            return array.to_pinned()
+        self._wait_for(array)
+        return array
+
+    def _wait_for(self, array: Any) -> None:
+        """MPI knows no streams: what is launched must be done before it reads or writes a device's memory."""
+        if not isinstance(array, np.ndarray):
+            array.launcher.synchronize()
+
+    def _empty(self, count: int, like: Any) -> Any:
+        """An array of as many elements of the same type in the same memory, which MPI may write into at once."""
+        return np.empty(count, dtype=like.dtype) if isinstance(like, np.ndarray) else like.alike(count)
+
+    def _incoming(self, array: Any, wanted: Any) -> Any:
+        """What MPI wrote, where `wanted` is."""
+        return array if isinstance(array, type(wanted)) else wanted.from_pinned(array)
+
     def _count(self, sent: int, received: int) -> None:
         self.nbytes_sent += sent
         self.nbytes_received += received
@@ -197,6 +234,11 @@ def _unpack(packed: Bytes, counts: Sequence[int], target: Bytes, places: Sequenc
         target[place : place + count] = packed[start : start + count]
 
 
+def _pack(source: Bytes, counts: Sequence[int], packed: Bytes, places: Sequence[int]) -> None:
+    for start, count, place in zip(_starts(counts), counts, places, strict=True):
+        packed[start : start + count] = source[place : place + count]
+
+
 def library() -> dict[str, str]:
     """Name and version of MPI, and the thread level it gave; local."""
     levels = {
@@ -214,13 +256,49 @@ def library() -> dict[str, str]:
     }
 
 
-def cuda_support() -> str:
-    """What MPI says of device buffers: yes, no, or that it cannot be asked; local."""
+def local_rank(comm: Any = None) -> int:
+    """This process's rank among those on the same host; collective."""
+    everyone: MPI.Intracomm = MPI.COMM_WORLD if comm is None else comm
+    here = everyone.Split_type(MPI.COMM_TYPE_SHARED)
+    rank = int(here.Get_rank())
+    here.Free()
+    return rank
+
+
+@dataclass(frozen=True)
+class Awareness:
+    """Whether MPI is given device memory as it is, and why."""
+
+    usable: bool
+    why: str
+
+    def __str__(self) -> str:
+        way = "device buffers go to MPI as they are" if self.usable else "what is selected goes through pinned host memory"
+        return f"{'yes' if self.usable else 'no'}: {self.why}; {way}"
+
+
+def cuda_awareness() -> Awareness:
+    """Ask the environment, then MPI, whether device buffers may be passed to it; local.
+
+    MPISPARSE_CUDA_AWARE=0|1 decides; then, for Cray's MPI and for MPICH, the variable that turns their device support on or
+    off; then Open MPI and MPICH themselves say how they were built (MPIX_Query_cuda_support).
+    """
+    forced = os.environ.get("MPISPARSE_CUDA_AWARE")
+    if forced:
+        check_choice("MPISPARSE_CUDA_AWARE", forced, ("0", "1"))
+        return Awareness(forced == "1", f"MPISPARSE_CUDA_AWARE={forced}")
+    version = MPI.Get_library_version().upper()
+    if "CRAY" in version:
+        value = os.environ.get("MPICH_GPU_SUPPORT_ENABLED", "0")
+        return Awareness(value == "1", f"MPICH_GPU_SUPPORT_ENABLED={value}")
+    if "MPICH" in version and os.environ.get("MPIR_CVAR_ENABLE_GPU") == "0":
+        return Awareness(False, "MPIR_CVAR_ENABLE_GPU=0")
     try:
         query = ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support
     except (OSError, AttributeError):
-        return "unknown: this MPI has no MPIX_Query_cuda_support"
-    return "yes" if query() else "no"
+        return Awareness(False, "this MPI has no MPIX_Query_cuda_support; MPISPARSE_CUDA_AWARE=1 if it takes device buffers")
+    answer = bool(query())
+    return Awareness(answer, f"MPIX_Query_cuda_support() is {int(answer)}")
 
 
 def end_job_on_uncaught_exception() -> None:

@@ -92,7 +92,7 @@ class ExclusiveChooser:
         settled, controller = self.last.settled, self.selector.controller
         if self.last.k < self.n:
             controller = controller.after(settled.rungs, settled.total, settled.rung, self.last.k)
-        self.selector.adapt(self.last.union, controller)
+        self.selector.adapt(self.parts.backend.to_host(self.last.union), controller)
         self.last = None
 
     def _rungs(self, k: int) -> Rungs:
@@ -121,18 +121,20 @@ class ExclusiveChooser:
     def _percentile(self, k: int, scope: tuple[int, int]) -> float:
         """The score that k of all ranks' scores in their regions reach: by gathering and sorting all, for tests."""
         regions = sorted(self.selector.regions(), key=lambda r: r.rank)
-        mine = self.scorer.select(*scope, 0.0).magnitude.view(np.uint8)
+        mine = self.parts.backend.to_host(self.scorer.select(*scope, 0.0).magnitude).view(np.uint8)
         every = self.parts.exchange.allgatherv(mine, [4 * (r.hi - r.lo) for r in regions], [4 * r.lo for r in regions])
         return max(float(np.partition(every.view(np.float32), self.n - k)[self.n - k]), TINY)
 
     def _first_of_equals(self, k: int, selected: Found, threshold: float) -> Found:
         """Of elements that just reach the threshold, only so many in ascending order that k are selected."""
-        exchange, equal = self.parts.exchange, selected.magnitude == np.float32(threshold)
+        exchange, backend = self.parts.exchange, self.parts.backend
+        index, magnitude = backend.to_host(selected.index), backend.to_host(selected.magnitude)
+        equal = magnitude == np.float32(threshold)
         rows = exchange.allgather(np.array([len(equal), np.count_nonzero(equal)], dtype=np.int64))
         order = [r.rank for r in self.selector.regions()]
         room = k - int((rows[:, 0] - rows[:, 1]).sum()) - int(rows[order[: order.index(exchange.rank)], 1].sum())
         kept = ~equal | (np.cumsum(equal) <= room)
-        return Found(selected.index[kept], selected.magnitude[kept])
+        return Found(backend.from_host(index[kept]), backend.from_host(magnitude[kept]))
 
     def state(self) -> dict[str, Any]:
         """What the next choice depends on."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from numpy.typing import NDArray
 
 from mpisparse.errors import ConfigurationError
 from mpisparse.reference import BF16, FP16, FP32, FP64
+
+if TYPE_CHECKING:
+    from mpisparse.backend import Backend
 
 KINDS = {torch.float32: FP32, torch.float16: FP16, torch.bfloat16: BF16, torch.float64: FP64}
 Ints = NDArray[np.int64]
@@ -61,11 +65,12 @@ class Layout:
                 f"{type(model).__name__} has no parameter that requires a gradient; nothing would be exchanged"
             )
         self.params: list[torch.nn.Parameter] = [p for _, p in trainable]
+        self.device = self.params[0].device
         self.frozen = [p for p in model.parameters() if not p.requires_grad]
         self.slots: list[Slot] = []
         at = 0
         for name, p in trainable:
-            _check_parameter(name, p)
+            _check_parameter(name, p, self.device)
             self.slots.append(Slot(name, at, at + p.numel(), tuple(p.shape), memory_order(p), p.dtype))
             at += p.numel()
         self.size = at
@@ -83,14 +88,16 @@ class Layout:
         return self.slots[int(np.searchsorted(self.ends, index, side="right"))].name
 
 
-def _check_parameter(name: str, p: torch.nn.Parameter) -> None:
+def _check_parameter(name: str, p: torch.nn.Parameter, device: torch.device) -> None:
     if isinstance(p, torch.nn.UninitializedParameter):
         raise ConfigurationError(f"parameter {name} is not initialised; run one forward pass of the model first")
     if p.dtype not in KINDS:
         known = ", ".join(str(d).removeprefix("torch.") for d in KINDS)
         raise ConfigurationError(f"parameter {name} is {p.dtype}; supported are {known}")
-    if p.device.type != "cpu":
-        raise ConfigurationError(f"parameter {name} is on {p.device}; move the model to the CPU, GPUs are not supported yet")
+    if p.device.type not in ("cpu", "cuda"):
+        raise ConfigurationError(f"parameter {name} is on {p.device}; move the model to the CPU or to one CUDA device")
+    if p.device != device:
+        raise ConfigurationError(f"parameter {name} is on {p.device}, others are on {device}; move the model to one device")
 
 
 def memory_order(p: torch.Tensor) -> tuple[int, ...]:
@@ -98,8 +105,10 @@ def memory_order(p: torch.Tensor) -> tuple[int, ...]:
     return tuple(torch.empty_like(p, device="meta", memory_format=torch.preserve_format).stride())
 
 
-def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """A flat tensor of zeros in NumPy's memory: it asks for huge pages, which scattered reads and writes need."""
+def zeros(count: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+    """A flat tensor of zeros; the host's is NumPy's, which asks for the huge pages that scattered reads and writes need."""
+    if device is not None and device.type != "cpu":
+        return torch.zeros(count, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(max(1, count) * dtype.itemsize, dtype=np.uint8)).view(dtype)[:count]
 
 
@@ -134,7 +143,7 @@ class Gradients:
             pointers[i] = places.get(int(pointers[i]), pointers[i])
         return Gradients(pointers, self.ends, self.kinds, [], scaled)
 
-    def first_nonfinite(self, backend: Any) -> int:
+    def first_nonfinite(self, backend: Backend) -> int:
         """Read all gradients; the first flat index that is not finite, or -1."""
         for slot, grad in self.sparse:
             if not bool(torch.isfinite(grad.values()).all()):
@@ -162,7 +171,7 @@ def in_order(slot: Slot, grad: torch.Tensor) -> torch.Tensor:
     if grad.dtype is not torch.float64 and (grad.stride() == slot.stride or slot.matches(grad)):
         return grad
     dtype = torch.float32 if grad.dtype is torch.float64 else grad.dtype
-    return torch.empty_strided(slot.shape, slot.stride, dtype=dtype).copy_(grad)
+    return torch.empty_strided(slot.shape, slot.stride, dtype=dtype, device=grad.device).copy_(grad)
 
 
 def add_sparse_(residual: torch.Tensor, slot: Slot, grad: torch.Tensor) -> int:
@@ -188,6 +197,11 @@ class Run:
     def kind(self) -> int:
         return KINDS[self.buffer.dtype]
 
+    @property
+    def origin(self) -> int:
+        """The address that the flat vector's first element would have if all of it were of this run's type."""
+        return self.buffer.data_ptr() - self.begin * self.buffer.itemsize
+
 
 class Published:
     """The mean gradient: zero but at the last union, as one buffer for each run of equal types, with a view a parameter.
@@ -196,7 +210,7 @@ class Published:
     counts that in `_version`): then the whole buffer is cleared.
     """
 
-    def __init__(self, layout: Layout, backend: Any) -> None:
+    def __init__(self, layout: Layout, backend: Backend) -> None:
         self.backend = backend
         self.runs: list[Run] = []
         run_of: list[Run] = []
@@ -206,9 +220,9 @@ class Published:
             self.runs[-1].end = slot.end
             run_of.append(self.runs[-1])
         for run in self.runs:
-            run.buffer = zeros(run.end - run.begin, run.buffer.dtype)
+            run.buffer = zeros(run.end - run.begin, run.buffer.dtype, layout.device)
         self.views = [slot.view(run.buffer, run.begin) for slot, run in zip(layout.slots, run_of, strict=True)]
-        self.union: Ints = np.empty(0, dtype=np.int64)
+        self.union: Ints = backend.empty(0, np.int64)
         self.version = self.written()
 
     def written(self) -> int:
@@ -223,8 +237,8 @@ class Published:
             self.version = self.written()
         else:
             for run, index in self._split(self.union):
-                self.backend.zero_at(run.buffer.data_ptr(), run.kind, len(run.buffer), index)
-        self.union = np.empty(0, dtype=np.int64)
+                self.backend.zero_at(run.origin, run.kind, run.end, index)
+        self.union = self.backend.empty(0, np.int64)
 
     def filled(self) -> None:
         """Every element was written from outside: the next clear must be of the whole."""
@@ -236,13 +250,18 @@ class Published:
         start = 0
         for run, index in self._split(union):
             values = mean[start : start + len(index)]
-            self.backend.publish_at(run.buffer.data_ptr(), run.kind, len(run.buffer), index, values)
+            self.backend.publish_at(run.origin, run.kind, run.end, index, values)
             start += len(index)
         return any(run.kind in (FP16, BF16) for run in self.runs)
 
     def _split(self, union: Ints) -> list[tuple[Run, Ints]]:
-        """The union's share of every run, as positions in the run's buffer."""
+        """The union's share of every run."""
         if len(self.runs) == 1:
             return [(self.runs[0], union)]
-        cuts = np.searchsorted(union, [run.begin for run in self.runs[1:]])
-        return [(run, part - run.begin) for run, part in zip(self.runs, np.split(union, cuts), strict=True)]
+        cuts = [0, *self.backend.search(union, np.array([run.begin for run in self.runs[1:]])).tolist(), len(union)]
+        return [(run, union[a:b]) for run, (a, b) in zip(self.runs, pairwise(cuts), strict=True) if a < b]
+
+    def sample(self, count: int) -> list[int]:
+        """About so many indices of the union, at least one if there is one."""
+        union = self.backend.to_host(self.union)
+        return [int(i) for i in union[:: max(1, len(union) // count)][:count]]

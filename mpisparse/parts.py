@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from mpisparse.agree import Inputs
+    from mpisparse.backend import Backend
     from mpisparse.exchange import Exchange
     from mpisparse.flat import Layout, Published
 
@@ -41,13 +42,13 @@ class Parts:
     residual: torch.Tensor
     published: Published
     exchange: Exchange
-    backend: Any
+    backend: Backend
     model: torch.nn.Module
 
     @property
     def acc(self) -> Floats:
-        """The accumulator as an array on the same memory."""
-        values: Floats = self.residual.numpy()
+        """The accumulator as the backend's array on the same memory."""
+        values: Floats = self.backend.array_of(self.residual)
         return values
 
 

@@ -12,6 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpisparse.host import add as add
+from mpisparse.host import array_of as array_of
+from mpisparse.host import divide as divide
+from mpisparse.host import empty as empty
+from mpisparse.host import from_host as from_host
+from mpisparse.host import late_nonfinite as late_nonfinite
+from mpisparse.host import search as search
+from mpisparse.host import to_host as to_host
+
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]

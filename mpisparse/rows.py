@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from mpisparse.agree import Found
+    from mpisparse.backend import Backend
     from mpisparse.exchange import Exchange
     from mpisparse.parts import Region
 
@@ -24,7 +25,7 @@ def nbytes_of(length: int, count: int, width: int = 2) -> int:
 
 
 def unite(
-    exchange: Exchange, backend: Any, found: Found, threshold: float, regions: list[Region], workloads: list[int],
+    exchange: Exchange, backend: Backend, found: Found, threshold: float, regions: list[Region], workloads: list[int],
     tags: Bytes | None = None,
 ) -> tuple[Ints, Bytes | None]:  # fmt: skip
     """Gather what every rank selects in its region; returns the sorted union. Collective.
@@ -40,7 +41,8 @@ def unite(
     place = {r.rank: p for p, r in enumerate(regions)}
     order = [place[rank] for rank in range(len(regions))]
     mine = place[exchange.rank]
-    payload = np.zeros(nbytes[mine], dtype=np.uint8)
+    payload = backend.empty(nbytes[mine], np.uint8)
+    payload[-4:] = 0  # what lies behind the last column or tag
     counts, columns = backend.compress_rows(found.index, found.magnitude, threshold, regions[mine].lo, ROW, rows[mine])
     payload[: counts.nbytes] = counts.view(np.uint8)
     place_of_tags = counts.nbytes + columns.nbytes
@@ -49,7 +51,7 @@ def unite(
         payload[place_of_tags : place_of_tags + len(columns)] = tags[found.index[found.magnitude >= np.float32(threshold)]]
     gathered = exchange.allgatherv(payload, [nbytes[p] for p in order], [starts[p] for p in order])
     ends = np.cumsum([0, *shares]).tolist()
-    union = np.empty(ends[-1], dtype=np.int64)
+    union: Ints = backend.empty(ends[-1], np.int64)
     arrived = None if tags is None else np.empty(ends[-1], dtype=np.uint8)
     for p, region in enumerate(regions):
         block = gathered[starts[p] : starts[p + 1]]

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -95,6 +95,7 @@ class Options:
     nonfinite: str = "raise"
     beta: float = 0.7
     segment_nbytes: int = SEGMENT_NBYTES
+    on_device: ClassVar[bool] = False  # whether all its parts work on a CUDA device's memory
 
     def __post_init__(self) -> None:
         check_density(self.density)
@@ -151,6 +152,7 @@ def check_share(name: str, value: object) -> None:
 class Dense(Options):
     """All elements in one Allreduce."""
 
+    on_device = True
     density: float = 1.0
 
     def __post_init__(self) -> None:
@@ -252,6 +254,8 @@ class Sparse(Partitioned):
 class Exdyna(Sparse):
     """The magnitude of the accumulator against a threshold that gives the set density in every step."""
 
+    on_device = True
+
 
 @dataclass(frozen=True)
 class Momentum(Sparse):
@@ -262,6 +266,7 @@ class Momentum(Sparse):
     percentile: "estimate" by counts, or "exact" by gathering and sorting all averages, for tests.
     """
 
+    on_device = True
     density: float = 0.1
     codec: str = "momentum-int8"
     scorer: str = "average"

@@ -20,6 +20,7 @@ from mpisparse.flat import add_sparse_, in_order, zeros
 from mpisparse.threshold import FIRST_GROWTH
 
 if TYPE_CHECKING:
+    from mpisparse.backend import Backend
     from mpisparse.exchange import Exchange
     from mpisparse.flat import Slot
     from mpisparse.parts import Clock
@@ -35,10 +36,10 @@ class Magnitude:
     prior = FIRST_GROWTH
     tags: Bytes | None = None
 
-    def __init__(self, residual: torch.Tensor, backend: Any) -> None:
+    def __init__(self, residual: torch.Tensor, backend: Backend) -> None:
         self.residual = residual
         self.backend = backend
-        self.acc: Floats = residual.numpy()
+        self.acc: Floats = backend.array_of(residual)
 
     def trouble(self, clock: Clock) -> str | None:
         """Wait for what this step needs of this rank alone; why it cannot go on, or None if it can."""
@@ -53,8 +54,7 @@ class Magnitude:
 
     def histogram(self, lo: int, hi: int) -> Ints:
         """How much there is of what in [lo, hi), by exponent and three bits of mantissa."""
-        counts: Ints = self.backend.histogram(self.acc, lo, hi)
-        return counts
+        return self.backend.histogram(self.acc, lo, hi)
 
     def accumulate(self, inputs: Inputs, lo: int, hi: int, floor: float) -> Found:
         """Add this step's gradients, if they are still to add, and collect what reaches the floor in [lo, hi)."""
@@ -107,7 +107,7 @@ class WholeGradient(Magnitude):
     A parameter without a gradient has one of zeros.
     """
 
-    def __init__(self, residual: torch.Tensor, backend: Any, slots: list[Slot]) -> None:
+    def __init__(self, residual: torch.Tensor, backend: Backend, slots: list[Slot]) -> None:
         super().__init__(residual, backend)
         self.slots = slots
         self.seen = np.zeros(len(slots), dtype=bool)
@@ -143,9 +143,9 @@ class Remembering(WholeGradient):
     remembers: str
     positive = False
 
-    def __init__(self, residual: torch.Tensor, backend: Any, slots: list[Slot]) -> None:
+    def __init__(self, residual: torch.Tensor, backend: Backend, slots: list[Slot]) -> None:
         super().__init__(residual, backend, slots)
-        self.memory: Floats = zeros(len(residual), torch.float32).numpy()
+        self.memory: Floats = backend.array_of(zeros(len(residual), torch.float32, residual.device))
 
     def state(self) -> dict[str, Any]:
         return {f"mean.{self.remembers}": self.memory}
@@ -153,13 +153,13 @@ class Remembering(WholeGradient):
     def check(self, state: dict[str, Any]) -> None:
         """Raise ConfigurationError unless the memory in the state is one of this vector."""
         array = np.asarray(state[f"mean.{self.remembers}"])
-        fits = array.shape == self.memory.shape and bool(np.isfinite(array).all())
+        fits = array.shape == (len(self.memory),) and bool(np.isfinite(array).all())
         if not fits or (self.positive and (array < 0).any()):
             raise ConfigurationError(f"the {self.remembers} in the state does not fit {len(self.memory)} elements")
 
     def load(self, state: dict[str, Any]) -> None:
         super().load(state)
-        self.memory[:] = state[f"mean.{self.remembers}"]
+        self.memory[:] = self.backend.from_host(np.asarray(state[f"mean.{self.remembers}"], dtype=np.float32))
 
 
 class Average(Remembering):
@@ -168,7 +168,7 @@ class Average(Remembering):
     prior = 0.0
     remembers, positive = "average", True
 
-    def __init__(self, residual: torch.Tensor, backend: Any, slots: list[Slot], rate: float) -> None:
+    def __init__(self, residual: torch.Tensor, backend: Backend, slots: list[Slot], rate: float) -> None:
         super().__init__(residual, backend, slots)
         self.rate = rate
 
@@ -176,8 +176,7 @@ class Average(Remembering):
         return Found(*self.backend.select(self.memory, lo, hi, floor))
 
     def histogram(self, lo: int, hi: int) -> Ints:
-        counts: Ints = self.backend.histogram(self.memory, lo, hi)
-        return counts
+        return self.backend.histogram(self.memory, lo, hi)
 
     def accumulate(self, inputs: Inputs, lo: int, hi: int, floor: float) -> Found:
         if inputs.gradients is None:
@@ -205,7 +204,9 @@ class Corrected(Remembering):
 
     remembers = "momentum"
 
-    def __init__(self, residual: torch.Tensor, backend: Any, slots: list[Slot], factor: float, clip: float | None) -> None:
+    def __init__(
+        self, residual: torch.Tensor, backend: Backend, slots: list[Slot], factor: float, clip: float | None
+    ) -> None:
         super().__init__(residual, backend, slots)
         self.factor = np.float32(factor)
         self.clip = clip

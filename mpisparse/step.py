@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from mpisparse.agree import Inputs, Overflow, share_counts
+from mpisparse.backend import Backend
 from mpisparse.blend import Blend, Blended
 from mpisparse.codecs import Codec
 from mpisparse.mass import MassScale
@@ -63,9 +64,9 @@ class Stats:
         return self.bytes_received / self.selected if self.selected else 0.0
 
 
-def spans_of(index: Ints, regions: list[Region]) -> list[tuple[int, int]]:
+def spans_of(backend: Backend, index: Ints, regions: list[Region]) -> list[tuple[int, int]]:
     """Where each rank's region lies in a sorted index, in rank order."""
-    cuts = np.searchsorted(index, [*(r.lo for r in regions), regions[-1].hi]).tolist()
+    cuts = backend.search(index, np.array([*(r.lo for r in regions), regions[-1].hi])).tolist()
     return [(cuts[p], cuts[p + 1]) for p, _ in sorted(enumerate(regions), key=lambda item: item[1].rank)]
 
 
@@ -150,7 +151,7 @@ class SparseStep(Synchronous):
         self.scorer.prepare(exchange, clock)
         chosen = self.chooser.choose(inputs, clock)
         union = chosen.union
-        values = np.empty(len(union), dtype=np.float32)
+        values = backend.empty(len(union), np.float32)
         factors = self.mass.factors(self.acc, union) if self.mass else None
         backend.take(self.acc, union, values)
         if factors is not None:
@@ -158,12 +159,13 @@ class SparseStep(Synchronous):
         sent = self.blend.mix(backend, union, values) if self.blend else Blended(union, values, np.empty(0, dtype=np.uint8))
         left = sent.values.copy() if self.blend else values
         if self.codec is None:
-            mean = reduce_by_mpi(exchange, left)
+            mean = reduce_by_mpi(exchange, backend, left)
         else:
-            mean = reduce_by_owner(exchange, backend, self.codec, left, spans_of(sent.index, chosen.regions))
-        bad = np.flatnonzero(~np.isfinite(mean))[:1]
-        if len(bad):  # on all ranks alike; the owner knows best where
-            raise Overflow(int(exchange.allreduce_(sent.index[bad], "max")[0]))
+            mean = reduce_by_owner(exchange, backend, self.codec, left, spans_of(backend, sent.index, chosen.regions))
+        *_, bad = backend.select(mean, 0, len(mean), float("inf"))
+        if bad >= 0:  # on all ranks alike; the owner knows best where
+            at = backend.to_host(sent.index[bad : bad + 1]).copy()
+            raise Overflow(int(exchange.allreduce_(at, "max")[0]))
         clock.lap("reduce")
         if self.blend:
             self.blend.settle(backend, self.acc, sent, mean, left)
@@ -245,7 +247,7 @@ class DenseStep(Synchronous):
         share_counts(exchange, inputs, np.empty(0, dtype=np.int64), n)
         clock.lap("agree")
         total = self._sum()
-        *_, bad = self.parts.backend.select(total.numpy(), 0, n, float("inf"))
+        *_, bad = self.parts.backend.select(self.parts.backend.array_of(total), 0, n, float("inf"))
         if bad >= 0:
             raise Overflow(bad)
         clock.lap("reduce")
@@ -270,13 +272,13 @@ class DenseStep(Synchronous):
         runs = self.parts.published.runs
         direct = len(runs) == 1 and runs[0].buffer.dtype == torch.float32
         total = runs[0].buffer if direct else torch.empty_like(self.parts.residual)
-        self.parts.exchange.allreduce(self.acc, total.numpy())
+        self.parts.exchange.allreduce(self.acc, self.parts.backend.array_of(total))
         return total
 
     def _publish(self, total: torch.Tensor) -> None:
         """Publish the mean; the residual keeps what rounding to a parameter's type left."""
         published, residual = self.parts.published, self.parts.residual
-        total.div_(self.parts.exchange.size)
+        self.parts.backend.divide(self.parts.backend.array_of(total), self.parts.exchange.size)
         residual.zero_()
         for run in published.runs:
             if run.buffer is total:

@@ -26,6 +26,7 @@ from mpisparse.agree import (
     StepRefused,
     share_readiness,
 )
+from mpisparse.cuda.arrays import DeviceArray
 from mpisparse.device import load_backend
 from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError
 from mpisparse.exchange import Exchange, end_job_on_uncaught_exception
@@ -68,7 +69,9 @@ class GradientSync:
         try:
             self._options: Options = configure(scheme, density=density, codec=codec, **scheme_options)
             self._layout = Layout(model)
-            self._backend = load_backend()
+            self._backend = load_backend(device=self._layout.device)
+            if self._backend.name == "cuda" and not self._options.on_device:
+                raise ConfigurationError(f'scheme "{scheme}" runs on the host only, the model is on {self._layout.device}')
         except ConfigurationError as caught:
             error = caught
         self._exchange.raise_together(error)
@@ -78,7 +81,7 @@ class GradientSync:
         self._exchange.segment_nbytes = self._options.segment_nbytes
         self.broadcast_([*model.parameters(), *model.buffers()])
         self._registered = parameters_registered()
-        self._residual = zeros(self._layout.size, torch.float32)
+        self._residual = zeros(self._layout.size, torch.float32, self._layout.device)
         self._published = Published(self._layout, self._backend)
         parts = Parts(self._layout, self._residual, self._published, self._exchange, self._backend, model)
         self._step = self._options.build(parts)
@@ -180,7 +183,7 @@ class GradientSync:
         """Set tensors to those of rank 0; collective."""
         with torch.no_grad():
             for tensor in tensors:
-                dense = tensor.detach().contiguous()
+                dense = tensor.detach().cpu().contiguous()
                 self._exchange.broadcast_(dense.reshape(-1).view(torch.uint8).numpy())
                 if dense.data_ptr() != tensor.data_ptr():
                     tensor.copy_(dense)
@@ -257,8 +260,12 @@ class GradientSync:
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Everything that the next step depends on, as tensors and scalars; local. copy=False: residual live."""
         state = {
-            key: torch.from_numpy(v) if isinstance(v, np.ndarray) else v
-            for key, v in (deepcopy(self._step.state()) if copy else self._step.state()).items()
+            key: torch.from_numpy(self._on_host(v, copy))
+            if isinstance(v, np.ndarray | DeviceArray)
+            else deepcopy(v)
+            if copy
+            else v
+            for key, v in self._step.state().items()
         }
         return {
             "format": STATE_FORMAT,
@@ -270,6 +277,11 @@ class GradientSync:
             "residual": self._residual.clone() if copy else self._residual,
             **{f"step.{key}": value for key, value in state.items()},
         }
+
+    def _on_host(self, array: Any, copy: bool) -> np.ndarray[Any, Any]:
+        """An array of the step's state as NumPy's."""
+        values: np.ndarray[Any, Any] = self._backend.to_host(array)
+        return values.copy() if copy and values is array else values
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take a state that state_dict() gave on the same rank of as many ranks; collective, all or none."""
@@ -291,7 +303,7 @@ class GradientSync:
     def _step_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """The scheme's part of a state, as arrays and scalars."""
         step = {key.removeprefix("step."): value for key, value in state.items() if key.startswith("step.")}
-        return {key: v.numpy() if isinstance(v, torch.Tensor) else v for key, v in step.items()}
+        return {key: v.cpu().numpy() if isinstance(v, torch.Tensor) else v for key, v in step.items()}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ConfigurationError unless load_state_dict could take the state; local."""
@@ -380,6 +392,7 @@ class GradientSync:
         if self._options.accumulate == "backward":
             inputs = Inputs(None, self.k, ~self._watch.fresh)
             inputs.note_nonfinite(self._bad)
+            inputs.note_nonfinite(self._backend.late_nonfinite(self._step.scorer.acc))
         else:
             grads = self._watch.grads()
             unused = np.fromiter((g is None for g in grads), dtype=bool, count=len(grads))

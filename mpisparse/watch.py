@@ -71,8 +71,7 @@ class GradientWatch:
         self.unzeroed.clear()
         self.zeroed = False
         self.seen = self.published.written()
-        union = self.published.union
-        self.witnesses = union[:: max(1, len(union) // WITNESSES)][:WITNESSES].tolist()
+        self.witnesses = self.published.sample(WITNESSES)
 
     def remove(self) -> None:
         """Take the hooks off the parameters; also done when another watch takes one of them over."""

@@ -102,8 +102,8 @@ def _decode(node: Any, arrays: Arrays) -> Any:
 
 
 def as_array(tensor: torch.Tensor) -> NDArray[Any]:
-    """A tensor's elements in row-major order as a flat array, on its own memory where it is contiguous."""
-    dense = tensor.detach().contiguous().reshape(-1)
+    """A tensor's elements in row-major order as a flat array, on its own memory where that is the host's and contiguous."""
+    dense = tensor.detach().cpu().contiguous().reshape(-1)
     if tensor.dtype in BITS:
         return dense.view(torch.uint16).numpy()
     array: NDArray[Any] = dense.numpy()

@@ -49,6 +49,8 @@ class Predicted(WholeGradient):
     the element were sent. None: the gain is the accumulator's magnitude.
     """
 
+    backend: Any  # one of the host: it has the kernels for scores
+
     def __init__(
         self, residual: torch.Tensor, backend: Any, layout: Layout, *, nets: Nets, key: int, every: int, delay: int,
         cores: float, seed: tuple[int, ...], validate: Callable[[], Gradients] | None,

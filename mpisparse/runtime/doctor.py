@@ -43,13 +43,17 @@ def run(*, as_json: bool) -> int:
 def _mpi() -> tuple[dict[str, Any], int]:
     """The library, how ranks were started, and how they lie on hosts and cores."""
     try:
-        from mpisparse.exchange import Exchange, cuda_support, library
+        from mpisparse.exchange import Exchange, cuda_awareness, library
     except (ImportError, RuntimeError) as error:
         hint = "load your site's MPI module, or install PyPI's Open MPI: pip install 'mpisparse[mpi]'"
         return {"error": f"{error}; {hint}"}, 0
     exchange = Exchange()
     hosts = exchange.gather_texts(platform.node())
-    facts: dict[str, Any] = {**library(), "mpi4py": importlib.metadata.version("mpi4py"), "cuda-aware": cuda_support()}
+    facts: dict[str, Any] = {
+        **library(),
+        "mpi4py": importlib.metadata.version("mpi4py"),
+        "cuda-aware": str(cuda_awareness()),
+    }
     facts["launcher"], facts["pmi"] = slurm.launcher(), slurm.pmi()
     facts["ranks"] = f"{exchange.size} on {', '.join(f'{host} ({n})' for host, n in Counter(hosts).items())}"
     facts["binding"] = _binding(hosts, exchange.gather_texts(_ranges(os.sched_getaffinity(0))))
@@ -112,10 +116,14 @@ def _gpus() -> dict[str, Any]:
     import torch
 
     cupy = _version("cupy-cuda13x") or _version("cupy-cuda12x")
-    return {
+    facts = {
         "torch": f"{torch.cuda.device_count()} devices" if torch.cuda.is_available() else "no CUDA device",
         "cupy": cupy or "not installed",
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES", "all: CUDA_VISIBLE_DEVICES is not set"),
     }
+    if torch.cuda.is_available():
+        facts["names"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    return facts
 
 
 def _version(package: str) -> str | None:

@@ -24,6 +24,7 @@ def evaluate(model: torch.nn.Module, data: Data, task: Task, sync: GradientSync,
         for start in range(sync.rank * EVAL_BATCH, len(data.test), EVAL_BATCH * sync.size):
             indices = np.arange(start, min(start + EVAL_BATCH, len(data.test)))
             inputs, targets = data.test.batch(indices, seed=seed, epoch=0, train=False)
+            inputs, targets = inputs.to(sync.residual.device), targets.to(sync.residual.device)
             outputs = model(inputs)
             loss, (measured, count) = task.loss(outputs, targets), task.measure(outputs, targets)
             sums += (float(loss) * len(indices), len(indices), measured, count)

@@ -46,6 +46,7 @@ class Settings:
     drop_at: tuple[float, ...] = _setting((0.5, 0.75), "schedule step: where in the run the rate falls to a tenth")
     clip: float | None = _setting(None, "largest norm of a rank's gradient")
     bf16: bool = _setting(False, "compute in bfloat16 (autocast)")
+    device: str = _setting("cpu", "cpu, or cuda: of a host's GPUs the one of the rank's place among its ranks")
     scheme: str = _setting("exdyna", "how gradients are exchanged")
     density: float | None = _setting(None, "share of the gradient that is sent (default: the scheme's)")
     density_from: float = _setting(1.0, "where density warm-up begins")
@@ -66,6 +67,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        check_choice("device", self.device, ("cpu", "cuda"))
         check_choice("scheme", self.scheme, names.SCHEMES)
         if self.codec is not None:
             check_choice("codec", self.codec, names.CODECS)

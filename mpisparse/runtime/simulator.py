@@ -153,7 +153,7 @@ class VirtualSearch(Search[Scopes, list[Found]]):
 
     def inside(self, found: list[Found], regions: list[Region]) -> tuple[Scopes, list[Found]]:
         mine = by_rank(regions)
-        return [(r.lo, r.hi) for r in mine], [f.within(r.lo, r.hi) for f, r in zip(found, mine, strict=True)]
+        return [(r.lo, r.hi) for r in mine], [f.within(self.backend, r.lo, r.hi) for f, r in zip(found, mine, strict=True)]
 
 
 class TimedSelector(ExclusiveSelector):
@@ -192,7 +192,7 @@ class Simulator:
         self.acc.begin()
         choice = self.choose(log)
         codec = CODECS["fp32"]
-        shares = [codec.nbytes(stop - start) for start, stop in spans_of(choice.union, choice.regions)]
+        shares = [codec.nbytes(stop - start) for start, stop in spans_of(load_backend(), choice.union, choice.regions)]
         log.add("alltoallv", shares)
         log.add("allgatherv", shares)
         self.acc.sent(choice.union)

@@ -300,6 +300,8 @@ def _environment(request: Request) -> list[str]:
 
 def _start(request: Request) -> list[str]:
     words = ["mpisparse", "train", *(shlex.quote(word) for word in request.words)]
+    if request.gpus_per_node and not any(word.partition("=")[0] in ("--device", "--config") for word in request.words):
+        words += ["--device", "cuda"]
     lines = [f"# Launcher: {request.choice.why}."]
     if request.sweep is not None:
         lines.append(f'read -ra settings < <(sed -n "${{SLURM_ARRAY_TASK_ID}}p" {shlex.quote(request.sweep)})')

@@ -12,8 +12,9 @@ import torch
 import mpisparse
 from mpisparse import checkpoint
 from mpisparse.checkpoint import store
+from mpisparse.device import local_device
 from mpisparse.errors import CheckpointError, ConfigurationError
-from mpisparse.exchange import Exchange, end_job_on_uncaught_exception, library
+from mpisparse.exchange import Exchange, end_job_on_uncaught_exception, library, local_rank
 from mpisparse.parts import Clock
 from mpisparse.runtime import slurm
 from mpisparse.runtime.evaluate import evaluate, reached
@@ -70,6 +71,7 @@ class Trainer:
         self.model, self.data, self.task = build_together(settings)
         self.batch: tuple[Any, Any] = (None, None)  # the last one, for schemes that probe the loss
         self.sync = self.make_sync()
+        self.device = self.sync.residual.device
         self.density = self.sync.density
         self.optimizer = make_optimizer(self.model, settings)
         mpisparse.attach(self.optimizer, self.sync)
@@ -278,8 +280,9 @@ class Trainer:
         examples, epoch = self.order.take(self.position, settings.batch_size * settings.accumulation, sync.rank, sync.size)
         for indices in np.split(examples, settings.accumulation):
             inputs, targets = self.data.train.batch(indices, seed=settings.seed, epoch=epoch, train=True)
+            inputs, targets = inputs.to(self.device), targets.to(self.device)
             clock.lap("data")
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=settings.bf16):
+            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=settings.bf16):
                 loss = self.task.loss(self.model(inputs), targets) / settings.accumulation
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
@@ -413,10 +416,11 @@ class Trainer:
 
 def build_together(settings: Settings) -> tuple[torch.nn.Module, Data, Task]:
     """Build model, data and task on every rank; an error on one is raised on all. Collective."""
-    exchange = Exchange()
+    exchange, here = Exchange(), local_rank()
     error: ConfigurationError | None = None
     try:
-        built = build(settings.model, settings.data, seed=settings.seed)
+        model, data, task = build(settings.model, settings.data, seed=settings.seed)
+        built = model.to(local_device(here)) if settings.device == "cuda" else model, data, task
     except ConfigurationError as caught:
         error = caught
     exchange.raise_together(error)

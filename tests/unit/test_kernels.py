@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from samples import FLOORS, NONFINITE, SPECIAL, TYPES, assert_same, gradients, halfway, values
 
 from mpisparse import reference
 from mpisparse.device import THREADED
@@ -24,16 +23,12 @@ cpu = pytest.importorskip("mpisparse._cpu", exc_type=ImportError)
 
 MEMORY = {"memory", "widen", "round_to", "keys_of"}  # what the reference is made of: no kernels
 KERNELS = sorted(
-    name for name, f in inspect.getmembers(reference, inspect.isfunction) if name[0] != "_" and name not in MEMORY
+    name
+    for name, f in inspect.getmembers(reference, inspect.isfunction)
+    if f.__module__ == reference.__name__ and name[0] != "_" and name not in MEMORY
 )
 SPLIT = 3 * 32_768 + 77  # long enough for three threads
 SIZES = (0, 1, 63, 64, 65, 1000, SPLIT)
-FLOORS = (0.0, TINY, 1e-40, 0.02, 1.0, HUGE)
-SPECIAL = np.array([0.0, -0.0, TINY, -TINY, 1e-40, 1.0, -1.0, 1.0, HUGE, -HUGE], dtype=np.float32)
-TYPES = {FP32: torch.float32, FP16: torch.float16, BF16: torch.bfloat16, FP64: torch.float64}
-NONFINITE = np.array([np.nan, np.inf, -np.inf], dtype=np.float32)
-
-Flat = tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.uint8]]
 
 
 @pytest.fixture(scope="module", params=[f"{isa}-{threads}" for isa in cpu.isas() for threads in (1, 3)])
@@ -47,47 +42,6 @@ def native(request: pytest.FixtureRequest) -> Iterator[Any]:
     threaded = {name: lambda *args, kernel=plain[name]: kernel(*args, int(threads)) for name in THREADED}
     yield SimpleNamespace(**{**plain, **threaded})
     cpu.use_isa(before)
-
-
-def values(rng: np.random.Generator, n: int, *, nonfinite: bool = False) -> NDArray[np.float32]:
-    """Heavy-tailed values with ties, and every special value somewhere."""
-    x = (rng.standard_t(2, n) * 0.01).astype(np.float32)
-    x[rng.random(n) < 0.1] = 0.02
-    at = rng.random(n) < 0.1
-    x[at] = rng.choice(SPECIAL, at.sum())
-    if nonfinite and n:
-        x[rng.integers(0, n, 3)] = rng.choice(NONFINITE, 3)
-    return x
-
-
-def gradients(x: NDArray[np.float32], cuts: list[int], kinds: list[int | None]) -> tuple[Flat, list[torch.Tensor]]:
-    """Cut x into gradients of the given types (None: absent); the tensors must live as long as the addresses."""
-    bounds = [0, *cuts, len(x)]
-    clipped = torch.from_numpy(np.where(np.isfinite(x), np.clip(x, -6e4, 6e4), x))
-    alive = [
-        (torch.from_numpy(x) if kind in (None, FP32) else clipped)[begin:end].to(TYPES[kind or FP32], copy=True)
-        for (begin, end), kind in zip(pairwise(bounds), kinds, strict=True)
-    ]
-    pointers = [0 if kind is None else part.data_ptr() for kind, part in zip(kinds, alive, strict=True)]
-    types = np.array([kind or FP32 for kind in kinds], dtype=np.uint8)
-    return (np.array(pointers, dtype=np.uint64), np.array(bounds[1:], dtype=np.int64), types), alive
-
-
-def assert_same(got: Any, expected: Any) -> None:
-    """Equal types, shapes and bits; a NaN equals any NaN, since which of two survives an addition is nobody's promise."""
-    if isinstance(expected, tuple):
-        for a, b in zip(got, expected, strict=True):
-            assert_same(a, b)
-    elif isinstance(expected, np.ndarray):
-        assert got.dtype == expected.dtype
-        assert got.shape == expected.shape
-        if got.dtype.kind == "f":
-            number = ~np.isnan(expected)
-            np.testing.assert_array_equal(np.isnan(got), ~number)
-            got, expected = got[number].view(f"u{got.itemsize}"), expected[number].view(f"u{expected.itemsize}")
-        np.testing.assert_array_equal(got, expected)
-    else:
-        assert got == expected
 
 
 def assert_agree(native: Any, kernel: str, *args: Any, writes: tuple[int, ...] = ()) -> None:
@@ -317,16 +271,6 @@ def test_scattered_reads_and_writes(native: Any, count: int) -> None:
     assert_agree(
         native, "add_at", np.nan_to_num(acc, posinf=1.0, neginf=-1.0) * np.float32(0.25), index, finite, writes=(0,)
     )
-
-
-def halfway(kind: int) -> NDArray[np.float32]:
-    """All finite 16-bit values, the middles between neighbours, and one step of float32 around those."""
-    patterns = np.arange(1 << 16, dtype=np.uint16)
-    x = np.unique(reference.widen(patterns, kind))
-    x = x[np.isfinite(x)].astype(np.float64)
-    middles = ((x[1:] + x[:-1]) / 2).astype(np.float32)
-    around = [np.nextafter(middles, np.float32(side)) for side in (-HUGE, HUGE)]
-    return np.concatenate([x.astype(np.float32), middles, *around])
 
 
 @pytest.mark.parametrize("kind", [FP32, FP16, BF16, FP64])

@@ -139,7 +139,7 @@ def test_unite(backend: Any, n: int, step: int) -> None:
     for rank, mine in enumerate(selected):
         got, tags = unite(Wire(rank, payloads), backend, mine, 1.0, regions, workloads)  # type: ignore[arg-type]
         assert tags is None
-        spans = spans_of(got, regions)
+        spans = spans_of(backend, got, regions)
         np.testing.assert_array_equal(got, union)
         for region in regions:
             start, stop = spans[region.rank]

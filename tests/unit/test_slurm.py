@@ -106,7 +106,10 @@ def test_a_script_is_filled_in(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--job-name=j" in text
     assert "USR1@120" in text
     assert "$restarts -ge 4" in text
-    assert "mpisparse train --data 'my data.txt' --model lstm \\\n  --out \"runs/$SLURM_JOB_NAME-$SLURM_JOB_ID\"" in text
+    assert (
+        "mpisparse train --data 'my data.txt' --model lstm --device cuda \\\n  --out \"runs/$SLURM_JOB_NAME-$SLURM_JOB_ID\""
+        in text
+    )
     assert f"export PATH={Path(sys.executable).parent}:$PATH" in text
 
 

@@ -1,0 +1,110 @@
+"""MPI and device memory: whether it may be given to MPI, how mpi4py takes it, and which device a rank gets."""
+
+from __future__ import annotations
+
+import types
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+
+from mpisparse import device, exchange
+from mpisparse.errors import ConfigurationError
+from mpisparse.exchange import Exchange, cuda_awareness, local_rank
+
+VARIABLES = ("MPISPARSE_CUDA_AWARE", "MPICH_GPU_SUPPORT_ENABLED", "MPIR_CVAR_ENABLE_GPU")
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+class OnDevice:
+    """The host's memory under the interface of a CUDA array: whoever reads it believes it to be on a device."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {**self.values.__array_interface__, "version": 3}
+
+
+def test_mpi4py_takes_cuda_arrays() -> None:
+    sent, received = np.arange(5, dtype=np.float32), np.zeros(5, dtype=np.float32)
+    MPI.COMM_SELF.Allgatherv(OnDevice(sent), [OnDevice(received), ([20], [0]), MPI.BYTE])
+    np.testing.assert_array_equal(received, sent)
+    MPI.COMM_SELF.Allreduce(MPI.IN_PLACE, OnDevice(received), op=MPI.SUM)
+    np.testing.assert_array_equal(received, sent)
+
+
+@pytest.mark.parametrize(
+    ("library", "variables", "usable"),
+    [
+        ("Open MPI v5", {"MPISPARSE_CUDA_AWARE": "1"}, True),
+        ("CRAY MPICH version 8", {"MPISPARSE_CUDA_AWARE": "0", "MPICH_GPU_SUPPORT_ENABLED": "1"}, False),
+        ("CRAY MPICH version 8", {"MPICH_GPU_SUPPORT_ENABLED": "1"}, True),
+        ("CRAY MPICH version 8", {"MPICH_GPU_SUPPORT_ENABLED": "0"}, False),
+        ("MPICH Version: 5.0", {"MPIR_CVAR_ENABLE_GPU": "0"}, False),
+    ],
+)
+def test_variables_decide(monkeypatch: pytest.MonkeyPatch, library: str, variables: dict[str, str], usable: bool) -> None:
+    monkeypatch.setattr(exchange.MPI, "Get_library_version", lambda: library)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = cuda_awareness()
+    assert found.usable is usable
+    name, value = next(iter(variables.items()))
+    assert str(found).startswith(f"{'yes' if usable else 'no'}: {name}={value}; ")
+    comm = Exchange(MPI.COMM_SELF)
+    assert comm.cuda_aware is usable
+    comm.close()
+
+
+@pytest.mark.parametrize("answer", [0, 1])
+def test_mpi_is_asked(monkeypatch: pytest.MonkeyPatch, answer: int) -> None:
+    library = types.SimpleNamespace(MPIX_Query_cuda_support=lambda: answer)
+    monkeypatch.setattr(exchange.ctypes, "CDLL", lambda path: library)
+    assert cuda_awareness().usable is bool(answer)
+    assert cuda_awareness().why == f"MPIX_Query_cuda_support() is {answer}"
+
+
+def test_variables_of_another_mpi_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Job scripts set those of all."""
+    monkeypatch.setattr(exchange.MPI, "Get_library_version", lambda: "Open MPI v5")
+    monkeypatch.setattr(exchange.ctypes, "CDLL", lambda path: types.SimpleNamespace(MPIX_Query_cuda_support=lambda: 0))
+    monkeypatch.setenv("MPICH_GPU_SUPPORT_ENABLED", "1")
+    monkeypatch.setenv("MPIR_CVAR_ENABLE_GPU", "1")
+    assert not cuda_awareness().usable
+
+
+def test_an_mpi_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange.ctypes, "CDLL", lambda path: types.SimpleNamespace())
+    assert not cuda_awareness().usable
+    assert "MPISPARSE_CUDA_AWARE=1" in cuda_awareness().why
+
+
+def test_a_wrong_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPISPARSE_CUDA_AWARE", "yes")
+    with pytest.raises(ConfigurationError, match=r"unknown MPISPARSE_CUDA_AWARE 'yes'; choose from: 0, 1"):
+        cuda_awareness()
+
+
+def test_devices_by_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert [device.local_device(rank).index for rank in range(4)] == [0, 1, 0, 1]
+    assert [d.index for d in chosen] == [0, 1, 0, 1]
+    assert local_rank(MPI.COMM_SELF) == 0
+
+
+def test_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigurationError, match=r"finds no CUDA device \(CUDA_VISIBLE_DEVICES=\)"):
+        device.local_device(0)

@@ -1,0 +1,151 @@
+"""The CUDA kernels in the emulator against NumPy: any order of threads, any tile, sizes around the tiles' ends."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from checks import CHECKS, ON_DEVICE, Device
+from emulator import ORDERS, DamageError, Emulator, available, kernels_in
+
+from mpisparse.cuda import source
+from mpisparse.cuda.arrays import DeviceArray
+from mpisparse.cuda.backend import CudaBackend
+
+pytestmark = pytest.mark.skipif(not available(), reason="no C++ compiler to build the emulator with")
+
+SMALL, USUAL = {"block": 32, "scan": 32}, {"block": 256, "scan": 1024}
+SIZES = (0, 1, 33, 1023, 1024, 1025, 3 * 1024 + 77)
+
+
+@pytest.fixture(scope="module", params=ORDERS)
+def order(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def run(check: str, emulator: Emulator, n: int) -> None:
+    CHECKS[check](Device(CudaBackend(emulator)), n)
+    assert emulator.damaged == 0, "a kernel wrote beyond an array"
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("check", CHECKS)
+def test_small_tiles(check: str, order: str, n: int) -> None:
+    """Blocks of one warp: many tiles in few elements."""
+    run(check, Emulator(**SMALL, order=order, seed=n), n)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_usual_tiles(check: str, order: str) -> None:
+    run(check, Emulator(**USUAL, order=order), 2 * 8192 + 77)
+
+
+@pytest.mark.parametrize(
+    "check", ["rows", pytest.param("select", marks=pytest.mark.slow), pytest.param("blend", marks=pytest.mark.slow)]
+)
+def test_more_tiles_than_one_round_of_the_scan(check: str) -> None:
+    """A scan of 32 threads takes 128 counts in a round."""
+    run(check, Emulator(**SMALL, order="shuffled"), 1024 * 130 + 5)
+
+
+def test_indices_beyond_2_24() -> None:
+    """Odd indices past 2^24 have no float32."""
+    backend = CudaBackend(Emulator(**USUAL))
+    acc = np.zeros(2**24 + 1000, dtype=np.float32)
+    expected = [5, 2**24 - 1, 2**24, 2**24 + 1, 2**24 + 997]
+    acc[expected] = np.arange(1, 6)
+    on_device = backend.from_host(acc)
+    index, magnitude, bad = backend.select(on_device, 2**24 - 8192 * 2, len(acc), 0.5)
+    assert (backend.to_host(index).tolist(), bad) == (expected[1:], -1)
+    counts, columns = backend.compress_rows(index, magnitude, 3.0, 3, 65_536, 257)
+    union = backend.empty(3, np.int64)
+    assert backend.expand_rows(counts, columns, 3, 65_536, union)
+    assert backend.to_host(union).tolist() == expected[2:]
+
+
+def test_every_kernel_is_launched() -> None:
+    """Nothing in kernels/*.cu that no check runs, and every operation of the backend is checked."""
+    emulator = Emulator(**SMALL)
+    for check in CHECKS.values():
+        check(Device(CudaBackend(emulator)), 100)
+    assert set(emulator.launches) == set(kernels_in(source.joined()))
+    arrays = {"empty", "array_of", "from_host", "to_host"}
+    operations = {name for name in vars(CudaBackend) if name[0] != "_"} - {"name"}
+    assert operations == {*ON_DEVICE, *arrays, "late_nonfinite", "zero_at", "publish_at"}
+
+
+def test_sources_need_no_headers() -> None:
+    text = re.sub(r"//.*", "", source.joined())
+    assert "#include" not in text
+    assert "<<<" not in text
+
+
+def test_wrong_arguments_are_noticed() -> None:
+    emulator = Emulator(**SMALL)
+    with pytest.raises(TypeError, match="divide: argument 2 of 3 is not of the kernel's size"):
+        emulator.launch("divide", 1, 32, [np.uint64(0), np.float64(2), np.int64(0)])
+    with pytest.raises(TypeError, match="divide: argument 4 of 2"):
+        emulator.launch("divide", 1, 32, [np.uint64(0), np.float32(2)])
+
+
+HUNG = """
+extern "C" __global__ void half_a_barrier(int* out) {
+    if (threadIdx.x < 32) __syncthreads();
+    out[threadIdx.x] = 1;
+}
+extern "C" __global__ void half_a_ballot(int* out) {
+    if (threadIdx.x % 2) out[threadIdx.x] = __ballot_sync(0xffffffffu, true);
+}
+extern "C" __global__ void beyond(int* out) { out[threadIdx.x] = 1; }
+extern "C" __global__ void stale(int* out) {
+    __shared__ int memory[64];
+    out[threadIdx.x] = memory[threadIdx.x];
+    memory[threadIdx.x] = 0;
+}
+"""
+
+
+def test_the_emulator_notices_what_a_gpu_would_punish() -> None:
+    emulator = Emulator(block=64, scan=64, text=HUNG)
+    backend = CudaBackend(emulator)
+    out = backend.empty(63, np.int32)
+    for kernel, where in (("half_a_barrier", "barrier"), ("half_a_ballot", "warp's meeting")):
+        with pytest.raises(DamageError, match=f"{kernel}: thread .* waits for ever at a {where}"):
+            emulator.launch(kernel, 1, 64, [np.uint64(out.pointer)])
+    rubbish = backend.empty(64, np.int32)
+    emulator.launch("stale", 3, 64, [np.uint64(rubbish.pointer)])
+    assert (backend.to_host(rubbish).view(np.uint32) == 0xA5A5A5A5).all()
+    emulator.launch("beyond", 1, 64, [np.uint64(out.pointer)])
+    del out
+    assert emulator.damaged == 1
+
+
+def test_arrays_stay_on_the_device() -> None:
+    """Slices, views, copies and fills as NumPy's; no arithmetic, and no way to the host but by name."""
+    backend = CudaBackend(Emulator(**SMALL))
+    host = np.arange(10, dtype=np.float32)
+    array = backend.from_host(host)
+    assert (len(array), array.nbytes, array.itemsize) == (10, 40, 4)
+    array[2:4] = array[7:9]
+    array[-1:] = 0
+    host[2:4], host[-1:] = host[7:9], 0
+    np.testing.assert_array_equal(backend.to_host(array), host)
+    np.testing.assert_array_equal(backend.to_host(array[3:].view(np.uint32)), host[3:].view(np.uint32))
+    twin = array.copy()
+    twin.fill(0)
+    assert backend.to_host(array[:0]).shape == (0,)
+    assert not backend.to_host(twin).any()
+    np.testing.assert_array_equal(backend.to_host(array), host)
+    with pytest.raises(TypeError, match="to_host"):
+        np.asarray(array)
+    with pytest.raises(IndexError, match="in steps of 2"):
+        array[::2]
+    with pytest.raises(ValueError, match="3 of float32 do not fit 2 of float32"):
+        array[:2] = array[:3]
+    with pytest.raises(ValueError, match="filled with 0 only"):
+        array.fill(1)
+    with pytest.raises(ValueError, match="no whole number of int64"):
+        array[:3].view(np.int64)
+    assert array.__cuda_array_interface__["data"] == (array.pointer, False)
+    assert isinstance(array, DeviceArray)

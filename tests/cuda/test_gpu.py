@@ -1,0 +1,71 @@
+"""On a GPU: every kernel against NumPy, torch's streams, memory shared with torch. `pytest -m cuda` runs these alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checks import CHECKS, Device
+
+from mpisparse.cuda.backend import CudaBackend
+from mpisparse.threshold import TINY
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture(scope="module")
+def backend() -> CudaBackend:
+    from mpisparse.cuda.binding import CupyLauncher
+
+    return CudaBackend(CupyLauncher(torch.device("cuda", 0)))
+
+
+@pytest.mark.parametrize("n", [0, 1, 33, 8191, 8192, 8193, 1_000_003])
+@pytest.mark.parametrize("check", CHECKS)
+def test_kernels(backend: CudaBackend, check: str, n: int) -> None:
+    CHECKS[check](Device(backend, "cuda:0"), n)
+
+
+def test_denormals_are_kept(backend: CudaBackend) -> None:
+    """Flushed, one and one would be none."""
+    tiny = np.full(1000, TINY, dtype=np.float32)
+    total = backend.from_host(tiny)
+    backend.add(total, backend.from_host(tiny))
+    assert (backend.to_host(total).view(np.uint32) == 2).all()
+
+
+def test_kernels_wait_for_torch_on_its_current_stream(backend: CudaBackend) -> None:
+    """A gradient that a long product is still making, on a stream of its own, is read when it is there."""
+    side = torch.cuda.Stream()
+    x = torch.randn(4096, 4096, device="cuda:0")
+    expected = (x @ x @ x @ x).reshape(-1)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        acc = torch.zeros(x.numel(), device="cuda:0")
+        grad = (x @ x @ x @ x).reshape(-1)
+        backend.accumulate(backend.array_of(acc), grad.data_ptr(), 0)
+        assert backend.late_nonfinite(backend.array_of(acc)) == -1
+        assert torch.equal(acc, expected)
+
+
+def test_memory_is_torchs(backend: CudaBackend) -> None:
+    """A tensor's memory is worked on in place, and seen by whoever takes the tensor through DLPack."""
+    cupy: Any = pytest.importorskip("cupy")
+    tensor = torch.arange(1000, dtype=torch.float32, device="cuda:0")
+    backend.divide(backend.array_of(tensor), 2)
+    assert torch.equal(tensor.cpu(), torch.arange(1000, dtype=torch.float32) / 2)
+    assert cupy.from_dlpack(tensor).data.ptr == tensor.data_ptr()
+    assert cupy.asarray(backend.array_of(tensor)).data.ptr == tensor.data_ptr()
+
+
+def test_freed_memory_is_not_written_by_late_launches(backend: CudaBackend) -> None:
+    """Torch's allocator gives memory out again in the order of the stream."""
+    for _ in range(200):
+        values = backend.from_host(np.ones(100_000, dtype=np.float32))
+        total = backend.empty(100_000, np.float32)
+        total.fill(0)
+        backend.add(total, values)
+        del values
+        assert backend.to_host(total).sum() == 100_000

@@ -1,0 +1,207 @@
+"""A whole GradientSync with the emulator as the device: on every rank the same bits as on the CPU, after every step."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from emulator import Emulator, available
+from mpi4py import MPI
+from ranks import PATHS, bits, loss_of, seeded, small
+
+import mpisparse.sync
+from mpisparse.cuda.backend import CudaBackend
+from mpisparse.device import load_backend, local_device
+from mpisparse.exchange import cuda_awareness, local_rank
+
+STEPS = 4
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def device(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Emulator:
+    """An emulated device for every GradientSync made from now on; the first rank compiles for all."""
+    if not available():
+        pytest.skip("no C++ compiler to build the emulator with")
+    if comm.rank == 0:
+        Emulator(block=64, scan=64)
+    comm.Barrier()
+    emulator = Emulator(block=64, scan=64, order="shuffled", seed=comm.rank)
+    monkeypatch.setattr(mpisparse.sync, "load_backend", lambda device: CudaBackend(emulator))
+    return emulator
+
+
+@contextlib.contextmanager
+def nothing_on_the_host(sync: mpisparse.GradientSync) -> Iterator[None]:
+    """Refuse to give the residual or the published gradient to NumPy if they are on the device, as a GPU would."""
+    vectors = [sync.residual, *(run.buffer for run in sync._published.runs)] if sync._backend.name == "cuda" else []
+    mine = {t.untyped_storage().data_ptr() for t in vectors}
+    plain = torch.Tensor.numpy
+
+    def numpy(tensor: torch.Tensor, **kwargs: Any) -> Any:
+        assert tensor.untyped_storage().data_ptr() not in mine, "a vector of the device is read on the host"
+        return plain(tensor, **kwargs)
+
+    torch.Tensor.numpy = numpy  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.numpy = plain  # type: ignore[method-assign]
+
+
+def train(comm: MPI.Intracomm, place: torch.device = CPU, **options: Any) -> tuple[list[bytes], dict[str, Any]]:
+    """Some steps; what is published, kept, and counted after each, and the state at the end."""
+    model = small()
+    if options.pop("half", False):
+        model[0].half()
+    model.to(place)
+    sync = mpisparse.GradientSync(model, **options)
+    seen = []
+    for step in range(STEPS):
+        model.zero_grad(set_to_none=step % 2 == 0)
+        generator = seeded(comm.rank, step)
+        grads = [torch.randn(p.shape, generator=generator).pow(3).to(place, p.dtype) for p in model.parameters()]
+        torch.autograd.backward(list(model.parameters()), grads)
+        with nothing_on_the_host(sync):
+            sync.step()
+        stats = repr((sync.stats.threshold, sync.stats.workloads, sync.stats.borders, sync.stats.bytes_received))
+        seen.append(bits([p.grad.cpu() for p in model.parameters()]) + bits([sync.residual.cpu()]) + stats.encode())
+    state = sync.state_dict()
+    sync.close()
+    return seen, {key: v.cpu() if isinstance(v, torch.Tensor) else v for key, v in state.items()}
+
+
+def assert_same_run(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, place: torch.device = CPU, **options: Any) -> None:
+    """The run on the device, emulated or not, then the one on the CPU."""
+    on_device, state = train(comm, place, **options)
+    monkeypatch.setattr(mpisparse.sync, "load_backend", lambda device: load_backend())
+    on_host, expected = train(comm, **options)
+    assert [a == b for a, b in zip(on_device, on_host, strict=True)] == [True] * STEPS
+    assert state.keys() == expected.keys()
+    for key, value in expected.items():
+        same = torch.equal(state[key], value) if isinstance(value, torch.Tensor) else state[key] == value
+        assert same, key
+
+
+CASES: list[dict[str, Any]] = [
+    {"density": 0.01},
+    {"density": 0.05, "codec": "int8"},
+    {"density": 0.05, "codec": "fp16", "partitioner": "paper", "controller": "paper"},
+    {"density": 0.05, "codec": "bf16", "half": True},
+    {"density": 1.0},
+    {"density": 0.05, "reduce": "allreduce"},
+    {"scheme": "momentum", "density": 0.05},
+    {"scheme": "momentum", "density": 0.05, "compensate": False, "percentile": "exact"},
+    {"scheme": "exdyna", "density": 0.02, "scorer": "average", "codec": "momentum-fp32"},
+    {"scheme": "dense"},
+]
+QUICK = [0, 3, 6, 9]
+NAMES = ["-".join(map(str, case.values())) for case in CASES]
+
+
+@pytest.mark.parametrize("accumulate", PATHS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(case, id=name, marks=[] if i in QUICK else [pytest.mark.slow])
+        for i, (case, name) in enumerate(zip(CASES, NAMES, strict=True))
+    ],
+)
+def test_the_same_bits_as_on_the_cpu(
+    comm: MPI.Intracomm, device: Emulator, monkeypatch: pytest.MonkeyPatch, accumulate: str, options: dict[str, Any]
+) -> None:
+    assert_same_run(comm, monkeypatch, accumulate=accumulate, **options)
+    assert device.launches
+    assert device.damaged == 0
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("aware", ["0", "1"], ids=["staged", "cuda-aware"])
+@pytest.mark.parametrize("accumulate", PATHS)
+@pytest.mark.parametrize("options", CASES, ids=NAMES)
+def test_the_same_bits_on_a_gpu(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, accumulate: str, options: dict[str, Any], aware: str
+) -> None:
+    if aware == "1" and not cuda_awareness().usable:
+        pytest.skip(f"MPI takes no device buffers: {cuda_awareness().why}")
+    monkeypatch.setenv("MPISPARSE_CUDA_AWARE", aware)
+    assert_same_run(comm, monkeypatch, local_device(local_rank(comm)), accumulate=accumulate, **options)
+
+
+@pytest.mark.parametrize("segment_nbytes", [1 << 30, 64])
+@pytest.mark.parametrize("codec", ["fp32", pytest.param("int8", marks=pytest.mark.slow)])
+def test_device_buffers_straight_into_mpi(
+    comm: MPI.Intracomm, device: Emulator, monkeypatch: pytest.MonkeyPatch, codec: str, segment_nbytes: int
+) -> None:
+    """MPI is told that it may take them; the emulator's device memory is the host's, so that any MPI can."""
+    monkeypatch.setenv("MPISPARSE_CUDA_AWARE", "1")
+    waits = []
+    monkeypatch.setattr(device, "synchronize", lambda: waits.append(1))
+    assert_same_run(comm, monkeypatch, density=0.05, codec=codec, segment_nbytes=segment_nbytes)
+    assert len(waits) > 3 * STEPS
+
+
+def test_only_what_is_selected_comes_to_the_host(comm: MPI.Intracomm, device: Emulator) -> None:
+    """Of 100,000 elements at density 0.001, in a step after the first: some bytes for each selected one, and counts."""
+    model = torch.nn.ParameterList([torch.zeros(200, 500)])
+    sync = mpisparse.GradientSync(model, density=0.001)
+    moved = []
+    for step in range(3):
+        model.zero_grad()
+        torch.autograd.backward(model[0], torch.randn(200, 500, generator=seeded(comm.rank, step)))
+        before = device.copied_in + device.copied_out
+        sync.step()
+        moved.append(device.copied_in + device.copied_out - before)
+    selected, blocks = sync.stats.selected, len(sync._step.state()["edges"])
+    sync.close()
+    assert moved[-1] < 40 * selected + 3 * 16 * blocks + 20_000 < 4 * 100_000 / 3
+
+
+def test_a_value_that_is_not_finite(comm: MPI.Intracomm, device: Emulator) -> None:
+    """Named on all ranks alike, though on the device it is noticed late."""
+    for accumulate in PATHS:
+        model = small()
+        sync = mpisparse.GradientSync(model, density=0.05, accumulate=accumulate)
+        loss = loss_of(model, seeded(comm.rank, 0))
+        if comm.rank == comm.size - 1:
+            model[2].weight.register_hook(lambda grad: grad + torch.where(torch.arange(50) == 7, torch.inf, 0.0))
+        loss.backward()
+        with pytest.raises(
+            mpisparse.NonFiniteGradientError, match=rf"rank {comm.size - 1} has .* in 2.weight \(flat index 1557\)"
+        ):
+            sync.step()
+        sync.close()
+
+
+def test_baselines_say_that_they_run_on_the_host(comm: MPI.Intracomm, device: Emulator) -> None:
+    with pytest.raises(mpisparse.ConfigurationError, match='scheme "topk" runs on the host only'):
+        mpisparse.GradientSync(small(), scheme="topk")
+
+
+def test_resume(comm: MPI.Intracomm, device: Emulator) -> None:
+    """A state taken on the device goes on with the same bits, on the device."""
+    runs = []
+    for stop in (False, True):
+        model = small()
+        make: Callable[[], Any] = functools.partial(mpisparse.GradientSync, model, scheme="momentum", density=0.05)
+        sync = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            if stop and step == 2:
+                state = sync.state_dict()
+                sync.close()
+                sync = make()
+                sync.load_state_dict(state)
+            optimizer.zero_grad()
+            loss_of(model, seeded(comm.rank, step)).backward()
+            sync.step()
+            optimizer.step()
+        runs.append(bits(model.parameters()) + bits([sync.residual]))
+        sync.close()
+    assert runs[0] == runs[1]
+    assert np.isfinite(sync.residual.numpy()).all()
