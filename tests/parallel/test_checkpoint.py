@@ -358,7 +358,8 @@ def averages(run: Run) -> torch.Tensor:
     return run.sync.state_dict().get("step.mean.average", torch.zeros(0))
 
 
-@pytest.mark.parametrize("options", [{}, {"codec": "int8"}, {"scheme": "momentum"}], ids=str)
+@pytest.mark.filterwarnings("ignore:scheme .predictive. without validation")
+@pytest.mark.parametrize("options", [{}, {"codec": "int8"}, {"scheme": "momentum"}, {"scheme": "predictive"}], ids=str)
 @pytest.mark.parametrize("fewer", [1, 2, 3])
 @pytest.mark.parametrize("grow", [False, True], ids=["shrink", "grow"])
 def test_another_number_of_ranks(
