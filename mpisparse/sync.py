@@ -204,9 +204,9 @@ class GradientSync:
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Everything that the next step depends on, as tensors and scalars; local. copy=False: residual live."""
-        held = {key: self._backend.to_host(v) if isinstance(v, DeviceArray) else v for key, v in self._step.state().items()}
         state = {
-            key: torch.from_numpy(v.copy() if copy else v) if isinstance(v, np.ndarray) else v for key, v in held.items()
+            key: torch.from_numpy(self._on_host(v, copy)) if isinstance(v, np.ndarray | DeviceArray) else v
+            for key, v in self._step.state().items()
         }
         return {
             "format": STATE_FORMAT,
@@ -218,6 +218,11 @@ class GradientSync:
             "residual": self._residual.clone() if copy else self._residual,
             **{f"step.{key}": value for key, value in state.items()},
         }
+
+    def _on_host(self, array: Any, copy: bool) -> np.ndarray[Any, Any]:
+        """An array of the step's state as NumPy's."""
+        values: np.ndarray[Any, Any] = self._backend.to_host(array)
+        return values.copy() if copy and values is array else values
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take a state that state_dict() gave on the same rank of as many ranks; collective, all or none."""
