@@ -60,8 +60,10 @@ class CudaBackend:
             self.launcher.copy_in(array.pointer, np.ascontiguousarray(values))
         return array
 
-    def to_host(self, array: DeviceArray) -> NDArray[Any]:
-        """A copy in the host's memory."""
+    def to_host(self, array: DeviceArray | NDArray[Any]) -> NDArray[Any]:
+        """A copy in the host's memory; what is there already, itself."""
+        if not isinstance(array, DeviceArray):
+            return array
         values = np.empty(len(array), array.dtype)
         if len(array):
             self.launcher.copy_out(values, array.pointer)

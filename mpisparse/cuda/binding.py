@@ -7,8 +7,9 @@ cubin it makes is loaded.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import cupy
@@ -50,11 +51,6 @@ class CupyLauncher:
             self.module.load(compile_cubin(cupy.cuda.Device().compute_capability))
         self.functions: dict[str, Any] = {}
 
-    @property
-    def stream(self) -> Any:
-        """Torch's current stream as CuPy's."""
-        return cupy.cuda.ExternalStream(torch.cuda.current_stream(self.device).cuda_stream, self.device.index)
-
     def allocate(self, nbytes: int) -> tuple[int, object]:
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return memory.data_ptr(), memory
@@ -66,22 +62,33 @@ class CupyLauncher:
     def launch(self, name: str, grid: int, block: int, args: Sequence[np.generic]) -> None:
         if name not in self.functions:
             self.functions[name] = self.module.get_function(name)
-        with cupy.cuda.Device(self.device.index):
-            self.functions[name]((grid,), (block,), tuple(args), stream=self.stream)
+        with self._current() as stream:
+            self.functions[name]((grid,), (block,), tuple(args), stream=stream)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        cupy.cuda.runtime.memcpyAsync(target, source, nbytes, DEVICE_TO_DEVICE, self.stream.ptr)
+        with self._current() as stream:
+            cupy.cuda.runtime.memcpyAsync(target, source, nbytes, DEVICE_TO_DEVICE, stream.ptr)
 
     def fill(self, target: int, value: int, nbytes: int) -> None:
-        cupy.cuda.runtime.memsetAsync(target, value, nbytes, self.stream.ptr)
+        with self._current() as stream:
+            cupy.cuda.runtime.memsetAsync(target, value, nbytes, stream.ptr)
 
     def copy_in(self, target: int, source: NDArray[Any]) -> None:
-        cupy.cuda.runtime.memcpyAsync(target, source.ctypes.data, source.nbytes, HOST_TO_DEVICE, self.stream.ptr)
-        self.synchronize()
+        with self._current() as stream:
+            cupy.cuda.runtime.memcpyAsync(target, source.ctypes.data, source.nbytes, HOST_TO_DEVICE, stream.ptr)
+            stream.synchronize()
 
     def copy_out(self, target: NDArray[Any], source: int) -> None:
-        cupy.cuda.runtime.memcpyAsync(target.ctypes.data, source, target.nbytes, DEVICE_TO_HOST, self.stream.ptr)
-        self.synchronize()
+        with self._current() as stream:
+            cupy.cuda.runtime.memcpyAsync(target.ctypes.data, source, target.nbytes, DEVICE_TO_HOST, stream.ptr)
+            stream.synchronize()
 
     def synchronize(self) -> None:
-        self.stream.synchronize()
+        with self._current() as stream:
+            stream.synchronize()
+
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[Any]:
+        """Torch's current stream of the device, as CuPy's, while the device is the current one: stream 0 is of that."""
+        with cupy.cuda.Device(self.device.index):
+            yield cupy.cuda.ExternalStream(torch.cuda.current_stream(self.device).cuda_stream, self.device.index)

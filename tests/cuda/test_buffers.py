@@ -12,6 +12,8 @@ from mpi4py import MPI
 from mpisparse import device, exchange
 from mpisparse.errors import ConfigurationError
 from mpisparse.exchange import Exchange, cuda_awareness, local_rank
+from mpisparse.runtime.settings import Settings
+from mpisparse.runtime.train import build_together
 
 VARIABLES = ("MPISPARSE_CUDA_AWARE", "MPICH_GPU_SUPPORT_ENABLED", "MPIR_CVAR_ENABLE_GPU")
 
@@ -108,3 +110,11 @@ def test_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ConfigurationError, match=r"finds no CUDA device \(CUDA_VISIBLE_DEVICES=\)"):
         device.local_device(0)
+
+
+def test_training_on_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigurationError, match=r"r0 \| torch .* finds no CUDA device"):
+        build_together(Settings(device="cuda"))
+    with pytest.raises(ConfigurationError, match="unknown device 'gpu'; did you mean 'cpu'"):
+        Settings(device="gpu")
