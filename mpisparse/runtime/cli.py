@@ -30,8 +30,9 @@ def parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train a built-in workload or any torch model; run it under mpirun or srun")
     add_arguments(train)
     slurm.add_arguments(commands.add_parser("slurm", help="print a script for sbatch that runs train; needs no MPI"))
-    report = commands.add_parser("report", help="plots and a page from run directories")
-    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory")
+    report = commands.add_parser("report", help="plots and a page from run directories, or from records of bench")
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory, or a FILE.jsonl of bench")
+    report.add_argument("--pictures", type=Path, metavar="DIR", help="of records: every picture as an SVG file too")
     report.add_argument("--out", type=Path, metavar="FILE.html", help="where to write (default: in the run's directory)")
     inspect = commands.add_parser("inspect", help="what is inside a checkpoint")
     inspect.add_argument("directory", type=Path, help="a checkpoint, a directory of checkpoints, or a run's directory")
@@ -230,7 +231,7 @@ def _slurm(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     from mpisparse.runtime.report import write
 
-    print(f"report: {write(args.runs, args.out)}")
+    print(f"report: {write(args.runs, args.out, args.pictures)}")
     return 0
 
 
