@@ -72,7 +72,7 @@ def _add_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )  # fmt: skip
     ddp.add_argument("--powersgd-rank", type=_count, default=4, help="of DDP's PowerSGD hook (default %(default)s)")
     ddp.add_argument("--json", action="store_true", help="one JSON record a line instead of a table")
-    ddp.add_argument("--records", type=Path, metavar="FILE.jsonl", help="write the records there too, for mpisparse report")
+    ddp.add_argument("--out", type=Path, metavar="FILE.jsonl", help="write the records there too, for mpisparse report")
     add_arguments(ddp, keep=("model", "data", "steps", "batch_size", "seed", "optimizer", "lr", "momentum", "weight_decay"))
     sparse = benches.add_parser("sparse-models", help="models that are sparse themselves; run it under mpirun")
     sparse.add_argument("--models", nargs="+", choices=SPARSE_MODELS, default=list(SPARSE_MODELS), help="default: all")
@@ -82,7 +82,6 @@ def _add_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )  # fmt: skip
     sparse.add_argument("--seeds", type=_count, default=3, help="runs of each (default %(default)s)")
     sparse.add_argument("--json", action="store_true", help="one JSON record a line instead of a table")
-    sparse.add_argument("--records", type=Path, metavar="FILE.jsonl", help="default: records.jsonl in --out")
     add_arguments(sparse, leave_out=CASE_SETTINGS)
     _add_scaling(benches.add_parser("scaling", help="real ranks, then simulated ones up to thousands; run it under mpirun"))
     _add_ablation(benches.add_parser("ablation", help="exdyna with its parts changed one by one; run it under mpirun"))
@@ -265,13 +264,13 @@ def _bench(args: argparse.Namespace) -> int:
         settings = resolve(vars(args))
         from mpisparse.runtime.bench_sparse import run as run_sparse
 
-        out = args.records or Path(settings.out) / "records.jsonl"
-        return run_sparse(settings, args.models, args.cases, args.seeds, as_json=args.json, out=out)
+        return run_sparse(settings, args.models, args.cases, args.seeds, as_json=args.json)
     if args.bench == "ddp":
-        settings = resolve({"model": "lstm-large", "steps": 30, "batch_size": 1, **vars(args)})
+        given = {key: value for key, value in vars(args).items() if key != "out"}
+        settings = resolve({"model": "lstm-large", "steps": 30, "batch_size": 1, **given})
         from mpisparse.runtime import bench_ddp
 
-        plan = bench_ddp.Plan(settings, args.cases, args.powersgd_rank, as_json=args.json, out=args.records)
+        plan = bench_ddp.Plan(settings, args.cases, args.powersgd_rank, as_json=args.json, out=args.out)
         return bench_ddp.run(plan)
     if args.bench == "ablation":
         return _ablation(args)

@@ -258,7 +258,7 @@ def test_sparse_models(tmp_path: Path) -> None:
 def test_ddp(tmp_path: Path) -> None:
     records = bench(
         "ddp", "--model", "digits-cnn", "--batch-size", 4, "--steps", 4, "--cases", "dense", "exdyna:density=0.1", "--json",
-        "--records", tmp_path / "ddp.jsonl",
+        "--out", tmp_path / "ddp.jsonl",
     )  # fmt: skip
     alone, ddp, fp16, power, dense, sparse = records
     assert [r["what"] for r in records[:2]] == ["computation alone", "DDP"]
