@@ -94,8 +94,8 @@ def _add_scaling(scaling: argparse.ArgumentParser) -> None:
     scaling.add_argument("--elements", type=_count, default=4_000_000, help="float32 elements (default %(default)s)")
     scaling.add_argument("--density", type=_density, default=0.001, help="share of elements selected (default %(default)s)")
     scaling.add_argument(
-        "--scheme", nargs="+", choices=("exdyna", "topk", "cltk", "dense"), default=["exdyna", "topk", "dense"],
-        help="default: exdyna topk dense",
+        "--cases", nargs="+", default=["exdyna", "topk", "dense"], metavar="SCHEME[:NAME=VALUE,...]",
+        help="of exdyna, topk, cltk, dense; default exdyna topk dense",
     )  # fmt: skip
     scaling.add_argument("--steps", type=_steps, default=8, help="steps of each (default %(default)s)")
     scaling.add_argument(
@@ -279,7 +279,7 @@ def _bench(args: argparse.Namespace) -> int:
 
         return bench_scaling.run(
             bench_scaling.Plan(
-                args.elements, args.density, args.scheme, args.steps, args.workers, args.gradients, args.latency,
+                args.elements, args.density, args.cases, args.steps, args.workers, args.gradients, args.latency,
                 args.bandwidth, as_json=args.json, out=args.out,
             )
         )  # fmt: skip

@@ -72,7 +72,7 @@ def _of(group: str) -> Filter:
 
 
 def _exclusive(record: Record) -> bool:
-    return bool(record["scheme"] == "exdyna")
+    return str(record["scheme"]).startswith("exdyna")
 
 
 RECEIVED = "received by a rank in a step"
