@@ -7,7 +7,7 @@ in every partition once.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -82,23 +82,25 @@ def best_borders(work: Sequence[Ints], edges: Ints, longest: int | None = None) 
     size, blocks = len(work), len(edges) - 1
     ends = edges.tolist()
     limit = max(longest or ends[-1], -(-ends[-1] // size) + int(np.diff(edges).max()))
-    distinct = {id(w): w for w in work}  # often all are one and the same
-    sums = {key: [0, *np.cumsum(w).tolist()] for key, w in distinct.items()}
-    prefixes = [sums[id(w)] for w in work]
+    distinct = {id(w): _running(w) for w in {id(w): w for w in work}.values()}  # often all are one and the same
+    parts = [distinct[id(w)] for w in work]
 
     def fill(bound: int) -> list[int]:
         borders = [0]
-        for prefix in prefixes:
+        for sums, stops in parts:
             start = borders[-1]
-            stop = bisect_right(prefix, prefix[start] + bound) - 1
+            before = sums[bisect_left(stops, start)]
+            stop = stops[bisect_right(sums, before + bound) - 1]
             if limit < ends[-1]:
                 stop = min(stop, bisect_right(ends, ends[start] + limit) - 1)
             borders.append(stop)
         return borders
 
-    low, high = 0, max(prefix[-1] for prefix in prefixes)
+    low, high = 0, max(sums[-1] for sums, _ in parts)
     if high == 0:
         return best_borders([np.diff(edges)] * size, edges, longest) if ends[-1] else even_borders(blocks, size)
+    if len(distinct) == 1:  # no bound below an equal share is feasible
+        low = -(-high // size)
     while low < high:
         middle = (low + high) // 2
         if fill(middle)[-1] < blocks:
@@ -106,6 +108,12 @@ def best_borders(work: Sequence[Ints], edges: Ints, longest: int | None = None) 
         else:
             high = middle
     return np.array(fill(low), dtype=np.int64)
+
+
+def _running(work: Ints) -> tuple[list[int], list[int]]:
+    """The distinct sums of runs of blocks from the first on, ascending, and where the longest run of each ends."""
+    busy = np.flatnonzero(work)
+    return [0, *np.cumsum(work[busy]).tolist()], [*busy.tolist(), len(work)]
 
 
 def paper_borders(borders: Ints, counts: Ints, edges: Ints, blocks: int = PAPER_BLOCKS) -> Ints:

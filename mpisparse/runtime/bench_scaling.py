@@ -22,10 +22,11 @@ from mpi4py import MPI
 import mpisparse
 from mpisparse.device import load_backend
 from mpisparse.errors import ConfigurationError
-from mpisparse.exchange import end_job_on_uncaught_exception
+from mpisparse.exchange import Exchange, end_job_on_uncaught_exception
 from mpisparse.runtime.bench_sync import open_source
+from mpisparse.runtime.bench_train import Case
 from mpisparse.runtime.costs import Log, Machine
-from mpisparse.runtime.simulator import Simulated, dense_log, simulator
+from mpisparse.runtime.simulator import Simulated, Simulator, dense_log, simulator
 from mpisparse.runtime.synthetic import LAYERS, GivenModel, Source, Synthetic
 from mpisparse.runtime.table import save, show
 from mpisparse.step import Stats
@@ -46,7 +47,7 @@ class Plan:
 
     elements: int
     density: float
-    schemes: list[str]
+    cases: list[str]
     steps: int
     workers: list[int]
     gradients: Path | None = None
@@ -61,6 +62,7 @@ def run(plan: Plan) -> int:
     end_job_on_uncaught_exception()
     comm = MPI.COMM_WORLD
     source = open_source(comm, plan.gradients, plan.elements)
+    _check_cases(comm, plan, source)
     sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size < comm.size] + [comm.size]
     real: dict[tuple[str, int], list[list[Stats]]] = {}
     machine = Machine({}, {}, _overhead(comm, plan.density), _per_element(comm, sum(source.sizes)), os.cpu_count() or 1)
@@ -69,7 +71,7 @@ def run(plan: Plan) -> int:
         with _others_asleep(comm):
             if comm.rank < size:
                 machine.latency[size], machine.bandwidth[size] = _links(part)
-                for scheme in plan.schemes:
+                for scheme in plan.cases:
                     real[scheme, size] = part.allgather(_steps(part, source, scheme, plan))
         part.Free()
     if comm.rank == 0:
@@ -77,6 +79,19 @@ def run(plan: Plan) -> int:
         records += _virtual(plan, source, _cluster(plan, machine, comm.size))
         _publish(plan, records, machine, source)
     return 0
+
+
+def _check_cases(comm: MPI.Intracomm, plan: Plan, source: Source) -> None:
+    """Raise on all ranks, before anything is measured, if a case cannot be simulated; collective."""
+    exchange = Exchange(comm)
+    error: ConfigurationError | None = None
+    try:
+        for case in plan.cases:
+            _simulator(plan, source, case, 1)
+    except ConfigurationError as caught:
+        error = caught
+    exchange.raise_together(error)
+    exchange.close()
 
 
 @contextmanager
@@ -94,8 +109,9 @@ def _others_asleep(comm: MPI.Intracomm) -> Iterator[None]:
 def _steps(part: MPI.Intracomm, source: Source, scheme: str, plan: Plan) -> list[Stats]:
     """What this rank's steps did; `seconds` holds the time from a common start to this rank's end."""
     model = GivenModel.of(source, part.rank)
-    density = None if scheme == "dense" else plan.density
-    sync = mpisparse.GradientSync(model, scheme=scheme, density=density, comm=part)
+    case = Case.parse(scheme)
+    density = None if case.scheme == "dense" else plan.density
+    sync = mpisparse.GradientSync(model, scheme=case.scheme, density=density, comm=part, **case.values)
     notes = []
     for _ in range(plan.steps):
         model.zero_grad()
@@ -191,9 +207,15 @@ def _beside(plan: Plan, source: Source, machine: Machine, key: tuple[str, int], 
     return {**record, "modelled_ms": 1e3 * modelled, "error": modelled / seconds - 1, "same": "yes" if same else "NO"}
 
 
+def _simulator(plan: Plan, source: Source, scheme: str, size: int) -> Simulator | None:
+    """The simulator of a case; None for dense, which chooses nothing."""
+    case = Case.parse(scheme)
+    return None if scheme == "dense" else simulator(case.scheme, source, size, plan.density, **case.values)
+
+
 def _simulate(plan: Plan, source: Source, scheme: str, size: int) -> list[Simulated]:
-    virtual = simulator(scheme, source, size, plan.density)
-    return [virtual.step() for _ in range(plan.steps)]
+    virtual = _simulator(plan, source, scheme, size)
+    return [] if virtual is None else [virtual.step() for _ in range(plan.steps)]
 
 
 def _equal(simulated: Simulated, real: list[Stats]) -> bool:
@@ -218,11 +240,11 @@ def _virtual(plan: Plan, source: Source, cluster: Machine) -> list[dict[str, Any
     """Records of steps on virtual workers; schemes without exclusive regions only while all workers differ."""
     elements, records = sum(source.sizes), []
     for size in plan.workers:
-        for scheme in plan.schemes:
+        for scheme in plan.cases:
             if scheme == "dense":
                 log = dense_log(size, elements)
                 records.append(_modelled(size, scheme, log, cluster.seconds(log, elements, 0.0)))
-            elif scheme == "exdyna" or size <= source.ranks * source.steps:
+            elif scheme.startswith("exdyna") or size <= source.ranks * source.steps:
                 steps = _simulate(plan, source, scheme, size)[FIRST:]
                 seconds = statistics.median(cluster.seconds(s.log, elements, s.work) for s in steps)
                 ratios = [len(s.union) / s.k for s in steps]

@@ -51,7 +51,7 @@ class TailoredTrainer(Trainer):
         return TailoredSync(self.model, self.reduction)
 
 
-def run(base: Settings, names: list[str], cases: list[str], seeds: int, *, as_json: bool, out: Path | None) -> int:
+def run(base: Settings, names: list[str], cases: list[str], seeds: int, *, as_json: bool) -> int:
     """Train every case on every workload, and print on rank 0; collective."""
     end_job_on_uncaught_exception()
     stop = StopRequest()
@@ -75,5 +75,5 @@ def run(base: Settings, names: list[str], cases: list[str], seeds: int, *, as_js
                 "density error: the largest relative one, from the third step on; the last case of a model is tailored to it"
             )
             print("density of a tailored exchange: the share of all elements that it covered")
-        save("sparse-models", records, out)
+        save("sparse-models", records, Path(base.out) / "records.jsonl")
     return 0

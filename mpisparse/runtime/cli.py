@@ -30,8 +30,9 @@ def parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train a built-in workload or any torch model; run it under mpirun or srun")
     add_arguments(train)
     slurm.add_arguments(commands.add_parser("slurm", help="print a script for sbatch that runs train; needs no MPI"))
-    report = commands.add_parser("report", help="plots and a page from run directories")
-    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory")
+    report = commands.add_parser("report", help="plots and a page from run directories, or from records of bench")
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory, or a FILE.jsonl of bench")
+    report.add_argument("--pictures", type=Path, metavar="DIR", help="of records: every picture as an SVG file too")
     report.add_argument("--out", type=Path, metavar="FILE.html", help="where to write (default: in the run's directory)")
     inspect = commands.add_parser("inspect", help="what is inside a checkpoint")
     inspect.add_argument("directory", type=Path, help="a checkpoint, a directory of checkpoints, or a run's directory")
@@ -71,7 +72,7 @@ def _add_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )  # fmt: skip
     ddp.add_argument("--powersgd-rank", type=_count, default=4, help="of DDP's PowerSGD hook (default %(default)s)")
     ddp.add_argument("--json", action="store_true", help="one JSON record a line instead of a table")
-    ddp.add_argument("--records", type=Path, metavar="FILE.jsonl", help="write the records there too, for mpisparse report")
+    ddp.add_argument("--out", type=Path, metavar="FILE.jsonl", help="write the records there too, for mpisparse report")
     add_arguments(ddp, keep=("model", "data", "steps", "batch_size", "seed", "optimizer", "lr", "momentum", "weight_decay"))
     sparse = benches.add_parser("sparse-models", help="models that are sparse themselves; run it under mpirun")
     sparse.add_argument("--models", nargs="+", choices=SPARSE_MODELS, default=list(SPARSE_MODELS), help="default: all")
@@ -81,7 +82,6 @@ def _add_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )  # fmt: skip
     sparse.add_argument("--seeds", type=_count, default=3, help="runs of each, from --seed on (default %(default)s)")
     sparse.add_argument("--json", action="store_true", help="one JSON record a line instead of a table")
-    sparse.add_argument("--records", type=Path, metavar="FILE.jsonl", help="default: records.jsonl in --out")
     add_arguments(sparse, leave_out=CASE_SETTINGS)
     _add_scaling(benches.add_parser("scaling", help="real ranks, then simulated ones up to thousands; run it under mpirun"))
     _add_ablation(benches.add_parser("ablation", help="exdyna with its parts changed one by one; run it under mpirun"))
@@ -99,8 +99,8 @@ def _add_scaling(scaling: argparse.ArgumentParser) -> None:
     scaling.add_argument("--elements", type=_count, default=4_000_000, help="float32 elements (default %(default)s)")
     scaling.add_argument("--density", type=_density, default=0.001, help="share of elements selected (default %(default)s)")
     scaling.add_argument(
-        "--scheme", nargs="+", choices=("exdyna", "topk", "cltk", "dense"), default=["exdyna", "topk", "dense"],
-        help="default: exdyna topk dense",
+        "--cases", nargs="+", default=["exdyna", "topk", "dense"], metavar="SCHEME[:NAME=VALUE,...]",
+        help="of exdyna, topk, cltk, dense; default exdyna topk dense",
     )  # fmt: skip
     scaling.add_argument("--steps", type=_steps, default=8, help="steps of each (default %(default)s)")
     scaling.add_argument(
@@ -235,7 +235,7 @@ def _slurm(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     from mpisparse.runtime.report import write
 
-    print(f"report: {write(args.runs, args.out)}")
+    print(f"report: {write(args.runs, args.out, args.pictures)}")
     return 0
 
 
@@ -273,13 +273,13 @@ def _bench(args: argparse.Namespace) -> int:
         settings = resolve(vars(args))
         from mpisparse.runtime.bench_sparse import run as run_sparse
 
-        out = args.records or Path(settings.out) / "records.jsonl"
-        return run_sparse(settings, args.models, args.cases, args.seeds, as_json=args.json, out=out)
+        return run_sparse(settings, args.models, args.cases, args.seeds, as_json=args.json)
     if args.bench == "ddp":
-        settings = resolve({"model": "lstm-large", "steps": 30, "batch_size": 1, **vars(args)})
+        given = {key: value for key, value in vars(args).items() if key != "out"}
+        settings = resolve({"model": "lstm-large", "steps": 30, "batch_size": 1, **given})
         from mpisparse.runtime import bench_ddp
 
-        plan = bench_ddp.Plan(settings, args.cases, args.powersgd_rank, as_json=args.json, out=args.records)
+        plan = bench_ddp.Plan(settings, args.cases, args.powersgd_rank, as_json=args.json, out=args.out)
         return bench_ddp.run(plan)
     if args.bench == "ablation":
         return _ablation(args)
@@ -288,7 +288,7 @@ def _bench(args: argparse.Namespace) -> int:
 
         return bench_scaling.run(
             bench_scaling.Plan(
-                args.elements, args.density, args.scheme, args.steps, args.workers, args.gradients, args.latency,
+                args.elements, args.density, args.cases, args.steps, args.workers, args.gradients, args.latency,
                 args.bandwidth, as_json=args.json, out=args.out,
             )
         )  # fmt: skip

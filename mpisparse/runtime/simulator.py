@@ -27,7 +27,7 @@ from mpisparse.parts import Region, imbalance
 from mpisparse.rows import nbytes_of
 from mpisparse.runtime.costs import Log
 from mpisparse.runtime.synthetic import Source, worker_gradient
-from mpisparse.schemes import Exdyna
+from mpisparse.schemes import Exdyna, configure
 from mpisparse.score import Magnitude
 from mpisparse.selector import ExclusiveSelector
 from mpisparse.step import spans_of
@@ -285,9 +285,12 @@ def reaching(found: Found, threshold: float) -> Ints:
 
 def simulator(scheme: str, source: Source, size: int, density: float, **options: Any) -> Simulator:
     """The simulator of a scheme by name."""
-    if scheme == "exdyna":
-        return ExclusiveSimulator(source, size, Exdyna(density=density, **options))
     check_choice("scheme to simulate", scheme, SIMULATED)
+    chosen = configure(scheme, density=density, **options)
+    if isinstance(chosen, Exdyna):
+        return ExclusiveSimulator(source, size, chosen)
+    if options:
+        raise ConfigurationError(f"the simulator knows no options of scheme {scheme}, got {', '.join(options)}")
     return UnionSimulator(source, size, density, cyclic=scheme == "cltk")
 
 

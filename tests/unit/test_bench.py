@@ -219,6 +219,13 @@ def test_scaling(tmp_path: Path) -> None:
     assert len((tmp_path / "scaling.jsonl").read_text().splitlines()) == len(records)
 
 
+def test_what_cannot_be_simulated_is_told_first() -> None:
+    with pytest.raises(AssertionError) as caught:
+        bench("scaling", "--elements", 1000, "--cases", "exdyna", "exdyna:codec=int8")
+    assert str(caught.value).count("the simulator knows density, accumulate") == 1
+    assert "ranks" not in str(caught.value)
+
+
 def test_ablation(tmp_path: Path) -> None:
     records = bench(
         "ablation", "--groups", "threshold", "feedback", "--elements", 20000, "--density", 0.01, "--steps", 5, "--json",
@@ -258,7 +265,7 @@ def test_sparse_models(tmp_path: Path) -> None:
 def test_ddp(tmp_path: Path) -> None:
     records = bench(
         "ddp", "--model", "digits-cnn", "--batch-size", 4, "--steps", 4, "--cases", "dense", "exdyna:density=0.1", "--json",
-        "--records", tmp_path / "ddp.jsonl",
+        "--out", tmp_path / "ddp.jsonl",
     )  # fmt: skip
     alone, ddp, fp16, power, dense, sparse = records
     assert [r["what"] for r in records[:2]] == ["computation alone", "DDP"]

@@ -1,4 +1,4 @@
-"""report: one self-contained page of pictures from run directories, runs overlaid."""
+"""report: one self-contained page of pictures from run directories, runs overlaid; or from records of benchmarks."""
 
 from __future__ import annotations
 
@@ -7,20 +7,50 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpisparse.errors import ConfigurationError
-from mpisparse.runtime.report.page import page
+from mpisparse.runtime.report.bench import bench_page, figures, read_records, standalone
+from mpisparse.runtime.report.bench_figures import Record
+from mpisparse.runtime.report.page import asset, page
 from mpisparse.runtime.report.read import read_runs
 
 __all__ = ["write"]
 
 
-def write(runs: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the page of these runs and return where it is: RUN/report.html for one run, else ./report.html.
+def write(runs: Sequence[Path], out: Path | None = None, pictures: Path | None = None) -> Path:
+    """Write the page of these runs, or of these files of records, and return where it is.
 
-    It is written beside and renamed, so that a page is whole or not there.
+    By default that is RUN/report.html for one run, FILE.html beside one FILE.jsonl, else ./report.html. With `pictures`,
+    those of records are written there too, a file each. Files are written beside and renamed: whole or not there.
     """
-    text = page(read_runs([Path(run) for run in runs]))
+    runs = [Path(run) for run in runs]
+    files = [run.is_file() for run in runs]
+    if any(files) and not all(files):
+        raise ConfigurationError("expected run directories or files of records, got both; make a page of each")
+    if all(files) and runs:
+        records = [record for run in runs for record in read_records(run)]
+        text = bench_page(records, asset("page.css"))
+        if pictures is not None:
+            _write_pictures(records, pictures)
+    elif pictures is not None:
+        raise ConfigurationError("pictures as files are made of records that mpisparse bench --out FILE.jsonl wrote")
+    else:
+        text = page(read_runs(runs))
     if out is None:
-        out = Path(runs[0]) / "report.html" if len(runs) == 1 else Path("report.html")
+        alone = runs[0].with_suffix(".html") if files[0] else runs[0] / "report.html"
+        out = alone if len(runs) == 1 else Path("report.html")
+    _write_whole(out, text)
+    return out
+
+
+def _write_pictures(records: Sequence[Record], directory: Path) -> None:
+    style = asset("page.css")
+    directory.mkdir(parents=True, exist_ok=True)
+    for bench in dict.fromkeys(record["bench"] for record in records):
+        for title, _, picture in figures([record for record in records if record["bench"] == bench]):
+            name = "".join(c if c.isalnum() else "-" for c in title.lower().replace(",", ""))
+            _write_whole(directory / f"{bench}-{name}.svg", standalone(picture, style))
+
+
+def _write_whole(out: Path, text: str) -> None:
     beside = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         beside.write_text(text, encoding="utf-8")
@@ -30,4 +60,3 @@ def write(runs: Sequence[Path], out: Path | None = None) -> Path:
         raise ConfigurationError(
             f"expected a file that can be written, got {out} ({error.strerror}); choose another with --out FILE.html"
         ) from error
-    return out

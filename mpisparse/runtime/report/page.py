@@ -43,8 +43,8 @@ def page(runs: Sequence[Run]) -> str:
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
         '<meta name="color-scheme" content="light dark"/>'
-        f"<title>{escape(title)}</title>\n<style>\n{_asset('page.css')}{_hiding(len(runs))}</style></head>\n"
-        f"<body>\n{''.join(body)}\n<script>//<![CDATA[\n{_asset('page.js')}//]]></script></body></html>\n"
+        f"<title>{escape(title)}</title>\n<style>\n{asset('page.css')}{_hiding(len(runs))}</style></head>\n"
+        f"<body>\n{''.join(body)}\n<script>//<![CDATA[\n{asset('page.js')}//]]></script></body></html>\n"
     )
 
 
@@ -175,5 +175,6 @@ def _listed(events: Sequence[Event]) -> list[Event]:
     return rare if len(rare) <= LISTED else [*rare[: LISTED // 2], *rare[-LISTED // 2 :]]
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """Read a file that lies beside this one."""
     return files(__package__).joinpath(name).read_text(encoding="utf-8")

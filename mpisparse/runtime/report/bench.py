@@ -1,0 +1,200 @@
+"""Pages and pictures from the records of benchmarks: JSON lines that `mpisparse bench ... --out FILE.jsonl` wrote."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpisparse import __version__
+from mpisparse.errors import ConfigurationError
+from mpisparse.runtime.report import svg
+from mpisparse.runtime.report.bench_figures import FIGURES, Bars, Plot, Record
+from mpisparse.runtime.report.chart import figure, run_classes
+from mpisparse.runtime.report.scale import fit
+from mpisparse.runtime.report.svg import HEIGHT, RIGHT, WIDTH, Frame, Look
+from mpisparse.runtime.report.thin import thin
+from mpisparse.runtime.report.units import number, say
+
+Floats = NDArray[np.float64]
+
+COLUMNS = 220
+BAR, NAMED = 17.0, 150.0  # the height of a bar, and the room for its name
+LEGEND_LINE, LEGEND_LETTER = 15.0, 6.1
+HIDDEN = ("bench", "elements", "rounds", "ms_by_phase")
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a plot."""
+
+    name: str
+    x: Floats
+    y: Floats
+
+
+def read_records(path: Path) -> list[Record]:
+    """Read the records of a file; raises ConfigurationError where a line is none of ours."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"cannot read the records in {path}: {error}") from error
+    records = []
+    for at, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            known = record["bench"] in FIGURES
+        except (ValueError, TypeError, KeyError):
+            known = False
+        if not known:
+            raise ConfigurationError(
+                f"expected a record of mpisparse bench in line {at} of {path}, got {line[:60]!r}; name what its --out wrote"
+            )
+        records.append(record)
+    if not records:
+        raise ConfigurationError(f"expected records of mpisparse bench in {path}, got an empty file")
+    return records
+
+
+def figures(records: Sequence[Record]) -> list[tuple[str, str, str]]:
+    """All pictures of the records: title, note, and the picture; those that nothing can be drawn in are left out."""
+    drawn = []
+    for bench in dict.fromkeys(record["bench"] for record in records):
+        mine = [record for record in records if record["bench"] == bench]
+        for shape in FIGURES[bench]:
+            chosen = [r for r in mine if shape.only(r) and r.get(shape.y) is not None]
+            picture = _bars(shape, chosen) if isinstance(shape, Bars) else _lines(shape, chosen)
+            if picture:
+                drawn.append((shape.title, shape.note, picture))
+    return drawn
+
+
+def bench_page(records: Sequence[Record], style: str) -> str:
+    """A page of tables and pictures."""
+    benches = list(dict.fromkeys(record["bench"] for record in records))
+    body = [f"<header><h1>bench {escape(', '.join(benches))}</h1></header><main>"]
+    shown = "".join(figure(title, note, picture) for title, note, picture in figures(records))
+    body.append(f'<section><div class="charts">\n{shown}</div></section>')
+    body += [_table(bench, [r for r in records if r["bench"] == bench]) for bench in benches]
+    body.append(f"</main><footer>Written by mpisparse {__version__}.</footer>")
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><meta name="color-scheme" content="light dark"/>'
+        f"<title>bench {escape(', '.join(benches))} · mpisparse</title>\n<style>\n{style}</style></head>\n"
+        f"<body>\n{''.join(body)}\n</body></html>\n"
+    )
+
+
+def standalone(picture: str, style: str) -> str:
+    """A picture as a file of its own, on a card's background, with that part of the page's style inside that is about it."""
+    colours, _, others = style.partition("* {")
+    style = colours + "svg text" + others.partition("svg text")[2].partition("#tip")[0]
+    opening, rest = picture.split(">", 1)
+    ground = '<rect width="100%" height="100%" rx="8" style="fill:var(--card)"/>'
+    font = "svg { font-family: system-ui, sans-serif }"
+    return f"{opening}><style>{escape(style, quote=False)}{font}</style>{ground}{rest}\n"
+
+
+def _values(record: Record, shape: Plot | Bars) -> Any:
+    """What is drawn of a record, in the axis's own unit."""
+    factor = {"ms": 1e-3, "MB": 1e6}.get(shape.kind, 1.0)
+    return np.asarray(record[shape.y], dtype=np.float64) * factor
+
+
+def _kind(shape: Plot | Bars) -> str:
+    return {"ms": "seconds", "MB": "bytes"}.get(shape.kind, shape.kind)
+
+
+def _series(plot: Plot, records: Sequence[Record]) -> list[Series]:
+    if not plot.by_ranks:
+        made = [(plot.name(r), _values(r, plot)) for r in records]
+        return [Series(name, np.arange(1.0, len(y) + 1), y) for name, y in made if y.ndim == 1 and len(y)]
+    series = []
+    for name in dict.fromkeys(map(plot.name, records)):
+        mine = sorted((r for r in records if plot.name(r) == name), key=lambda r: int(r["ranks"]))
+        x = np.array([r["ranks"] for r in mine], dtype=np.float64)
+        series.append(Series(name, x, np.array([_values(r, plot) for r in mine])))
+    return series
+
+
+def _lines(plot: Plot, records: Sequence[Record]) -> str:
+    """Lines, with their names below."""
+    series = _series(plot, records)
+    x, y = fit([s.x for s in series], log=plot.by_ranks), fit([s.y for s in series], log=plot.log, pad=0.05)
+    if not series or x is None or y is None:
+        return ""
+    x = replace(x, kind="count", name="ranks" if plot.by_ranks else "steps")
+    legend, height = _legend([s.name for s in series])
+    frame = Frame(x, replace(y, kind=_kind(plot)))
+    drawn = []
+    for i, s in enumerate(series):
+        thinned = thin(frame.x.place(s.x), s.y, s.y, s.y, COLUMNS)
+        drawn.append(svg.draw_line(frame, thinned, Look(run_classes(i), s.name)))
+    picture = svg.picture(plot.title, _describe(plot, series), frame, drawn)
+    size = f"0 0 {WIDTH:g} {HEIGHT:g}"
+    return picture.replace(size, f"0 0 {WIDTH:g} {HEIGHT + height:g}").removesuffix("</svg>") + legend + "</svg>"
+
+
+def _legend(names: Sequence[str]) -> tuple[str, float]:
+    """The names in their colours, as many in a line as fit; and how high that is."""
+    parts, across, down = [], 8.0, HEIGHT + 8
+    for i, name in enumerate(names):
+        width = 26 + LEGEND_LETTER * len(name)
+        if across > 8 and across + width > WIDTH:
+            across, down = 8.0, down + LEGEND_LINE
+        parts.append(f'<path class="line {run_classes(i)}" d="M{across:g} {down:g}h14"/>')
+        parts.append(f'<text x="{across + 18:g}" y="{down + 4:g}">{escape(name)}</text>')
+        across += width
+    return "".join(parts), down - HEIGHT + 10
+
+
+def _bars(bars: Bars, records: Sequence[Record]) -> str:
+    """A bar for each record, its name before and its value behind it."""
+    values = [float(_values(r, bars)) for r in records]
+    most = max((v for v in values if math.isfinite(v)), default=0.0)
+    if most <= 0:
+        return ""
+    room = WIDTH - NAMED - RIGHT - 52
+    parts = []
+    for i, (record, value) in enumerate(zip(records, values, strict=True)):
+        y = 8 + i * (BAR + 4)
+        name = bars.name(record)
+        short = name if len(name) <= 25 else name[:24] + "…"
+        length = max(1.0, room * max(value, 0.0) / most) if math.isfinite(value) else 0.0
+        parts.append(f'<text class="y" x="{NAMED - 5:g}" y="{y + BAR / 2:g}">{escape(short)}</text>')
+        parts.append(
+            f'<rect class="bar {run_classes(i % 8)}" x="{NAMED:g}" y="{y:g}" width="{length:.1f}" height="{BAR:g}"/>'
+        )
+        shown = say(_kind(bars), value) if _kind(bars) != "number" else number(value, 3)
+        parts.append(f'<text class="value" x="{NAMED + length + 5:.1f}" y="{y + BAR / 2:g}">{escape(shown)}</text>')
+    words = "; ".join(f"{bars.name(r)}: {say(_kind(bars), v)}" for r, v in zip(records, values, strict=True))
+    return svg.blank(bars.title, f"{bars.note}. {words}", "".join(parts), height=16 + len(records) * (BAR + 4))
+
+
+def _describe(plot: Plot, series: Sequence[Series]) -> str:
+    parts = [f"{plot.note}." if plot.note else ""]
+    for s in series:
+        finite = s.y[np.isfinite(s.y)]
+        if len(finite):
+            parts.append(f"{s.name}: from {say(_kind(plot), float(finite[0]))} to {say(_kind(plot), float(finite[-1]))}.")
+    return " ".join(parts)
+
+
+def _table(bench: str, records: Sequence[Record]) -> str:
+    keys = [k for k in dict.fromkeys(k for r in records for k in r) if k not in HIDDEN and not k.endswith("_by_step")]
+    head = "".join(f"<th>{escape(key.replace('_', ' '))}</th>" for key in keys)
+    rows = "".join("<tr>" + "".join(f"<td>{_cell(r.get(key))}</td>" for key in keys) + "</tr>" for r in records)
+    table = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    return f'<section><h2>bench {escape(bench)}</h2><div class="card">{table}</div></section>'
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return number(value) if isinstance(value, int | float) and not isinstance(value, bool) else escape(str(value))
