@@ -212,7 +212,7 @@ class BesideExchange(Exchange):
     It must do its gathering, routing and texts in one thread at a time.
     """
 
-    SHORTEST, LONGEST = 5e-5, 1e-3  # seconds between looks: sockets hold what arrives in the longest at 1 Gbit/s
+    SHORTEST, LONGEST = 5e-5, 2e-3  # seconds between looks: sockets hold what arrives in the longest at 1 Gbit/s
 
     def _call(self, name: str, *buffers: Any) -> None:
         request = getattr(self.comm, f"I{name.lower()}")(*buffers)

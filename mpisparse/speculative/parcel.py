@@ -172,7 +172,8 @@ class Delivery:
                 self.codec.decode(self.backend, payload[length - size :], term)
             indices.append(index)
             terms.append(term)
-        union = np.unique(np.concatenate(indices))
+        union = np.sort(np.concatenate(indices), kind="stable")  # of sorted runs, which that merges
+        union = union[np.diff(union, prepend=-1) > 0]
         total, senders = np.zeros((2, len(union)), dtype=np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
             for index, term in zip(indices, terms, strict=True):

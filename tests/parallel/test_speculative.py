@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import math
 import shutil
 import tempfile
@@ -379,6 +380,34 @@ def test_granularity_in_the_statistics(comm: MPI.Intracomm) -> None:
     assert run.sync.stats.speculation.in_flight == 1
     assert run.sync.stats.speculation.drift_after <= 1e-3
     run.close()
+
+
+def test_confidence_by_a_function(comm: MPI.Intracomm) -> None:
+    """The mean over ranks decides on all of them, from the step on that knows it."""
+    run = Run(comm, granularity="rule", horizon=10**6, largest=10_000, confidence=lambda: 1.0 if comm.rank == 0 else 0.0)
+    fine = [run.train(step, step + 1).sync.stats.speculation.fine for step in range(4)]
+    assert fine[1:] == [0.0] + [round(4 * 0.5 / comm.size) / 4] * 2
+    run.close()
+
+
+def test_there_is_no_third_copy(comm: MPI.Intracomm) -> None:
+    """Of a parameter's size there are its own and global weights, and their two entries each in Adam's state."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(211, 97), nn.Tanh(), nn.Linear(97, 5))
+    sync = mpisparse.GradientSync(model, scheme="speculative", comm=comm, density=0.1, staleness=2)
+    optimizer = torch.optim.Adam(model.parameters())
+    mpisparse.attach(optimizer, sync)
+    for step in range(5):
+        optimizer.zero_grad()
+        model(torch.randn(4, 211, generator=seeded(comm.rank, step))).square().mean().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
+    tensors += [t.data for t in tensors if isinstance(t, nn.Parameter)]
+    places = {t.untyped_storage().data_ptr() for t in tensors if t.untyped_storage().nbytes() == 4 * 211 * 97}
+    assert everywhere(comm, len(places) == 2 * 3), f"{len(places)} pieces of memory of a weight's size"
+    sync.close()
 
 
 def test_a_probe_in_training(comm: MPI.Intracomm) -> None:
