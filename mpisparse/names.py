@@ -1,4 +1,4 @@
-"""The names of schemes and codecs, for those who must check them without torch or MPI."""
+"""The names of schemes, codecs and drivers, for those who must check them without torch or MPI."""
 
 from __future__ import annotations
 
@@ -6,3 +6,4 @@ SCHEMES = (
     "dense", "exdyna", "momentum", "predictive", "speculative", "topk", "cltk", "randomk", "threshold", "sidco", "dgc",
 )  # fmt: skip
 CODECS = ("fp32", "fp16", "bf16", "int8", "momentum-int8", "momentum-fp32")
+DRIVERS = ("mpio",)  # of checkpoints

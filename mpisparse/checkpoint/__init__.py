@@ -15,11 +15,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mpisparse import __version__
-from mpisparse.checkpoint import store, tree
+from mpisparse import __version__, names
+from mpisparse.checkpoint import onefile, store, tree
 from mpisparse.checkpoint.h5file import Arrays, Damaged, FileRecord, read_file, write_file
 from mpisparse.checkpoint.state import Snapshot, Subjects, flatten_own, flatten_shared, resize, sources, split
-from mpisparse.errors import CheckpointError, ConfigurationError
+from mpisparse.errors import CheckpointError, ConfigurationError, check_choice
 
 __all__ = ["CheckpointError", "Damaged", "Saving", "begin_save", "load", "save"]
 
@@ -29,7 +29,7 @@ class Saving:
 
     def __init__(
         self, exchange: Any, directory: Path, place: Path, manifest: store.Manifest, keep: int | None, *,
-        owns_exchange: bool, memory: Snapshot,
+        owns_exchange: bool, memory: Snapshot, driver: str | None,
     ) -> None:  # fmt: skip
         self._exchange = exchange
         self._owns_exchange = owns_exchange
@@ -38,12 +38,16 @@ class Saving:
         self._manifest = manifest
         self._keep = keep
         self._memory = memory
+        self._driver = driver
         self._records: list[FileRecord] = []
         self._error: str | None = None
         self._thread: threading.Thread | None = None
 
     def _write(self, files: dict[str, tuple[Arrays, dict[str, str]]]) -> None:
         try:
+            if self._driver == "mpio":
+                self._records = onefile.write_parts(self._exchange, self._place, files)
+                return
             for name, (arrays, texts) in files.items():
                 self._records.append(write_file(self._place / name, arrays, texts))
         except Exception as error:
@@ -97,22 +101,31 @@ class Saving:
 def begin_save(
     directory: str | Path, *, step: int, model: Any, optimizer: Any = None, sync: Any = None, scheduler: Any = None,
     scaler: Any = None, extra: dict[str, Any] | None = None, keep: int | None = None, background: bool = True,
-    last: Saving | None = None,
+    last: Saving | None = None, driver: str | None = None,
 ) -> Saving:  # fmt: skip
     """Begin a checkpoint; collective. With `background` the state is copied and written by a thread while training goes on.
 
     Call finish() on the result, on all ranks, before the next checkpoint. `last`: a finished one, whose memory for the
-    copy is used again.
+    copy is used again. `driver`: as of save(); "mpio" is not for the background.
     """
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ConfigurationError(f"step must be a whole number >= 0, got {step!r}")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ConfigurationError(f"keep must be a whole number >= 1, or None for all, got {keep!r}")
+    if driver is not None:
+        check_choice("driver", driver, names.DRIVERS)
+        if background:
+            raise ConfigurationError(f'driver="{driver}" sends messages while it writes: pass background=False')
     if last is not None and not last.written:
         raise CheckpointError("the last checkpoint is still being written; call its finish() first")
     memory = last._memory if last is not None else Snapshot()
     subjects = Subjects(model, optimizer, sync, scheduler, scaler)
     exchange = _exchange(sync)
+    try:
+        exchange.raise_together(onefile.lacking() if driver is not None else None)
+    except ConfigurationError:
+        _release(exchange, sync)
+        raise
     error: Exception | None = None
     place, files = Path(), {}
     try:
@@ -133,23 +146,26 @@ def begin_save(
         raise
     place = Path(exchange.gather_texts(str(place))[0])
     manifest = store.Manifest(step, exchange.size, (), tuple(subjects.describe()), _origin(sync))
-    saving = Saving(exchange, Path(directory), place, manifest, keep, owns_exchange=sync is None, memory=memory)
+    saving = Saving(
+        exchange, Path(directory), place, manifest, keep, owns_exchange=sync is None, memory=memory, driver=driver
+    )  # fmt: skip
     saving._start(files, background=background)
     return saving
 
 
 def save(
     directory: str | Path, *, step: int, model: Any, optimizer: Any = None, sync: Any = None, scheduler: Any = None,
-    scaler: Any = None, extra: dict[str, Any] | None = None, keep: int | None = None,
+    scaler: Any = None, extra: dict[str, Any] | None = None, keep: int | None = None, driver: str | None = None,
 ) -> Path:  # fmt: skip
     """Write a checkpoint of `step` into directory/step-...; collective. Returns its path.
 
     `extra` is a dict of tensors, arrays and scalars of this rank's own. `keep`: how many checkpoints to leave in the
-    directory. Raises CheckpointError on all ranks if any could not write; older checkpoints are then intact.
+    directory. `driver`: "mpio" writes one file for all ranks through parallel HDF5, instead of two for each. Raises
+    CheckpointError on all ranks if any could not write; older checkpoints are then intact.
     """
     return begin_save(
         directory, step=step, model=model, optimizer=optimizer, sync=sync, scheduler=scheduler, scaler=scaler,
-        extra=extra, keep=keep, background=False,
+        extra=extra, keep=keep, background=False, driver=driver,
     ).finish()  # fmt: skip
 
 
@@ -228,15 +244,15 @@ def _read(path: Path, rank: int, size: int) -> tuple[store.Manifest, dict[str, A
     arrays: Arrays = {}
     texts: dict[str, str] = {}
     for writer in range(manifest.ranks):
-        name = store.shared_file(writer)
-        part, words = read_file(path / name, manifest.record(name))
+        record = manifest.record(store.shared_file(writer))
+        part, words = read_file(path / record.name, record)
         arrays |= part
         texts |= words
     owns = {}
     needed = [rank] if manifest.ranks == size else sources(manifest.ranks, size, rank)
     for old in needed:
-        name = store.rank_file(old)
-        own_arrays, own_texts = read_file(path / name, manifest.record(name))
+        record = manifest.record(store.rank_file(old))
+        own_arrays, own_texts = read_file(path / record.name, record)
         owns[old] = tree.unflatten(own_texts["state"], own_arrays)
     own = owns[rank] if manifest.ranks == size else resize(owns, manifest.ranks, size, rank)
     return manifest, tree.unflatten(texts["state"], arrays), own

@@ -32,7 +32,7 @@ class Damaged(Exception):  # noqa: N818 - named for what it says of a file
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a manifest knows of a file."""
+    """What a manifest knows of a file, or of a part of one, named `all.h5/rank-0000`: the size is that of the file."""
 
     name: str
     nbytes: int
@@ -41,9 +41,9 @@ class FileRecord:
 
 def write_file(path: Path, arrays: Arrays, texts: dict[str, str]) -> FileRecord:
     """Write arrays and texts to a new file and flush it to disk; local. The digest is taken from what is being written."""
-    digest = _Digest(texts)
+    digest = Digest(texts)
     with open(path, "w+b", buffering=0) as raw:
-        steady, flushed = _Steady(raw), 0
+        steady, flushed = Steady(raw), 0
         with h5py.File(steady, "w", libver="latest") as file:
             for name, text in sorted(texts.items()):
                 file.create_dataset(f"texts/{name}", data=np.frombuffer(text.encode(), np.uint8), fletcher32=bool(text))
@@ -59,7 +59,7 @@ def write_file(path: Path, arrays: Arrays, texts: dict[str, str]) -> FileRecord:
         return FileRecord(path.name, raw.seek(0, os.SEEK_END), digest.hexdigest())
 
 
-class _Steady(io.RawIOBase):
+class Steady(io.RawIOBase):
     """A file whose writes never fail towards HDF5, which does not survive that; the first error is kept for afterwards."""
 
     def __init__(self, raw: io.FileIO) -> None:
@@ -107,7 +107,7 @@ class _Steady(io.RawIOBase):
         return True
 
 
-def _write_array(file: h5py.File, name: str, array: NDArray[Any], digest: _Digest) -> Iterator[None]:
+def _write_array(file: h5py.File, name: str, array: NDArray[Any], digest: Digest) -> Iterator[None]:
     """Write an array chunk by chunk; yields after each."""
     if array.size == 0:
         file.create_dataset(name, data=array)
@@ -127,7 +127,7 @@ def _write_array(file: h5py.File, name: str, array: NDArray[Any], digest: _Diges
         yield
 
 
-class _Digest:
+class Digest:
     """sha256 over texts and arrays in the order in which they are given."""
 
     def __init__(self, texts: dict[str, str]) -> None:
@@ -144,17 +144,18 @@ class _Digest:
 
 
 def read_file(path: Path, record: FileRecord | None = None) -> tuple[Arrays, dict[str, str]]:
-    """Read a file whole, with HDF5's checksums and, if a record is given, its size and digest; raises Damaged; local."""
+    """Read a file or a part of one, with all checksums and, if a record is given, size and digest; raises Damaged; local."""
+    whole, group = inside(path)
     try:
-        if record is not None and path.stat().st_size != record.nbytes:
-            raise Damaged(f"{path} has {path.stat().st_size:,} bytes, {record.nbytes:,} were written")
-        with h5py.File(path, "r") as file:
-            texts = {name: bytes(data[()]).decode() for name, data in _members(file, "texts")}
-            arrays = {name: data[()] for name, data in _members(file, "arrays")}
+        if record is not None and whole.stat().st_size != record.nbytes:
+            raise Damaged(f"{whole} has {whole.stat().st_size:,} bytes, {record.nbytes:,} were written")
+        with h5py.File(whole, "r") as file:
+            texts = {name: bytes(data[()]).decode() for name, data in _members(file[group], "texts")}
+            arrays = {name: data[()] for name, data in _members(file[group], "arrays")}
     except (OSError, KeyError, RuntimeError, ValueError, TypeError) as error:
         raise Damaged(f"{path} cannot be read: {error}") from error
     if record is not None:
-        digest = _Digest(texts)
+        digest = Digest(texts)
         for name, array in sorted(arrays.items()):
             digest.begin(name, array)
             digest.update(array.view(np.uint8))
@@ -163,9 +164,14 @@ def read_file(path: Path, record: FileRecord | None = None) -> tuple[Arrays, dic
     return arrays, texts
 
 
-def _members(file: h5py.File, group: str) -> list[tuple[str, Any]]:
-    """All data sets below a group, by their names in it."""
+def inside(path: Path) -> tuple[Path, str]:
+    """The file and the group in it that a path means: one without suffix goes on inside the file that is its parent."""
+    return (path, "/") if path.suffix else (path.parent, path.name)
+
+
+def _members(part: h5py.Group, group: str) -> list[tuple[str, Any]]:
+    """All data sets below a group of a part, by their names in it."""
     found: list[tuple[str, Any]] = []
-    if group in file:
-        file[group].visititems(lambda name, item: found.append((name, item)) if isinstance(item, h5py.Dataset) else None)
+    if group in part:
+        part[group].visititems(lambda name, item: found.append((name, item)) if isinstance(item, h5py.Dataset) else None)
     return found

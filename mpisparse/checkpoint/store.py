@@ -30,9 +30,9 @@ class Manifest:
     origin: dict[str, Any]
 
     def record(self, name: str) -> FileRecord:
-        """The record of a file by name; raises Damaged if the manifest has none."""
+        """The record of a file by name, or of the part that stands for it; raises Damaged if the manifest has none."""
         for record in self.files:
-            if record.name == name:
+            if Path(record.name).stem == Path(name).stem:
                 return record
         raise Damaged(f"the manifest of step {self.step} lists no file {name}")
 

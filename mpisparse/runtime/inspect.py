@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mpisparse.checkpoint import store
-from mpisparse.checkpoint.h5file import Damaged, read_file
+from mpisparse.checkpoint.h5file import Damaged, FileRecord, inside, read_file
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.progress import human_bytes
 
@@ -39,7 +39,7 @@ def look(path: Path, *, verify: bool) -> dict[str, Any]:
     record: dict[str, Any] = {"path": str(path)}
     try:
         manifest = store.read_manifest(path)
-        files = {r.name: {"bytes": r.nbytes, "sha256": r.digest} for r in manifest.files}
+        files: dict[str, Any] = {}
         record |= {
             "step": manifest.step,
             "ranks": manifest.ranks,
@@ -48,15 +48,27 @@ def look(path: Path, *, verify: bool) -> dict[str, Any]:
             "files": files,
         }
         for file in manifest.files:
-            if not (path / file.name).is_file():
-                raise Damaged(f"{path / file.name} is missing")
+            whole, _ = inside(path / file.name)
+            if not whole.is_file():
+                raise Damaged(f"{whole} is missing")
+            entry = _entry(files, file)
             if verify:
                 arrays, _ = read_file(path / file.name, file)
-                files[file.name]["arrays"] = {name: f"{a.dtype} x {a.size}" for name, a in arrays.items()}
+                entry["arrays"] = {name: f"{a.dtype} x {a.size}" for name, a in arrays.items()}
         record["verified"] = verify
     except Damaged as error:
         record["damaged"] = str(error)
     return record
+
+
+def _entry(files: dict[str, Any], record: FileRecord) -> dict[str, Any]:
+    """Enter what the manifest knows of a file, or of a part, which goes below its file."""
+    whole, part = inside(Path(record.name))
+    entry = files.setdefault(whole.name, {"bytes": record.nbytes})
+    if part != "/":
+        entry = entry.setdefault("parts", {}).setdefault(part, {})
+    entry["sha256"] = record.digest
+    return entry  # type: ignore[no-any-return]
 
 
 def _page(record: dict[str, Any]) -> str:
@@ -72,10 +84,15 @@ def _page(record: dict[str, Any]) -> str:
         f"  model       {len(record['model'])} tensors",
         *(f"    {line}" for line in record["model"]),
         f"  files       {human_bytes(total)}",
-        *(
-            f"    {name:<18} {human_bytes(file['bytes']):>10}  {file['sha256'][:16]}"
-            for name, file in record["files"].items()
-        ),
+        *_listed(record["files"]),
         f"  digests     {'all verified' if record['verified'] else 'not checked: use --verify'}",
     ]
     return "\n".join(lines)
+
+
+def _listed(files: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, file in files.items():
+        lines.append(f"    {name:<18} {human_bytes(file['bytes']):>10}  {file.get('sha256', '')[:16]}".rstrip())
+        lines += [f"      {part:<27}  {content['sha256'][:16]}" for part, content in file.get("parts", {}).items()]
+    return lines

@@ -58,6 +58,7 @@ class Settings:
     log_every: int = _setting(1, "steps between lines of metrics.jsonl")
     checkpoint_every: int | None = _setting(None, "steps between checkpoints (one is always written at the end)")
     background: bool = _setting(False, "write checkpoints while training goes on")
+    driver: str | None = _setting(None, "mpio: checkpoints of one file, by parallel HDF5 (default: two files a rank)")
     keep: int = _setting(2, "checkpoints to keep")
     resume: str = _setting("auto", "auto, never, or a directory with checkpoints")
     tensorboard: bool = _setting(False, "write TensorBoard events to the run's directory")
@@ -71,6 +72,10 @@ class Settings:
         check_choice("scheme", self.scheme, names.SCHEMES)
         if self.codec is not None:
             check_choice("codec", self.codec, names.CODECS)
+        if self.driver is not None:
+            check_choice("driver", self.driver, names.DRIVERS)
+            if self.background:
+                raise ConfigurationError(f"driver {self.driver} does not write in the background: leave one of them out")
         if self.model not in MODELS and ":" not in self.model:
             raise ConfigurationError(
                 f"unknown model {self.model!r}; {suggest(self.model, MODELS)}, or give package.module:factory"

@@ -11,7 +11,7 @@ import torch
 
 import mpisparse
 from mpisparse import checkpoint
-from mpisparse.checkpoint import store
+from mpisparse.checkpoint import onefile, store
 from mpisparse.device import local_device
 from mpisparse.errors import CheckpointError, ConfigurationError
 from mpisparse.exchange import Exchange, end_job_on_uncaught_exception, library, local_rank
@@ -85,6 +85,7 @@ class Trainer:
         self.failed = False  # the last checkpoint could not be written
         self.seconds = 0.0
         self.sync.check_together(self._too_few_examples())
+        self.sync.check_together(onefile.lacking() if settings.driver is not None else None)
         self._seed(settings.seed * 1_000_003 + self.sync.rank + 1)
         self.out = Path(settings.out)
         self.resumed = self._resume()
@@ -369,6 +370,7 @@ class Trainer:
             self.saving = checkpoint.begin_save(
                 self.checkpoints, step=self.step, model=self.model, optimizer=self.optimizer, sync=self.sync,
                 extra=extra, keep=self.settings.keep, background=background, last=self.saved,
+                driver=self.settings.driver,
             )  # fmt: skip
         except CheckpointError as error:
             self.failed = True

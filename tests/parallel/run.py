@@ -1,4 +1,4 @@
-"""Run the parallel suite: `mpirun -n N python tests/parallel/run.py [pytest options]`.
+"""Run the parallel suite: `mpirun -n N python tests/parallel/run.py [pytest options] [files]`.
 
 Rank 0 reports; the output of another rank is shown only if something failed there. All ranks exit alike.
 """
@@ -17,7 +17,8 @@ from mpi4py import MPI
 
 def main() -> int:
     comm = MPI.COMM_WORLD
-    args = ["--with-mpi", "-p", "no:cacheprovider", "-q", str(Path(__file__).parent), *sys.argv[1:]]
+    where = [] if any(word.endswith(".py") for word in sys.argv[1:]) else [str(Path(__file__).parent)]
+    args = ["--with-mpi", "-p", "no:cacheprovider", "-q", *where, *sys.argv[1:]]
     quiet = io.StringIO()
     with contextlib.redirect_stdout(quiet) if comm.rank else contextlib.nullcontext():
         code = int(pytest.main(args))

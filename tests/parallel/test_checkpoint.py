@@ -1,8 +1,13 @@
-"""Checkpoints on any number of ranks: resumed to the last bit, whole or not at all on all ranks, and resized."""
+"""Checkpoints on any number of ranks: resumed to the last bit, whole or not at all on all ranks, and resized.
+
+MPISPARSE_TEST_DRIVER=mpio makes them one file for all ranks, which needs an h5py with MPI: see tests/mpio.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 import tempfile
 import threading
 import warnings
@@ -18,9 +23,10 @@ from torch import nn
 
 import mpisparse
 from mpisparse import checkpoint
-from mpisparse.checkpoint import h5file, state, store
+from mpisparse.checkpoint import h5file, onefile, state, store
 from mpisparse.errors import CheckpointError
 
+DRIVER = os.environ.get("MPISPARSE_TEST_DRIVER")
 CODECS = ["fp32", "fp16", "bf16", "int8"]
 SCHEMES = [{"scheme": "dense"}] + [
     {"density": 0.05, "codec": codec, "accumulate": path} for codec in CODECS for path in ("step", "backward")
@@ -84,6 +90,7 @@ class Run:
             self.scheduler.step()
 
     def save(self, directory: Path, step: int, **options: Any) -> Path:
+        options = {"driver": DRIVER, **options}
         return checkpoint.save(directory, step=step, extra={"own": [self.comm.rank, step]}, **options, **self.subjects)
 
     def load(self, directory: Path) -> int | None:
@@ -127,13 +134,15 @@ def finished(comm: MPI.Intracomm, first: int = 0, last: int = STEPS, **options: 
 def test_resume_to_the_last_bit(
     comm: MPI.Intracomm, directory: Path, scheme: dict[str, Any], optimizer: str, background: bool
 ) -> None:
+    if background and DRIVER:
+        pytest.skip(f"{DRIVER} does not write in the background")
     options = {"optimizer": optimizer, **scheme}
     whole = finished(comm, **options)
     first = Run(comm, **options)
     first.train(0, MIDDLE)
     middle = first.bits()
     saving = checkpoint.begin_save(
-        directory, step=MIDDLE, extra={"own": [comm.rank, MIDDLE]}, background=background, **first.subjects
+        directory, step=MIDDLE, extra={"own": [comm.rank, MIDDLE]}, background=background, driver=DRIVER, **first.subjects
     )
     first.train(MIDDLE, STEPS)  # what is saved is the state of the moment when saving was begun
     assert saving.finish() == directory / store.name_of(MIDDLE)
@@ -153,6 +162,8 @@ def test_resume_to_the_last_bit(
 def test_background_saves_the_moment_when_it_was_begun(
     comm: MPI.Intracomm, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if DRIVER:
+        pytest.skip(f"{DRIVER} does not write in the background")
     trained = threading.Event()
 
     def write_late(*args: Any) -> Any:
@@ -203,11 +214,11 @@ def test_an_error_on_one_rank_is_raised_on_all(
     run.save(directory, 2)
     run.train(2, 3)
     for failing in {0, comm.size - 1}:
-        for background in (False, True):
+        for background in (False,) if DRIVER else (False, True):
             with monkeypatch.context() as patch:
                 if comm.rank == failing:
-                    patch.setattr(checkpoint, "write_file", fail_to_write)
-                saving = checkpoint.begin_save(directory, step=3, background=background, **run.subjects)
+                    patch.setattr(*((onefile, "_fill") if DRIVER else (checkpoint, "write_file")), fail_to_write)
+                saving = checkpoint.begin_save(directory, step=3, background=background, driver=DRIVER, **run.subjects)
                 told = raised(comm, CheckpointError, saving.finish)
             assert "step-00000003" in told
             assert f"r{failing} | OSError: no space left for a test" in told
@@ -223,6 +234,64 @@ def fail_to_write(*_: Any) -> None:
     raise OSError("no space left for a test")
 
 
+def test_one_file_is_refused_on_all_where_a_rank_has_no_mpi_in_h5py(
+    comm: MPI.Intracomm, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(comm)
+    lacking = comm.size - 1
+    error = mpisparse.ConfigurationError("no MPI in h5py") if comm.rank == lacking else None
+    monkeypatch.setattr(onefile, "lacking", lambda: error)
+    told = raised(comm, mpisparse.ConfigurationError, lambda: run.save(directory, 1, driver="mpio"))
+    assert told == f"r{lacking} | no MPI in h5py"
+    left = [p.name for p in directory.iterdir()]
+    assert everywhere(comm, not left), left
+    run.close()
+
+
+@pytest.mark.parametrize("reserved", [True, False] if DRIVER else [True])  # only the file for all ranks reserves its space
+def test_a_full_disk_is_an_error_on_all(
+    comm: MPI.Intracomm, directory: Path, monkeypatch: pytest.MonkeyPatch, reserved: bool
+) -> None:
+    """With less free than is needed: nothing left of the new one, and the old one as it was; with enough, a whole one."""
+    if not reserved:
+        monkeypatch.setattr(onefile, "reserve", lambda raw: None)
+    mounted = mount(directory, "size=16m") if comm.rank == 0 else ""
+    problem = comm.bcast(mounted)
+    if problem:
+        pytest.skip(f"cannot mount a small tmpfs: {problem}")
+    try:
+        model = nn.Linear(100, 700)
+        before = shutil.disk_usage(directory).used
+        comm.Barrier()
+        checkpoint.save(directory, step=1, model=model, driver=DRIVER)
+        old = comm.bcast(shutil.disk_usage(directory).used)
+        for share in (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 1.5):
+            if comm.rank == 0:
+                mount(directory, f"remount,size={old + int(share * (old - before)) // 4096 * 4096}")
+            comm.Barrier()
+            if share > 1:
+                checkpoint.save(directory, step=2, model=model, driver=DRIVER)
+                assert checkpoint.load(directory, model=model) == 2
+                break
+            told = raised(comm, CheckpointError, lambda: checkpoint.save(directory, step=2, model=model, driver=DRIVER))
+            assert "No space left" in told or not reserved, told
+            left = [p.name for p in directory.iterdir()]
+            assert everywhere(comm, left == ["step-00000001"]), left
+            assert checkpoint.load(directory, model=model) == 1
+    finally:
+        comm.Barrier()
+        if comm.rank == 0:
+            subprocess.run(["umount", "--lazy", str(directory)], check=True)
+        comm.Barrier()
+
+
+def mount(place: Path, options: str) -> str:
+    """Mount a file system in memory, or change the one there; returns what went wrong."""
+    return subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)], capture_output=True, text=True
+    ).stderr.strip()
+
+
 def test_a_directory_that_cannot_be_is_an_error_on_all(comm: MPI.Intracomm, directory: Path) -> None:
     run = Run(comm)
     if comm.rank == 0:
@@ -236,7 +305,9 @@ def test_a_directory_that_cannot_be_is_an_error_on_all(comm: MPI.Intracomm, dire
 def test_a_state_that_cannot_be_stored_is_an_error_on_all_and_leaves_nothing(comm: MPI.Intracomm, directory: Path) -> None:
     run = Run(comm)
     extra = {"bad": object()} if comm.rank == comm.size - 1 else {}
-    told = raised(comm, CheckpointError, lambda: checkpoint.save(directory, step=1, extra=extra, **run.subjects))
+    told = raised(
+        comm, CheckpointError, lambda: checkpoint.save(directory, step=1, extra=extra, driver=DRIVER, **run.subjects)
+    )
     assert "cannot store object at /extra/bad" in told
     left = [p.name for p in directory.iterdir()]
     assert everywhere(comm, not left), left
@@ -267,7 +338,9 @@ def test_damaged_newest_and_all_use_the_one_before(comm: MPI.Intracomm, director
     which, _, kind = name.partition("-")
     if kind:
         rank = 0 if which == "first" else comm.size - 1
-        name = store.rank_file(rank) if kind == "rank" else store.shared_file(rank)
+        record = store.read_manifest(newest).record(store.rank_file(rank) if kind == "rank" else store.shared_file(rank))
+        name = h5file.inside(Path(record.name))[0].name
+    comm.Barrier()
     if comm.rank == 0:
         damage(newest / name, how)
     comm.Barrier()
@@ -332,7 +405,7 @@ def test_without_a_sync_no_communicator_is_left_behind(
 
     monkeypatch.setattr(mpisparse.exchange.Exchange, "__init__", note)
     model = nn.Linear(3, 2)
-    checkpoint.save(directory, step=1, model=model)
+    checkpoint.save(directory, step=1, model=model, driver=DRIVER)
     right = bits(model.parameters())
     with torch.no_grad():
         model.weight.zero_()
@@ -410,8 +483,9 @@ def test_merged_residuals_have_the_same_mean(comm: MPI.Intracomm, old: int, new:
 def test_the_replicated_state_is_shared_out(comm: MPI.Intracomm, directory: Path) -> None:
     model = nn.Sequential(*(nn.Linear(30, 30) for _ in range(8)))
     sync = mpisparse.GradientSync(model, comm=comm, density=0.05)
-    path = checkpoint.save(directory, step=1, model=model, sync=sync)
-    held = [sum(a.nbytes for a in h5file.read_file(path / store.shared_file(r))[0].values()) for r in range(comm.size)]
+    path = checkpoint.save(directory, step=1, model=model, sync=sync, driver=DRIVER)
+    records = [store.read_manifest(path).record(store.shared_file(rank)) for rank in range(comm.size)]
+    held = [sum(a.nbytes for a in h5file.read_file(path / r.name, r)[0].values()) for r in records]
     assert sum(held) == sum(p.numel() * 4 for p in model.parameters())
     assert max(held) <= sum(held) / comm.size + 30 * 30 * 4
     assert min(held) > 0

@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -24,14 +25,32 @@ from torch import nn
 
 import mpisparse
 from mpisparse import checkpoint, device, reference
-from mpisparse.checkpoint import h5file, store, tree
+from mpisparse.checkpoint import h5file, onefile, store, tree
 from mpisparse.checkpoint.h5file import Damaged, read_file, write_file
 from mpisparse.errors import CheckpointError, ConfigurationError
+from mpisparse.exchange import Exchange
+from mpisparse.runtime import inspect
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64),
 ]
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Let one rank open the file for all ranks without HDF5's MPI driver: what is laid out and written is the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onefile, "lacking", lambda: None)
+        patch.setattr(onefile, "open_together", lambda path, comm: h5py.File(path, "r+"))
+        yield
+
+
+@pytest.fixture(params=[None, "mpio"], ids=["files", "one-file"])
+def driver(request: pytest.FixtureRequest) -> Iterator[str | None]:
+    """Checkpoints of files for each rank, and of one for all."""
+    with alone():
+        yield request.param
 
 
 # Trees
@@ -277,6 +296,113 @@ def test_cut_and_lengthened_files_are_noticed(tmp_path: Path) -> None:
         read_file(path, record)
 
 
+# One file for all ranks
+
+
+def write_one(place: Path, files: dict[str, tuple[h5file.Arrays, dict[str, str]]]) -> dict[str, h5file.FileRecord]:
+    """Write files' contents as parts of one file; their records by the names of the files."""
+    exchange = Exchange()
+    with alone():
+        records = onefile.write_parts(exchange, place, files)
+    exchange.close()
+    return dict(zip(files, records, strict=True))
+
+
+def test_every_type_goes_through_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onefile, "SLICE_NBYTES", 24)
+    states = {
+        f"rank-{i:04d}.h5": {"a": torch.arange(35).reshape(5, 7).to(dtype), "none": torch.zeros(0, 3, dtype=dtype)}
+        for i, dtype in enumerate(DTYPES)
+    }
+    flat = {name: tree.flatten(state, "own") for name, state in states.items()}
+    empty: dict[str, tuple[h5file.Arrays, dict[str, str]]] = {"shared-0000.h5": ({}, {}), "shared-0001.h5": ({}, {"x": ""})}
+    records = write_one(tmp_path, {name: (arrays, {"state": text}) for name, (text, arrays) in flat.items()} | empty)
+    assert [p.name for p in tmp_path.iterdir()] == ["all.h5"]
+    assert {r.nbytes for r in records.values()} == {(tmp_path / "all.h5").stat().st_size}
+    for name, state in states.items():
+        arrays, texts = read_file(tmp_path / records[name].name, records[name])
+        assert same(tree.unflatten(texts["state"], arrays), state)
+    for name, content in empty.items():
+        assert read_file(tmp_path / records[name].name, records[name]) == content
+
+
+def test_the_digest_of_a_part_notices_what_hdf5_cannot(tmp_path: Path) -> None:
+    arrays = {"own/0": np.arange(9.0), "own/1": np.arange(9.0) + 1}
+    texts = {"state": "one", "other": "two"}
+    records = write_one(tmp_path, {"rank-0000.h5": (arrays, texts), "rank-0001.h5": ({"own/0": np.zeros(9)}, texts)})
+    first, second = records.values()
+    whole = tmp_path / "all.h5"
+    content = whole.read_bytes()
+
+    def other_value(file: h5py.File) -> None:
+        file["rank-0000/arrays/own/0"][5] = 7.0
+
+    def other_text(file: h5py.File) -> None:
+        file["rank-0000/texts/state"][:] = np.frombuffer(b"two", np.uint8)
+
+    def swapped(file: h5py.File) -> None:
+        for old, new in (("rank-0000", "x"), ("rank-0001", "rank-0000"), ("x", "rank-0001")):
+            file.move(old, new)
+
+    def renamed(file: h5py.File) -> None:
+        file.move("rank-0000/arrays/own/1", "rank-0000/arrays/own/2")
+
+    def less(file: h5py.File) -> None:
+        del file["rank-0000/arrays/own/1"]
+
+    for change in (other_value, other_text, swapped, renamed, less):
+        with h5py.File(whole, "r+") as file:
+            change(file)
+        record = h5file.FileRecord(first.name, whole.stat().st_size, first.digest)
+        with pytest.raises(Damaged, match=r"all\.h5/rank-0000 is not what was written: its digest differs"):
+            read_file(tmp_path / first.name, record)
+        whole.write_bytes(content)
+        read_file(tmp_path / first.name, first)
+        read_file(tmp_path / second.name, second)
+
+
+def test_a_part_that_is_not_there_is_damage(tmp_path: Path) -> None:
+    (record,) = write_one(tmp_path, {"rank-0000.h5": (some_arrays(), {})}).values()
+    with pytest.raises(Damaged, match=r"all\.h5/rank-0001 cannot be read"):
+        read_file(tmp_path / "all.h5" / "rank-0001", h5file.FileRecord("all.h5/rank-0001", record.nbytes, record.digest))
+
+
+def test_one_file_needs_an_h5py_with_mpi(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(h5py, "get_config", lambda: SimpleNamespace(mpi=False))
+    for subjects in (run.subjects, {"model": run.model}):
+        with pytest.raises(ConfigurationError, match=r"needs an h5py with MPI, .* has none; build it .*HDF5_MPI=ON"):
+            checkpoint.save(tmp_path, step=1, driver="mpio", **subjects)
+    with pytest.raises(ConfigurationError, match=r"unknown driver 'mpi'; did you mean 'mpio'\?"):
+        run.save(tmp_path, 1, driver="mpi")
+    with pytest.raises(ConfigurationError, match="sends messages while it writes: pass background=False"):
+        checkpoint.begin_save(tmp_path, step=1, driver="mpio", **run.subjects)
+    assert not list(tmp_path.iterdir())
+
+
+def test_inspect_shows_the_parts_of_one_file(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with alone():
+        path = run.save(tmp_path, 5, driver="mpio")
+    assert inspect.run(tmp_path, verify=True, as_json=True) == 0
+    record = json.loads(capsys.readouterr().out)
+    (file,) = record["files"].values()
+    assert file["bytes"] == (path / "all.h5").stat().st_size
+    assert {part: bool(content["arrays"]) for part, content in file["parts"].items()} == {
+        "rank-0000": True,
+        "shared-0000": True,
+    }
+    assert inspect.run(tmp_path, verify=True, as_json=False) == 0
+    told = capsys.readouterr().out
+    assert all(words in told for words in ("all.h5 ", "  rank-0000 ", "  shared-0000 ", "all verified"))
+    with h5py.File(path / "all.h5", "r+") as spoiled:
+        spoiled["shared-0000/arrays/shared/0"][0] += 1
+    assert inspect.run(tmp_path, verify=False, as_json=False) == 0
+    assert inspect.run(tmp_path, verify=True, as_json=False) == 1
+    assert "all.h5/shared-0000 is not what was written" in capsys.readouterr().out
+    (path / "all.h5").unlink()
+    assert inspect.run(tmp_path, verify=False, as_json=False) == 1
+    assert "all.h5 is missing" in capsys.readouterr().out
+
+
 # The store
 
 
@@ -461,12 +587,13 @@ def run() -> Iterator[Run]:
     made.close()
 
 
-def test_save_and_load_give_everything_back(tmp_path: Path, run: Run) -> None:
+def test_save_and_load_give_everything_back(tmp_path: Path, run: Run, driver: str | None) -> None:
     run.train(3)
     extra = {"epoch": 3, "mean": torch.arange(3.0), "name": "x", "nothing": None}
-    path = checkpoint.save(tmp_path, step=3, extra=extra, **run.subjects)
+    path = checkpoint.save(tmp_path, step=3, extra=extra, driver=driver, **run.subjects)
     assert path == tmp_path / "step-00000003"
-    assert sorted(p.name for p in path.iterdir()) == ["manifest.json", "rank-0000.h5", "shared-0000.h5"]
+    names = ["all.h5", "manifest.json"] if driver else ["manifest.json", "rank-0000.h5", "shared-0000.h5"]
+    assert sorted(p.name for p in path.iterdir()) == names
     saved = run.state()
     run.train(2)
     later = run.state()
@@ -481,11 +608,11 @@ def test_save_and_load_give_everything_back(tmp_path: Path, run: Run) -> None:
     other.close()
 
 
-def test_keep_and_the_newest_is_loaded(tmp_path: Path, run: Run) -> None:
+def test_keep_and_the_newest_is_loaded(tmp_path: Path, run: Run, driver: str | None) -> None:
     states = {}
     for step in (1, 2, 3):
         run.train()
-        run.save(tmp_path, step, keep=2)
+        run.save(tmp_path, step, keep=2, driver=driver if step > 1 else None)
         states[step] = run.state()
     assert [p.name for p in store.found(tmp_path)] == ["step-00000003", "step-00000002"]
     run.train()
@@ -553,15 +680,18 @@ def test_another_thread_count_warns(tmp_path: Path, run: Run) -> None:
 # Damaged
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Run, dict[int | None, Any]]]:
+@pytest.fixture(scope="module", params=[None, "mpio"], ids=["files", "one-file"])
+def pair(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[tuple[Path, Run, dict[int | None, Any]]]:
     """Two checkpoints, a run to load them into, and what each restores; None is the state that a test begins with."""
     directory = tmp_path_factory.mktemp("pair")
     run = Run()
     states: dict[int | None, Any] = {}
     for step in (1, 2):
         run.train()
-        run.save(directory, step)
+        with alone():
+            run.save(directory, step, driver=request.param)
         states[step] = run.state()
     run.train()
     states[None] = run.state()
@@ -592,7 +722,7 @@ def test_flipped_bits_are_noticed_or_do_no_harm(pair: tuple[Path, Run, dict[int 
     noticed = 0
     flips = 120
     for i in range(flips):
-        path = files_of(directory)[i % 3]
+        path = files_of(directory)[i % len(files_of(directory))]
         content = path.read_bytes()
         spoiled = bytearray(content)
         spoiled[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
@@ -661,19 +791,21 @@ def used(disk: Path) -> int:
     return shutil.disk_usage(disk).used
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["at-once", "background"])
-def test_a_full_disk_leaves_the_older_ones_intact(disk: Path, background: bool) -> None:
+@pytest.mark.parametrize(
+    ("driver", "background"), [(None, False), (None, True), ("mpio", False)], indirect=["driver"], ids=str
+)
+def test_a_full_disk_leaves_the_older_ones_intact(disk: Path, background: bool, driver: str | None) -> None:
     """With any number of free pages, from none to enough: an error and nothing left of it, or a whole checkpoint."""
     run = Run(width=700)
     run.train()
     before = used(disk)
-    run.save(disk, 1)
+    run.save(disk, 1, driver=driver)
     one, old = run.state(), used(disk)
     needed = (old - before) // PAGE
     run.train()
     for free in range(needed + 8):
         limit(disk, old + free * PAGE)
-        saving = checkpoint.begin_save(disk, step=2, background=background, **run.subjects)
+        saving = checkpoint.begin_save(disk, step=2, background=background, driver=driver, **run.subjects)
         with contextlib.suppress(CheckpointError):
             saving.finish()
             break

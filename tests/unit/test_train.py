@@ -149,6 +149,8 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         ({"optimizer": "sdg"}, "unknown optimizer 'sdg'; did you mean 'sgd'?"),
         ({"scheme": "exdina"}, "unknown scheme 'exdina'; did you mean 'exdyna'?"),
         ({"codec": "int9"}, "unknown codec 'int9'; did you mean 'int8'?"),
+        ({"driver": "mpi"}, "unknown driver 'mpi'; did you mean 'mpio'?"),
+        ({"driver": "mpio", "background": True}, "driver mpio does not write in the background"),
         ({"model": "vgg17"}, "unknown model 'vgg17'; did you mean 'vgg1"),
         ({"options": {"density": 0.5}}, "density is no option of a scheme; pass --density"),
         ({"options": {"comm": 5}}, "comm is no option of a scheme"),
