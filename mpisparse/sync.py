@@ -33,7 +33,8 @@ from mpisparse.exchange import Exchange, end_job_on_uncaught_exception
 from mpisparse.flat import Layout, Published, collect, zeros
 from mpisparse.parts import Clock, Parts
 from mpisparse.registry import parameters_registered
-from mpisparse.schemes import Options, check_density, configure
+from mpisparse.schemes import configure
+from mpisparse.schemes.options import Options, check_density
 from mpisparse.step import Stats
 from mpisparse.watch import GradientWatch
 

@@ -27,7 +27,8 @@ from mpisparse.parts import Region, imbalance
 from mpisparse.rows import nbytes_of
 from mpisparse.runtime.costs import Log
 from mpisparse.runtime.synthetic import Source, worker_gradient
-from mpisparse.schemes import Exdyna, configure
+from mpisparse.schemes import configure
+from mpisparse.schemes.partitioned import Exdyna
 from mpisparse.score import Magnitude
 from mpisparse.selector import ExclusiveSelector
 from mpisparse.step import spans_of

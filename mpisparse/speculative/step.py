@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rules:
-    """How a speculative step goes; see mpisparse.schemes.Speculative, whose options these are."""
+    """How a speculative step goes; see mpisparse.schemes.speculative, whose options these are."""
 
     staleness: int
     tolerance: Tolerance

@@ -12,7 +12,9 @@ import pytest
 
 import mpisparse
 from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError, suggest
-from mpisparse.schemes import SCHEMES, Dense, Exdyna, configure
+from mpisparse.schemes import SCHEMES, configure
+from mpisparse.schemes.dense import Dense
+from mpisparse.schemes.partitioned import Exdyna
 
 BAD = [
     ({"density": 0}, ["density must be in (0, 1]", "got 0"]),

@@ -1,0 +1,52 @@
+"""Schemes by name: each is a record of options, checked when made, and a few lines that put the step's parts together."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from mpisparse.errors import ConfigurationError, check_choice, suggest
+from mpisparse.schemes.baselines import (
+    CyclicLocalTopK,
+    DeepGradientCompression,
+    FixedThreshold,
+    LocalTopK,
+    SharedRandomK,
+    StatisticalThreshold,
+)
+from mpisparse.schemes.dense import Dense
+from mpisparse.schemes.options import Options
+from mpisparse.schemes.partitioned import Exdyna, Momentum
+from mpisparse.schemes.predictive import Predictive
+from mpisparse.schemes.speculative import Speculative
+
+SCHEMES: dict[str, type[Options]] = {
+    "dense": Dense,
+    "exdyna": Exdyna,
+    "momentum": Momentum,
+    "predictive": Predictive,
+    "speculative": Speculative,
+    "topk": LocalTopK,
+    "cltk": CyclicLocalTopK,
+    "randomk": SharedRandomK,
+    "threshold": FixedThreshold,
+    "sidco": StatisticalThreshold,
+    "dgc": DeepGradientCompression,
+}
+
+
+def configure(scheme: str, **options: Any) -> Options:
+    """Make a scheme's options from names and values; None means the scheme's default for density and codec."""
+    check_choice("scheme", scheme, SCHEMES)
+    kind = SCHEMES[scheme]
+    known = [f.name for f in dataclasses.fields(kind)]
+    for name in options:
+        if name not in known:
+            raise ConfigurationError(f'unknown option {name!r} for scheme "{scheme}"; {suggest(name, known)}')
+    defaults = {"density", "codec"}
+    return kind(**{name: value for name, value in options.items() if value is not None or name not in defaults})
+
+
+def takes(scheme: str, option: str) -> bool:
+    """Tell whether a scheme has an option."""
+    return any(field.name == option for field in dataclasses.fields(SCHEMES[scheme]))

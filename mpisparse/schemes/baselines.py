@@ -1,0 +1,132 @@
+"""What others choose, with this project's exchange around it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mpisparse.baselines import CyclicTopK, HardThreshold, Picker, RandomK, SampledTopK, Sidco, TopK, UnionChooser
+from mpisparse.blend import Blend
+from mpisparse.codecs import CODECS
+from mpisparse.errors import ConfigurationError
+from mpisparse.parts import Parts
+from mpisparse.schemes.options import Options, Step, check_flag, check_positive, check_whole
+from mpisparse.score import Corrected, Magnitude
+from mpisparse.step import SparseStep
+
+
+@dataclass(frozen=True)
+class Baseline(Options):
+    """What others choose, with this project's exchange around it. compensate: what is not sent stays in the residual."""
+
+    compensate: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flag("compensate", self.compensate)
+
+    def picker(self, parts: Parts) -> Picker:
+        """How a rank chooses."""
+        raise NotImplementedError
+
+    def scorer(self, parts: Parts) -> Magnitude:
+        """What adds up."""
+        return Magnitude(parts.residual, parts.backend)
+
+    def build(self, parts: Parts) -> Step:
+        scorer, codec = self.scorer(parts), CODECS[self.codec]
+        return SparseStep(
+            parts,
+            scorer=scorer,
+            chooser=UnionChooser(parts, scorer, self.picker(parts)),
+            codec=codec,
+            blend=Blend(self.beta) if codec.blended else None,
+            compensate=self.compensate,
+        )
+
+
+@dataclass(frozen=True)
+class LocalTopK(Baseline):
+    """Every rank's k largest; all send the union of them."""
+
+    def picker(self, parts: Parts) -> Picker:
+        return TopK()
+
+
+@dataclass(frozen=True)
+class CyclicLocalTopK(Baseline):
+    """One rank's k largest, in turn, for all."""
+
+    def picker(self, parts: Parts) -> Picker:
+        return CyclicTopK(parts.exchange.rank, parts.exchange.size)
+
+
+@dataclass(frozen=True)
+class SharedRandomK(Baseline):
+    """k elements by lot, the same on all ranks. seed: of the lot, with the step."""
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("seed", self.seed, 0)
+
+    def picker(self, parts: Parts) -> Picker:
+        return RandomK(self.seed)
+
+
+@dataclass(frozen=True)
+class FixedThreshold(Baseline):
+    """All that reach a fixed threshold; None: the one that gives each rank k in the first step."""
+
+    threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("threshold", self.threshold)
+
+    def picker(self, parts: Parts) -> Picker:
+        return HardThreshold(parts.backend, self.threshold, self.density)
+
+
+@dataclass(frozen=True)
+class StatisticalThreshold(Baseline):
+    """Each rank's own threshold, by exponentials fitted to the tail of its accumulator in stages."""
+
+    def picker(self, parts: Parts) -> Picker:
+        return Sidco(parts.backend)
+
+
+@dataclass(frozen=True)
+class DeepGradientCompression(Baseline):
+    """Local top-k by a sample of an accumulator of momentum; the optimizer must then have no momentum of its own.
+
+    factor: of the momentum. clip: the largest norm of all ranks' gradient, of which a rank gets 1 / sqrt(ranks).
+    warm_up: steps over which the density falls from 0.25 to the set one. seed: of the sample, with the step.
+    """
+
+    factor: float = 0.9
+    clip: float | None = None
+    warm_up: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.factor, bool) or not isinstance(self.factor, int | float) or not 0.0 <= self.factor < 1.0:
+            raise ConfigurationError(f"factor must be a number in [0, 1), got {self.factor!r}")
+        check_positive("clip", self.clip)
+        check_whole("warm_up", self.warm_up, 0)
+        check_whole("seed", self.seed, 0)
+        if self.clip is not None and self.accumulate == "backward":
+            raise ConfigurationError('clip needs accumulate="step": during backward the gradient\'s norm is not known yet')
+
+    @property
+    def needs_whole_gradient(self) -> bool:
+        return True
+
+    def picker(self, parts: Parts) -> Picker:
+        return SampledTopK(parts.backend, self.seed, self.warm_up)
+
+    def scorer(self, parts: Parts) -> Magnitude:
+        clip = None if self.clip is None else self.clip / math.sqrt(parts.exchange.size)
+        return Corrected(parts.residual, parts.backend, parts.layout.slots, self.factor, clip)

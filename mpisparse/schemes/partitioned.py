@@ -1,0 +1,142 @@
+"""Selection in exclusive partitions: by magnitude (exdyna), or by a moving average of it (momentum)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpisparse.blend import Blend
+from mpisparse.codecs import CODECS
+from mpisparse.errors import ConfigurationError, check_choice
+from mpisparse.exclusive import ExclusiveChooser
+from mpisparse.mass import MassScale
+from mpisparse.parts import Parts
+from mpisparse.predictive.demand import Demand
+from mpisparse.schemes.options import Options, Step, check_flag, check_share, check_whole
+from mpisparse.score import Average, Magnitude
+from mpisparse.selector import PARTITIONERS, ExclusiveSelector
+from mpisparse.step import SparseStep
+from mpisparse.threshold import CONTROLLERS
+
+
+@dataclass(frozen=True)
+class Partitioned(Options):
+    """Selection in exclusive partitions, re-balanced, with a threshold found online.
+
+    controller: "tail" finds the threshold of every step inside it; "paper" scales it between steps; "fixed" keeps that of
+    the first step. partitioner: "best" re-balances at once; "paper" moves one block a step; "static" keeps even shares.
+    blocks: None for the default.
+    reduce: "owner" sums in rank order at the partition's owner; "allreduce" leaves it to MPI (fp32 only).
+    """
+
+    controller: str = "tail"
+    partitioner: str = "best"
+    blocks: int | None = None
+    reduce: str = "owner"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("controller", self.controller, CONTROLLERS)
+        check_choice("partitioner", self.partitioner, PARTITIONERS)
+        check_choice("reduce", self.reduce, ("owner", "allreduce"))
+        if self.blocks is not None:
+            check_whole("blocks", self.blocks, 1)
+        if self.reduce == "allreduce" and self.codec != "fp32":
+            raise ConfigurationError(f'reduce="allreduce" sums float32: codec must be "fp32", got {self.codec!r}')
+
+    def put_together(
+        self, parts: Parts, scorer: Magnitude, *, keep: bool, mask: str = "score", exact: bool = False,
+        mass: MassScale | None = None, demand: Demand | None = None,
+    ) -> SparseStep:  # fmt: skip
+        """The step of these options, with what a scheme adds to them; `keep`: what is not sent stays in the residual."""
+        selector = ExclusiveSelector(
+            len(parts.residual),
+            parts.exchange.size,
+            controller=self.controller,
+            partitioner=self.partitioner,
+            blocks=self.blocks,
+            reads_region=self.accumulate == "backward" or mask != "score" or exact,
+            prior=scorer.prior if keep else 0.0,
+        )
+        codec = CODECS[self.codec]
+        return SparseStep(
+            parts,
+            scorer=scorer,
+            chooser=ExclusiveChooser(parts, scorer, selector, mask=mask, exact=exact),
+            codec=codec if self.reduce == "owner" else None,
+            blend=Blend(self.beta) if codec.blended else None,
+            compensate=keep,
+            mass=mass,
+            demand=demand,
+        )
+
+
+@dataclass(frozen=True)
+class Sparse(Partitioned):
+    """By one score for every element.
+
+    scorer: "magnitude" of the accumulator, or "average", a moving one of the gradients' magnitudes with the rate alpha.
+    compensate: what is not sent stays in the residual; False drops it.
+    """
+
+    scorer: str = "magnitude"
+    alpha: float = 0.9
+    compensate: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("scorer", self.scorer, ("magnitude", "average"))
+        check_share("alpha", self.alpha)
+        check_flag("compensate", self.compensate)
+
+    @property
+    def needs_whole_gradient(self) -> bool:
+        return self.scorer == "average"
+
+    def build(self, parts: Parts) -> Step:
+        return self.put_together(parts, self.make_scorer(parts), keep=self.compensate)
+
+    def make_scorer(self, parts: Parts) -> Magnitude:
+        """What matters."""
+        if self.scorer == "average":
+            return Average(parts.residual, parts.backend, parts.layout.slots, self.alpha)
+        return Magnitude(parts.residual, parts.backend)
+
+
+@dataclass(frozen=True)
+class Exdyna(Sparse):
+    """The magnitude of the accumulator against a threshold that gives the set density in every step."""
+
+    on_device = True
+
+
+@dataclass(frozen=True)
+class Momentum(Sparse):
+    """The moving average of each element's gradient magnitude against its percentile; int8 with momentum.
+
+    mask: "average" selects by the average itself; "gradient" by the accumulator (which is the gradient if compensate is
+    False) against the average's percentile. None: "average" if what is not sent is kept, else "gradient".
+    percentile: "estimate" by counts, or "exact" by gathering and sorting all averages, for tests.
+    """
+
+    on_device = True
+    density: float = 0.1
+    codec: str = "momentum-int8"
+    scorer: str = "average"
+    mask: str | None = None
+    percentile: str = "estimate"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scorer != "average":
+            raise ConfigurationError(
+                f'scheme "momentum" scores by a moving average: scorer must be "average", got {self.scorer!r}'
+            )
+        if self.mask is not None:
+            check_choice("mask", self.mask, ("average", "gradient"))
+        check_choice("percentile", self.percentile, ("estimate", "exact"))
+
+    def build(self, parts: Parts) -> Step:
+        mask = self.mask or ("average" if self.compensate else "gradient")
+        mask = "gradient" if mask == "gradient" else "score"
+        exact = self.percentile == "exact"
+        return self.put_together(parts, self.make_scorer(parts), keep=self.compensate, mask=mask, exact=exact)
