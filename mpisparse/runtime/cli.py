@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mpisparse import __version__
 from mpisparse.errors import ConfigurationError
-from mpisparse.runtime import slurm
+from mpisparse.runtime import sbatch, slurm
 from mpisparse.runtime.settings import add_arguments, resolve
 from mpisparse.runtime.signals import StopRequest, ignore
 
@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train = commands.add_parser("train", help="train a built-in workload or any torch model; run it under mpirun or srun")
     add_arguments(train)
-    slurm.add_arguments(commands.add_parser("slurm", help="print a script for sbatch that runs train; needs no MPI"))
+    sbatch.add_arguments(commands.add_parser("slurm", help="print a script for sbatch that runs train; needs no MPI"))
     report = commands.add_parser("report", help="plots and a page from run directories, or from records of bench")
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory, or a FILE.jsonl of bench")
     report.add_argument("--pictures", type=Path, metavar="DIR", help="of records: every picture as an SVG file too")
@@ -229,7 +229,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _slurm(args: argparse.Namespace) -> int:
-    return slurm.run(args, lambda words: resolve(vars(parser().parse_args(words))))
+    return sbatch.run(args, lambda words: resolve(vars(parser().parse_args(words))))
 
 
 def _report(args: argparse.Namespace) -> int:

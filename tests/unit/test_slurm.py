@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mpisparse.errors import ConfigurationError
-from mpisparse.runtime import cli, slurm
+from mpisparse.runtime import cli, sbatch, slurm
 from mpisparse.runtime.cli import main, parser
 from mpisparse.runtime.output import RankOutput
 from mpisparse.runtime.settings import resolve
@@ -188,7 +188,7 @@ def test_the_launcher_fits_what_is_found(
 
 def test_cray_is_known_by_its_variable(no_slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CRAY_MPICH_VERSION", "8.1.25")
-    assert slurm.choose().launcher == "srun --mpi=cray_shasta"
+    assert sbatch.choose().launcher == "srun --mpi=cray_shasta"
 
 
 # Time
