@@ -1,0 +1,151 @@
+"""The binding to CuPy with a stand-in for it: what is compiled and how, and on which stream things are launched.
+
+Its names and arguments are CuPy's; what they do, the emulator does. A GPU's own answer is in test_gpu.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from checks import CHECKS, Device
+from emulator import Emulator, available
+
+from mpisparse import device
+from mpisparse.cuda.backend import CudaBackend
+from mpisparse.errors import ConfigurationError
+
+STREAM = 77
+
+
+class NVRTCError(Exception):
+    pass
+
+
+class StandIn:
+    """CuPy's functions that the binding calls, and a record of what they were called with."""
+
+    def __init__(self) -> None:
+        self.emulator = Emulator()
+        self.options: tuple[str, ...] = ()
+        self.loaded = b""
+        self.streams: set[int] = set()
+        self.current: list[int] = []
+        self.fails = False
+
+    def modules(self) -> dict[str, types.ModuleType]:
+        cupy, cuda = types.ModuleType("cupy"), types.ModuleType("cupy.cuda")
+        cuda.nvrtc = types.SimpleNamespace(
+            NVRTCError=NVRTCError,
+            createProgram=lambda text, name, headers, names: text,
+            compileProgram=self._compile,
+            getCUBIN=lambda program: b"cubin",
+            getProgramLog=lambda program: "line 1: no",
+            destroyProgram=lambda program: None,
+        )
+        stand_in = self
+
+        class CudaDevice:
+            compute_capability = "90"
+
+            def __init__(self, index: int = 0) -> None:
+                self.index = index
+
+            def __enter__(self) -> None:
+                stand_in.current.append(self.index)
+
+            def __exit__(self, *error: object) -> None:
+                stand_in.current.pop()
+
+        class ExternalStream:
+            def __init__(self, ptr: int, device_id: int = -1) -> None:
+                assert device_id == 1
+                self.ptr = ptr
+
+            def synchronize(self) -> None:
+                assert stand_in.current == [1]
+
+        class Module:
+            def load(self, cubin: bytes) -> None:
+                stand_in.loaded = cubin
+
+            def get_function(self, name: str) -> Any:
+                def call(grid: tuple[int], block: tuple[int], args: tuple[Any, ...], *, stream: Any) -> None:
+                    stand_in.note(stream.ptr)
+                    stand_in.emulator.launch(name, *grid, *block, args)
+
+                return call
+
+        cuda.Device, cuda.ExternalStream = CudaDevice, ExternalStream
+        cuda.function = types.SimpleNamespace(Module=Module)
+        cuda.runtime = types.SimpleNamespace(memcpyAsync=self._copy, memsetAsync=self._fill)
+        cupy.cuda = cuda
+        return {"cupy": cupy, "cupy.cuda": cuda}
+
+    def note(self, stream: int) -> None:
+        """Every launch and copy is on torch's stream, with the device the current one."""
+        assert self.current == [1]
+        self.streams.add(stream)
+
+    def _compile(self, program: str, options: tuple[str, ...]) -> None:
+        self.options = options
+        if self.fails:
+            raise NVRTCError
+
+    def _copy(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+        assert kind in (1, 2, 3)
+        self.note(stream)
+        ctypes.memmove(target, source, nbytes)
+
+    def _fill(self, target: int, value: int, nbytes: int, stream: int) -> None:
+        self.note(stream)
+        ctypes.memset(target, value, nbytes)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    if not available():
+        pytest.skip("no C++ compiler to build the emulator with")
+    cupy = StandIn()
+    for name, module in cupy.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "mpisparse.cuda.binding", raising=False)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda n, dtype, device=None, pin_memory=False: empty(n, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=STREAM))
+    device.load_backend.cache_clear()
+    yield cupy
+    device.load_backend.cache_clear()
+    sys.modules.pop("mpisparse.cuda.binding", None)
+
+
+def test_a_model_on_a_gpu_has_cuda_kernels(stand_in: StandIn) -> None:
+    backend = device.load_backend(device=torch.device("cuda", 1))
+    assert isinstance(backend, CudaBackend)
+    assert stand_in.loaded == b"cubin"
+    assert "--gpu-architecture=sm_90" in stand_in.options
+    assert {"-ftz=false", "-fmad=false", "-prec-div=true"} <= set(stand_in.options)
+    for check in ("select", "scattered", "codecs", "accumulate"):
+        CHECKS[check](Device(backend), 1000)
+    assert stand_in.streams == {STREAM}
+    array = backend.from_host(backend.launcher.pinned(64))
+    backend.launcher.synchronize()
+    assert array.from_pinned(array.to_pinned()).nbytes == 64
+
+
+def test_kernels_that_do_not_compile(stand_in: StandIn) -> None:
+    stand_in.fails = True
+    with pytest.raises(ConfigurationError, match="NVRTC does not compile the kernels: line 1: no"):
+        device.load_backend(device=torch.device("cuda", 1))
+
+
+def test_no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.delitem(sys.modules, "mpisparse.cuda.binding", raising=False)
+    with pytest.raises(ConfigurationError, match=r"on cuda:0, but CuPy cannot be imported .*install mpisparse\[cuda13\]"):
+        device.load_backend(device=torch.device("cuda", 0))
