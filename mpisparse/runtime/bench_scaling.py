@@ -243,13 +243,13 @@ def _virtual(plan: Plan, source: Source, cluster: Machine) -> list[dict[str, Any
         for scheme in plan.cases:
             if scheme == "dense":
                 log = dense_log(size, elements)
-                records.append(_modelled(size, scheme, log, cluster.seconds(log, elements, 0.0)))
+                records.append(_modelled(size, scheme, [log], cluster.seconds(log, elements, 0.0)))
             elif scheme.startswith("exdyna") or size <= source.ranks * source.steps:
                 steps = _simulate(plan, source, scheme, size)[FIRST:]
                 seconds = statistics.median(cluster.seconds(s.log, elements, s.work) for s in steps)
                 ratios = [len(s.union) / s.k for s in steps]
                 records.append({
-                    **_modelled(size, scheme, steps[-1].log, seconds),
+                    **_modelled(size, scheme, [s.log for s in steps], seconds),
                     "density": statistics.mean(s.density for s in steps),
                     "worst_density": max(abs(ratio - 1) for ratio in ratios),
                     "build_up": statistics.mean(ratios),
@@ -258,8 +258,8 @@ def _virtual(plan: Plan, source: Source, cluster: Machine) -> list[dict[str, Any
     return records
 
 
-def _modelled(size: int, scheme: str, log: Log, seconds: float) -> dict[str, Any]:
-    received = int(log.received().max()) / 1e6
+def _modelled(size: int, scheme: str, logs: list[Log], seconds: float) -> dict[str, Any]:
+    received = statistics.mean(int(log.received().max()) for log in logs) / 1e6
     return {"ranks": size, "scheme": scheme, "how": "simulated", "received_MB": received, "modelled_ms": 1e3 * seconds}
 
 
