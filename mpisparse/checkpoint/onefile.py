@@ -65,10 +65,10 @@ class _ElsewhereError(Exception):
 
 def _attempt(exchange: Any, action: Callable[[], Any]) -> None:
     """Do something, and go on only if it succeeded on all ranks; collective."""
-    error: OSError | None = None
+    error: Exception | None = None
     try:
         action()
-    except OSError as caught:
+    except Exception as caught:
         error = caught
     failed = exchange.gather_texts("failed" if error is not None else "")
     if error is not None:

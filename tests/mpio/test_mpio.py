@@ -111,16 +111,17 @@ def wait_until(condition: Callable[[], bool], job: subprocess.Popen[bytes]) -> N
     while not condition():
         assert job.poll() is None, "the job ended before it was killed"
         assert time.monotonic() < deadline, "nothing happens"
+        time.sleep(0.001)
 
 
 @pytest.mark.slow
 def test_killed_at_any_moment_and_resumed_gives_the_same_bits(home: Path, command: Command) -> None:
-    steps, draw, halves = 400, random.Random(5), 0
+    steps, draw, halves = 30, random.Random(5), 0
     run(home, command(2, *train("whole", steps)))
     words = command(2, *train("parts", steps, "--driver", "mpio", "--checkpoint-every", "1"))
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(home)}
     out = home / "parts"
-    for inside in (True, False, True, False, True):
+    for inside in (True, False, True):
         begun = step_of(out)
         job = subprocess.Popen(words, cwd=home, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wait_until(lambda begun=begun: step_of(out) > begun, job)
