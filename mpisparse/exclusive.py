@@ -38,6 +38,7 @@ class ExclusiveChooser:
         self.parts = parts
         self.scorer = scorer
         self.selector = selector
+        selector.backend = parts.backend
         self.masked = parts.acc if mask == "gradient" else scorer.scores
         self.exact = exact
         self.by_ladder = mask == "score" and not exact
@@ -68,7 +69,7 @@ class ExclusiveChooser:
         settled, controller = self.last.settled, self.selector.controller
         if self.last.k < len(self.scorer.scores):
             controller = controller.after(settled.rungs, settled.total, settled.rung, self.last.k)
-        self.selector.adapt(self.parts.backend.to_host(self.last.union), controller)
+        self.selector.adapt(self.last.union, controller)
         self.last = None
 
     def _rungs(self, k: int) -> Rungs:
