@@ -38,11 +38,11 @@ class ExclusiveChooser:
         self.parts = parts
         self.scorer = scorer
         self.selector = selector
-        selector.backend = parts.backend
         self.masked = parts.acc if mask == "gradient" else scorer.scores
         self.exact = exact
         self.by_ladder = mask == "score" and not exact
         self.last: _Last | None = None
+        selector.backend = parts.backend
 
     @property
     def step(self) -> int:
