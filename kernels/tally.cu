@@ -74,3 +74,8 @@ extern "C" __global__ void search(const i64* index, i64 n, const i64* values, i6
     const i64 i = at_thread();
     if (i < count) places[i] = lower_bound(index, 0, n, values[i]);
 }
+
+extern "C" __global__ void pick(const i64* index, const i64* places, i64 count, i64* picked) {
+    const i64 i = at_thread();
+    if (i < count) picked[i] = index[places[i]];
+}

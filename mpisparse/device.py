@@ -18,7 +18,7 @@ from mpisparse.backend import Backend
 from mpisparse.errors import ConfigurationError, check_choice
 
 BACKENDS = ("native", "numpy")
-HOST = ("empty", "array_of", "from_host", "to_host", "search", "add", "divide", "late_nonfinite")
+HOST = ("empty", "array_of", "from_host", "to_host", "search", "pick", "add", "divide", "late_nonfinite")
 THREADED = (
     "accumulate_select", "accumulate_select_scored", "average_select", "accumulate", "select", "select_scored",
     "first_nonfinite", "histogram", "histogram_scored",

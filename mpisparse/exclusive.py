@@ -62,6 +62,7 @@ class ExclusiveChooser:
         self.exact = exact
         self.by_ladder = mask == "score" and not exact
         self.last: _Last | None = None
+        selector.backend = parts.backend
 
     @property
     def step(self) -> int:
@@ -92,7 +93,7 @@ class ExclusiveChooser:
         settled, controller = self.last.settled, self.selector.controller
         if self.last.k < self.n:
             controller = controller.after(settled.rungs, settled.total, settled.rung, self.last.k)
-        self.selector.adapt(self.parts.backend.to_host(self.last.union), controller)
+        self.selector.adapt(self.last.union, controller)
         self.last = None
 
     def _rungs(self, k: int) -> Rungs:

@@ -38,6 +38,11 @@ def search(index: Ints, values: Ints) -> Ints:
     return np.searchsorted(index, values)
 
 
+def pick(index: Ints, places: Ints) -> Ints:
+    """The elements of an index at some places."""
+    return index[places]
+
+
 def add(total: Floats, term: Floats) -> None:
     """Add one term of a sum in place."""
     np.add(total, term, out=total)

@@ -8,7 +8,7 @@ in every partition once.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,10 +28,14 @@ def even_edges(n: int, blocks: int) -> Ints:
     return edges
 
 
-def worked_edges(n: int, blocks: int, union: Ints) -> Ints:
-    """Cut half of the blocks evenly by elements and half by the indices selected last, so that no block holds many."""
+def worked_edges(n: int, blocks: int, union: Ints, pick: Callable[[Ints, Ints], Ints] = np.take) -> Ints:
+    """Cut half of the blocks evenly by elements and half by the indices selected last, so that no block holds many.
+
+    `pick` knows how to take elements of the union at some places.
+    """
     share = max(1, len(union) // max(1, blocks // 2))
-    edges: Ints = np.sort(np.concatenate([even_edges(n, blocks - blocks // 2), union[share - 1 :: share]]))
+    sample = pick(union, np.arange(share - 1, len(union), share))
+    edges: Ints = np.sort(np.concatenate([even_edges(n, blocks - blocks // 2), sample]))
     distinct: Ints = edges[np.append(True, edges[1:] != edges[:-1])]
     return distinct
 
@@ -67,9 +71,9 @@ def partition_of(rank: int, step: int, size: int) -> int:
     return (step + rank) % size
 
 
-def block_counts(union: Ints, edges: Ints) -> Ints:
-    """Count the selected indices (sorted) in every block."""
-    return np.diff(np.searchsorted(union, edges)).astype(np.int64)
+def block_counts(union: Ints, edges: Ints, search: Callable[[Ints, Ints], Ints] = np.searchsorted) -> Ints:
+    """Count the selected indices (sorted) in every block; `search` knows how to search them."""
+    return np.diff(search(union, edges)).astype(np.int64)
 
 
 def best_borders(work: Sequence[Ints], edges: Ints, longest: int | None = None) -> Ints:

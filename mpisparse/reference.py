@@ -18,6 +18,7 @@ from mpisparse.host import divide as divide
 from mpisparse.host import empty as empty
 from mpisparse.host import from_host as from_host
 from mpisparse.host import late_nonfinite as late_nonfinite
+from mpisparse.host import pick as pick
 from mpisparse.host import search as search
 from mpisparse.host import to_host as to_host
 

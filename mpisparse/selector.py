@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpisparse import partition
+from mpisparse import host, partition
 from mpisparse.errors import ConfigurationError
 from mpisparse.parts import Region
 from mpisparse.threshold import CONTROLLERS, Controller
@@ -53,6 +53,7 @@ class ExclusiveSelector:
         self.work: Ints = np.zeros(len(self.edges) - 1, dtype=np.int64)
         self.controller: Controller = CONTROLLERS[controller](prior=prior)
         self.step = 0
+        self.backend: Any = host  # of the indices that adapt() is given
 
     def regions(self) -> list[Region]:
         """The regions of this step in ascending order."""
@@ -76,13 +77,13 @@ class ExclusiveSelector:
         """Go on to the next step, with borders by the indices that all ranks selected unless they are drawn in it."""
         self.controller = controller
         if self.partitioner == "paper":
-            loads = partition.block_counts(union, self.edges[self.borders])
+            loads = partition.block_counts(union, self.edges[self.borders], self.backend.search)
             self.borders = partition.paper_borders(self.borders, loads, self.edges, self.blocks)
         elif self.in_step:
-            self.edges = partition.worked_edges(int(self.edges[-1]), self.blocks, union)
+            self.edges = partition.worked_edges(int(self.edges[-1]), self.blocks, union, self.backend.pick)
             self.borders = partition.even_borders(len(self.edges) - 1, self.size)
         elif self.partitioner == "best" and self.size > 1:
-            self._smooth(partition.block_counts(union, self.edges))
+            self._smooth(partition.block_counts(union, self.edges, self.backend.search))
             self.borders = self._balanced()
         self.step += 1
 

@@ -155,6 +155,12 @@ class CudaBackend:
         self._for_each("search", len(values), index, np.int64(len(index)), wanted, np.int64(len(values)), places)
         return self.to_host(places)
 
+    def pick(self, index: DeviceArray, places: Ints) -> Ints:
+        picked = self.empty(len(places), np.int64)
+        wanted = self.from_host(np.asarray(places, dtype=np.int64))
+        self._for_each("pick", len(places), index, wanted, np.int64(len(places)), picked)
+        return self.to_host(picked)
+
     # Rows
 
     def compress_rows(

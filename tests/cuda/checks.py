@@ -22,7 +22,7 @@ from mpisparse.threshold import HUGE, TINY, spread
 # Which arguments are arrays on the device.
 ON_DEVICE = {
     "accumulate_select": (0,), "average_select": (0, 1), "select": (0,), "accumulate": (0,), "first_nonfinite": (),
-    "histogram": (0,), "tail_counts": (0,), "block_counts": (0, 1), "search": (0,),
+    "histogram": (0,), "tail_counts": (0,), "block_counts": (0, 1), "search": (0,), "pick": (0,),
     "compress_rows": (0, 1), "expand_rows": (0, 1, 4),
     "take": (0, 1, 2), "put": (0, 1, 2), "add_at": (0, 1, 2), "add": (0, 1), "divide": (0,),
     "blend": (0, 1, 2, 3), "come_to_rest": (0, 1, 2, 3, 4, 5),
@@ -153,6 +153,7 @@ def check_block_counts(device: Device, n: int) -> None:
         for threshold in (0.0, 0.02, HUGE):
             device.agrees("block_counts", index, magnitude, threshold, edges)
         device.agrees("search", index, edges)
+    device.agrees("pick", index, np.arange(0, len(index), 3))
 
 
 def check_rows(device: Device, n: int) -> None:
