@@ -29,7 +29,7 @@ class TailoredSync(GradientSync):
         self.reduction = reduction
         self.steps = 0
 
-    def step(self) -> None:
+    def begin(self) -> None:
         """Publish the mean of the gradients since the last step as p.grad; collective."""
         self._exchange.reset_counters()
         clock, n = Clock(), self._layout.size
