@@ -87,7 +87,7 @@ FIGURES: dict[str, tuple[Plot | Bars, ...]] = {
     "scaling": (
         Plot("Build-up", "actual over set density", "build_up", "number", _scheme, by_ranks=True),
         Plot("Bytes of a step", "received by the busiest rank", "received_MB", "MB", _scheme, by_ranks=True),
-        Plot("Imbalance", "the busiest over the mean, less one", "imbalance", "percent", _scheme, _exclusive, by_ranks=True),
+        Plot("Imbalance", "the busiest over the mean, less one", "imbalance", "number", _scheme, _exclusive, by_ranks=True),
         Plot("Time of a step, measured", "ranks share this machine's cores", "ms", "ms", _scheme, by_ranks=True),
         Plot("Time of a step, modelled", "by the measured machine", "modelled_ms", "ms", _scheme, by_ranks=True),
     ),
