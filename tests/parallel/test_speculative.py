@@ -384,9 +384,10 @@ def test_granularity_in_the_statistics(comm: MPI.Intracomm) -> None:
 
 def test_confidence_by_a_function(comm: MPI.Intracomm) -> None:
     """The mean over ranks decides on all of them, from the step on that knows it."""
-    run = Run(comm, granularity="rule", horizon=10**6, largest=10_000, confidence=lambda: 1.0 if comm.rank == 0 else 0.0)
+    run = Run(comm, granularity="rule", horizon=10**6, largest=10_000, confidence=lambda: 1.0 if comm.rank == 0 else 0.4)
     fine = [run.train(step, step + 1).sync.stats.speculation.fine for step in range(4)]
-    assert fine[1:] == [0.0] + [round(4 * 0.5 / comm.size) / 4] * 2
+    mean = (1.0 + 0.4 * (comm.size - 1)) / comm.size
+    assert fine[1:] == [0.0] + [round(4 * mean / 2) / 4] * 2
     run.close()
 
 

@@ -114,7 +114,9 @@ def test_a_probe_leaves_no_trace() -> None:
 
 def test_a_probe_must_give_a_loss() -> None:
     model = Quadratic()
-    with pytest.raises(ConfigurationError, match=r"^probe\(\) must return a loss, a tensor of one element with a gradient; got 1\.5"):
+    with pytest.raises(
+        ConfigurationError, match=r"^probe\(\) must return a loss, a tensor of one element with a gradient; got 1\.5"
+    ):
         probe_of(model, lambda: 1.5).run(0, 0)
 
 
