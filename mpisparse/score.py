@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
+Dense = tuple[NDArray[np.uint64], Ints, Bytes]  # dense gradients: addresses, ends, kinds
 
 
 class Magnitude:
@@ -123,6 +124,20 @@ class WholeGradient(Magnitude):
         bad = self._update(slot, source.data_ptr())
         return bad + slot.begin if bad >= 0 else bad
 
+    def accumulate(self, inputs: Inputs, lo: int, hi: int, floor: float) -> Found:
+        if inputs.gradients is None:
+            self._complete()
+            found = self.select(lo, hi, floor)
+        else:
+            gradients = inputs.gradients.densified()
+            found = self._pass((gradients.pointers, gradients.ends, gradients.kinds), lo, hi, floor)
+        inputs.note_nonfinite(found.bad)
+        return found
+
+    def _pass(self, dense: Dense, lo: int, hi: int, floor: float) -> Found:
+        """Take all gradients, and collect what reaches the floor in [lo, hi)."""
+        raise NotImplementedError
+
     def _update(self, slot: Slot, pointer: int) -> int:
         """Take one parameter's gradient; 0 is one of zeros. Returns where in it the accumulator is not finite, or -1."""
         raise NotImplementedError
@@ -178,16 +193,8 @@ class Average(Remembering):
     def histogram(self, lo: int, hi: int) -> Ints:
         return self.backend.histogram(self.memory, lo, hi)
 
-    def accumulate(self, inputs: Inputs, lo: int, hi: int, floor: float) -> Found:
-        if inputs.gradients is None:
-            self._complete()
-            found = self.select(lo, hi, floor)
-        else:
-            gradients = inputs.gradients.densified()
-            dense = (gradients.pointers, gradients.ends, gradients.kinds)
-            found = Found(*self.backend.average_select(self.acc, self.memory, self.rate, *dense, lo, hi, floor))
-        inputs.note_nonfinite(found.bad)
-        return found
+    def _pass(self, dense: Dense, lo: int, hi: int, floor: float) -> Found:
+        return Found(*self.backend.average_select(self.acc, self.memory, self.rate, *dense, lo, hi, floor))
 
     def _update(self, slot: Slot, pointer: int) -> int:
         part = slice(slot.begin, slot.end)

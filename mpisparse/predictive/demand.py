@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass, replace
+from typing import Any
+
+from mpisparse.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,13 @@ class Demand:
     def _times(self, factor: float) -> Demand:
         return replace(self, scale=min(self.most, max(self.least, self.scale * factor)), still=0)
 
-    def state(self) -> dict[str, float]:
+    def state(self) -> dict[str, Any]:
         """What moves."""
         return {name: getattr(self, name) for name in ("scale", "best", "last", "still")}
 
-    def load(self, state: dict[str, float]) -> Demand:
-        """This demand as state() left it."""
-        types = {field.name: type(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        return replace(self, **{name: types[name](state[name]) for name in self.state()})
+    def load(self, state: dict[str, Any]) -> Demand:
+        """This demand as state() left it; raises ConfigurationError if it could not have."""
+        given = {name: type(value)(state[name]) for name, value in self.state().items()}
+        if not self.least <= given["scale"] <= self.most or math.isnan(given["best"] + given["last"]) or given["still"] < 0:
+            raise ConfigurationError(f"the demand in the state is not one in [{self.least}, {self.most}]: {given}")
+        return replace(self, **given)

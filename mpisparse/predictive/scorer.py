@@ -23,7 +23,7 @@ from mpisparse.predictive.background import Background
 from mpisparse.predictive.nets import Job, Lesson, Nets, Prediction, Slice
 from mpisparse.predictive.sample import draw
 from mpisparse.reference import BF16, FP32, round_to
-from mpisparse.score import WholeGradient
+from mpisparse.score import Dense, WholeGradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -133,26 +133,22 @@ class Predicted(WholeGradient):
             self.ranking, self.plain = made.ranking, made.plain
 
     def accumulate(self, inputs: Inputs, lo: int, hi: int, floor: float) -> Found:
-        if inputs.gradients is None:
-            self._complete()
-            found = self.select(lo, hi, floor)
-        else:
-            gradients = inputs.gradients.densified()
-            dense = (gradients.pointers, gradients.ends, gradients.kinds)
-            self._record(dense, 0, len(self.acc))
-            found = Found(*self.backend.accumulate_select_scored(self.acc, self.tags, self.key, *dense, lo, hi, floor))
-        inputs.note_nonfinite(found.bad)
+        found = super().accumulate(inputs, lo, hi, floor)
         self._submit()
         if self._lesson_in(self.step + 1) == 0:
             self._draw(found.index)
         return found
+
+    def _pass(self, dense: Dense, lo: int, hi: int, floor: float) -> Found:
+        self._record(dense, 0, len(self.acc))
+        return Found(*self.backend.accumulate_select_scored(self.acc, self.tags, self.key, *dense, lo, hi, floor))
 
     def _update(self, slot: Slot, pointer: int) -> int:
         one = (np.array([pointer], np.uint64), np.array([slot.end - slot.begin]), np.array([slot.sent_kind], np.uint8))
         self._record(one, slot.begin, slot.end)
         return int(self.backend.accumulate(self.acc[slot.begin : slot.end], pointer, slot.sent_kind)) if pointer else -1
 
-    def _record(self, dense: tuple[Any, Ints, Bytes], begin: int, end: int) -> None:
+    def _record(self, dense: Dense, begin: int, end: int) -> None:
         """Note the gradients of [begin, end) that belong to the slice or to the sample."""
         a, b = max(begin, self._lo), min(end, self._lo + self._n)
         if a < b:

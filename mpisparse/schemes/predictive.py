@@ -51,12 +51,12 @@ class Predictive(Partitioned):
     compensate: str = "residual"
     scale_cap: float = 4.0
     adapt_k: bool = True
-    k_patience: int = 2
-    k_factor: float = 1.5
-    k_least: float = 0.25
-    k_most: float = 4.0
-    k_slow: float = 0.002
-    k_fast: float = 0.02
+    k_patience: int = Demand.patience
+    k_factor: float = Demand.factor
+    k_least: float = Demand.least
+    k_most: float = Demand.most
+    k_slow: float = Demand.slow
+    k_fast: float = Demand.fast
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,16 @@ TIMEOUT = float(os.environ.get("MPISPARSE_TEST_TIMEOUT", "120"))
 @pytest.fixture(scope="session")
 def comm() -> MPI.Intracomm:
     return MPI.COMM_WORLD
+
+
+@pytest.fixture
+def directory(comm: MPI.Intracomm) -> Iterator[Path]:
+    """One directory for all ranks."""
+    path = comm.bcast(tempfile.mkdtemp(prefix="mpisparse-") if comm.rank == 0 else None)
+    yield Path(path)
+    comm.Barrier()
+    if comm.rank == 0:
+        shutil.rmtree(path)
 
 
 @pytest.fixture(autouse=True)

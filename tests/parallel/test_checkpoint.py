@@ -8,10 +8,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +47,6 @@ OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
 }
 STEPS, MIDDLE = 10, 4
-
-
-@pytest.fixture
-def directory(comm: MPI.Intracomm) -> Iterator[Path]:
-    """One directory for all ranks."""
-    path = comm.bcast(tempfile.mkdtemp(prefix="mpisparse-") if comm.rank == 0 else None)
-    yield Path(path)
-    comm.Barrier()
-    if comm.rank == 0:
-        shutil.rmtree(path)
 
 
 class Run:

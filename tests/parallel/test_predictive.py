@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +38,6 @@ def train(comm: MPI.Intracomm, model: nn.Module, sync: mpisparse.GradientSync, s
         loss_of(model, seeded(comm.rank, step)).backward()
         sync.step()
         optimizer.step()
-
-
-@pytest.fixture
-def directory(comm: MPI.Intracomm) -> Iterator[Path]:
-    path = comm.bcast(tempfile.mkdtemp(prefix="mpisparse-") if comm.rank == 0 else None)
-    yield Path(path)
-    comm.Barrier()
-    if comm.rank == 0:
-        shutil.rmtree(path)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -6,10 +6,7 @@ import copy
 import functools
 import gc
 import math
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -439,16 +436,6 @@ def test_a_probe_in_training(comm: MPI.Intracomm) -> None:
 
 
 # Checkpoints
-
-
-@pytest.fixture
-def directory(comm: MPI.Intracomm) -> Iterator[Path]:
-    """One directory for all ranks."""
-    path = comm.bcast(tempfile.mkdtemp(prefix="mpisparse-") if comm.rank == 0 else None)
-    yield Path(path)
-    comm.Barrier()
-    if comm.rank == 0:
-        shutil.rmtree(path)
 
 
 def subjects(run: Run) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 
 from mpisparse import reference
 from mpisparse.device import load_backend
+from mpisparse.errors import ConfigurationError
 from mpisparse.predictive.background import Background
 from mpisparse.predictive.demand import Demand
 from mpisparse.predictive.nets import Job, Lesson, Nets, Slice
@@ -55,6 +56,9 @@ def test_demand_goes_on_from_its_state() -> None:
     again = Demand().load(dict(demand.state()))
     assert again == demand
     assert again.after(0.1) == demand.after(0.1)
+    for damage in ({"scale": math.nan}, {"scale": 100.0}, {"still": -1}, {"best": math.nan}):
+        with pytest.raises(ConfigurationError, match="the demand in the state"):
+            Demand().load({**demand.state(), **damage})
 
 
 def nets(key: int = PRODUCTS, backend: Any = None) -> Nets:
