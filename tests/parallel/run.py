@@ -1,7 +1,7 @@
 """Run the parallel suite: `mpirun -n N python tests/parallel/run.py [pytest options] [files]`.
 
-Rank 0 reports; the output of another rank is shown only if something failed there. All ranks exit alike. Each rank has a temporary
-directory of its own: in one that they share, pytest's clearing of old runs on one rank trips over that of another.
+Rank 0 reports; the output of another rank is shown only if something failed there. All ranks exit alike. Each rank has a
+temporary directory of its own: in one that they share, pytest's clearing of old runs on one rank trips over that of another.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from mpisparse.runtime.workloads.data.draws import below, draw, shuffle
 from mpisparse.runtime.workloads.data.images import ImageExamples, image_data
 from mpisparse.runtime.workloads.data.ratings import Unseen
 from mpisparse.runtime.workloads.data.text import LENGTH
+from mpisparse.runtime.workloads.tasks import IGNORED
 
 LARGE = {"resnet152", "bert-base"}
 PROSE = "one fish two fish red fish blue fish\n" * 60
@@ -85,8 +86,10 @@ def test_model_steps(name: str, folder: Path) -> None:
     ("name", "millions"),
     [
         ("digits-cnn", 0.284),
+        ("resnet20", 0.272),
         ("resnet18", 11.17),
         ("vgg16", 14.72),
+        ("lstm-small", 0.297),
         ("lstm", 4.33),
         ("bert-mini", 3.17),
         pytest.param("resnet152", 58.15, marks=pytest.mark.slow),
@@ -210,6 +213,16 @@ def test_windows(folder: Path) -> None:
     for window, after in zip(inputs, targets, strict=True):
         assert bytes([*window.tolist(), int(after[-1])]) in training
         assert torch.equal(window[1:], after[:-1])
+
+
+def test_windows_of_another_length(folder: Path) -> None:
+    data = build("lstm", "text.txt:characters:10", seed=0)[1]
+    assert data.sizes["length"] == 10
+    assert bytes(batch(data.train, 0, 1, train=False)[0].flatten().tolist()) == PROSE.encode()[:20]
+    masked = build("bert-mini", "text.txt:words:10", seed=0)[1]
+    assert (batch(masked.train, 0, 1, 2)[1] != IGNORED).sum(1).tolist() == [2, 2, 2]
+    with pytest.raises(ConfigurationError, match="expected windows of 4 words or more, got 3"):
+        build("lstm", "text.txt:words:3", seed=0)
 
 
 def test_masks(folder: Path) -> None:

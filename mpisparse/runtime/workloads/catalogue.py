@@ -48,6 +48,7 @@ MODELS: dict[str, ModelEntry] = {
         "digits",
         ("classes", "channels", "height", "width"),
     ),
+    "resnet20": _image("narrow residual net of 20 layers, for small images", "resnet:resnet20"),
     "resnet18": _image("residual net of 18 layers (basic blocks, CIFAR-style stem)", "resnet:resnet18"),
     "resnet152": _image("residual net of 152 layers (bottlenecks, CIFAR-style stem)", "resnet:resnet152"),
     "vgg16": _image("VGG of 16 layers with batch norm, CIFAR-style", "vgg:vgg", layers=16),
@@ -57,6 +58,13 @@ MODELS: dict[str, ModelEntry] = {
         f"{_HOME}.models.lstm:LanguageModel",
         "python-text",
         ("vocabulary",),
+    ),
+    "lstm-small": ModelEntry(
+        "the same, 128 wide",
+        f"{_HOME}.models.lstm:LanguageModel",
+        "python-text",
+        ("vocabulary",),
+        {"width": 128},
     ),
     "lstm-large": ModelEntry(
         "the same, 1,114 wide: 29 million parameters with 8,192 words",

@@ -59,9 +59,9 @@ def _load(data: str, masked: bool) -> Data:
         options = dict(entry.options, masked=masked) if entry.text else entry.options
         loaded: Data = import_object("data", entry.factory)(**options)
         return loaded
-    path, unit = files.split_unit(data)
+    path, unit, windows = files.split_unit(data)
     if path.exists():
-        return files.load(path, unit, masked)
+        return files.load(path, unit, masked, windows)
     if unit is None and is_import_path(data):
         return custom.make_data(data)
     if unit is not None or "/" in data or Path(data).suffix:

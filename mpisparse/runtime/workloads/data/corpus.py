@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpisparse.errors import ConfigurationError
-from mpisparse.runtime.workloads.data.text import LENGTH, MaskedTokens, NextTokens
+from mpisparse.runtime.workloads.data.text import LEAST, LENGTH, MaskedTokens, NextTokens
 from mpisparse.runtime.workloads.records import Data
 
 HELD_OUT = 0.05  # of a text, at its end, for testing
@@ -26,17 +26,19 @@ SUFFIXES = (".txt", ".xz")
 _WORD = re.compile(r"<\w+>|@[^\w\s]@|\w+|[^\w\s]|\n+")
 
 
-def load_text(path: Path, unit: str, masked: bool) -> Data:
+def load_text(path: Path, unit: str, masked: bool, length: int = LENGTH) -> Data:
     """Load a file, or all .txt and .xz files of a directory; with files named train… and test… only these."""
+    if length < LEAST:
+        raise ConfigurationError(f"{path}: expected windows of {LEAST} {unit} or more, got {length}")
     if path.is_file():
-        return _text_data(str(path), [_read(path)], unit, masked)
+        return _text_data(str(path), [_read(path)], unit, masked, length)
     paths = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
     if not paths:
         raise ConfigurationError(f"{path}: expected a directory with {' or '.join(SUFFIXES)} files; there is none in it")
     parts = [[file for file in paths if file.name.split(".")[0] == name] for name in ("train", "test")]
     if not all(parts):
         parts = [paths]
-    return _text_data(str(path), [b"\n".join(map(_read, part)) for part in parts], unit, masked)
+    return _text_data(str(path), [b"\n".join(map(_read, part)) for part in parts], unit, masked, length)
 
 
 def python_source(unit: str, masked: bool) -> Data:
@@ -53,7 +55,7 @@ def python_source(unit: str, masked: bool) -> Data:
             f"Python's own source files were expected in {directory}, but there are only {len(text)} bytes of them;"
             " give a text file as --data"
         )
-    return _text_data(str(directory), [text], unit, masked)
+    return _text_data(str(directory), [text], unit, masked, LENGTH)
 
 
 def _read(path: Path) -> bytes:
@@ -63,28 +65,32 @@ def _read(path: Path) -> bytes:
         raise ConfigurationError(f"{path}: could not be read as {path.suffix.lstrip('.') or 'text'}: {error}") from error
 
 
-def _text_data(source: str, texts: Sequence[bytes], unit: str, masked: bool) -> Data:
+def _text_data(source: str, texts: Sequence[bytes], unit: str, masked: bool, length: int) -> Data:
     """Make data of a training and a test text, or of one text whose end is held out."""
     if unit == "words":
-        train, test, vocabulary = _number_words(*_hold_out(source, unit, [_split_words(source, text) for text in texts]))
+        train, test, vocabulary = _number_words(
+            *_hold_out(source, unit, [_split_words(source, text) for text in texts], length)
+        )
     else:
-        train, test = _hold_out(source, unit, [np.frombuffer(text, np.uint8) for text in texts])
+        train, test = _hold_out(source, unit, [np.frombuffer(text, np.uint8) for text in texts], length)
         vocabulary = 256
     if masked:
-        sizes = {"vocabulary": vocabulary + 1, "length": LENGTH}
-        return Data(MaskedTokens(train, vocabulary + 1), MaskedTokens(test, vocabulary + 1), "masked-tokens", sizes)
-    return Data(NextTokens(train), NextTokens(test), "tokens", {"vocabulary": vocabulary, "length": LENGTH})
+        vocabulary += 1
+        sizes = {"vocabulary": vocabulary, "length": length}
+        training, testing = (MaskedTokens(part, length, vocabulary) for part in (train, test))
+        return Data(training, testing, "masked-tokens", sizes)
+    return Data(NextTokens(train, length), NextTokens(test, length), "tokens", {"vocabulary": vocabulary, "length": length})
 
 
-def _hold_out(source: str, unit: str, parts: Sequence[Any]) -> tuple[Any, Any]:
+def _hold_out(source: str, unit: str, parts: Sequence[Any], length: int) -> tuple[Any, Any]:
     """Give the training and the test part, the end of the text if there is only one."""
     if len(parts) == 1:
-        cut = max(0, len(parts[0]) - max(LENGTH + 1, int(HELD_OUT * len(parts[0]))))
+        cut = max(0, len(parts[0]) - max(length + 1, int(HELD_OUT * len(parts[0]))))
         parts = [parts[0][:cut], parts[0][cut:]]
-    if min(map(len, parts)) <= LENGTH:
+    if min(map(len, parts)) <= length:
         empty = "" if any(map(len, parts)) else " (the text is empty)"
         raise ConfigurationError(
-            f"{source}: expected more than {LENGTH} {unit} to train on and as many to test,"
+            f"{source}: expected more than {length} {unit} to train on and as many to test,"
             f" got {len(parts[0])} and {len(parts[1])}{empty}; give a longer text"
         )
     return parts[0], parts[1]

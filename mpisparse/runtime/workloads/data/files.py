@@ -8,23 +8,28 @@ from pathlib import Path
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.workloads.records import Data
 
-KINDS = "a path: images.npz, ratings.csv, text.txt, text.txt.xz or a directory of such texts (add :words or :characters)"
-_UNIT = re.compile(r"(.+):(words|characters)")
+KINDS = (
+    "a path: images.npz, ratings.csv, text.txt, text.txt.xz or a directory of such texts"
+    " (add :words or :characters, then perhaps :16 for windows of 16)"
+)
+_UNIT = re.compile(r"(.+):(words|characters)(?::(\d+))?")
 
 
-def split_unit(data: str) -> tuple[Path, str | None]:
-    """Split `corpus.txt:words` into path and unit; the unit is None where there is none."""
+def split_unit(data: str) -> tuple[Path, str | None, dict[str, int]]:
+    """Split `corpus.txt:words:16` into path, unit (None where there is none) and what is said of windows."""
     match = None if Path(data).exists() else _UNIT.fullmatch(data)
-    return (Path(match[1]), match[2]) if match else (Path(data), None)
+    if match is None:
+        return Path(data), None, {}
+    return Path(match[1]), match[2], {"length": int(match[3])} if match[3] else {}
 
 
-def load(path: Path, unit: str | None, masked: bool) -> Data:
+def load(path: Path, unit: str | None, masked: bool, windows: dict[str, int]) -> Data:
     """Load the file or directory. A text without a unit is words if masked, else characters."""
     suffix = path.suffix.lower()
     if path.is_dir() or suffix in (".txt", ".xz"):
         from mpisparse.runtime.workloads.data.corpus import load_text
 
-        return load_text(path, unit or ("words" if masked else "characters"), masked)
+        return load_text(path, unit or ("words" if masked else "characters"), masked, **windows)
     if unit is not None or suffix not in (".npz", ".csv"):
         raise ConfigurationError(f"data: cannot tell what is in {str(path)!r}; expected {KINDS}")
     if suffix == ".npz":

@@ -10,6 +10,11 @@ from torch import nn
 Branch = Callable[[int, int, int], nn.Sequential]  # channels in, width, stride
 
 
+def resnet20(sizes: Mapping[str, int]) -> nn.Module:
+    """Build the narrow net of 20 layers of the same paper: a quarter of a million parameters."""
+    return ResNet(sizes, _basic_branch, (3, 3, 3), expansion=1, width=16)
+
+
 def resnet18(sizes: Mapping[str, int]) -> nn.Module:
     """Build the net of 18 layers: 11 million parameters."""
     return ResNet(sizes, _basic_branch, (2, 2, 2, 2), expansion=1)
@@ -58,20 +63,22 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A stem, four stages of residual blocks that halve the image but for the first, a mean, a linear layer."""
+    """A stem, stages of residual blocks that halve the image but for the first, a mean, a linear layer."""
 
-    def __init__(self, sizes: Mapping[str, int], branch: Branch, blocks: tuple[int, ...], expansion: int) -> None:
+    def __init__(
+        self, sizes: Mapping[str, int], branch: Branch, blocks: tuple[int, ...], expansion: int, width: int = 64
+    ) -> None:
         super().__init__()
-        inputs = 64
+        inputs = width
         self.stem = nn.Sequential(*_convolution(sizes["channels"], inputs, 3), nn.ReLU(inplace=True))
         stages: list[nn.Module] = []
         for stage, count in enumerate(blocks):
-            width = 64 << stage
             for block in range(count):
                 stride = 2 if stage > 0 and block == 0 else 1
                 outputs = expansion * width
                 stages.append(Residual(branch(inputs, width, stride), inputs, outputs, stride))
                 inputs = outputs
+            width *= 2
         self.stages = nn.Sequential(*stages)
         self.classify = nn.Linear(inputs, sizes["classes"])
 
