@@ -234,7 +234,7 @@ class UnionChooser:
         everything = [Region(rank, 0, len(self.parts.acc)) for rank in range(len(workloads))]
         found = Found(mine, np.zeros(len(mine), dtype=np.float32))
         picked, _ = unite(self.parts.exchange, self.parts.backend, found, 0.0, everything, workloads.tolist())
-        return picked if np.count_nonzero(workloads) <= 1 else np.unique(picked)
+        return picked if np.count_nonzero(workloads) <= 1 else merged(picked)
 
     def adapt(self) -> None:
         """Go on to the next step."""
@@ -255,6 +255,12 @@ class UnionChooser:
         self.step = int(state["step"])
         self.scorer.load(state)
         self.picker.load(state)
+
+
+def merged(picked: Ints) -> Ints:
+    """The different ones of several ascending runs, ascending: a stable sort merges runs, where np.unique would start anew."""
+    ordered = np.sort(picked, kind="stable")
+    return ordered[np.append(True, ordered[1:] != ordered[:-1])]
 
 
 def shared_out(union: Ints, n: int, size: int) -> list[Region]:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpisparse.agree import GATHERED_LADDERS, Found, Search, block_count_type, harmonic
-from mpisparse.baselines import CyclicTopK, Picker, TopK, shared_out
+from mpisparse.baselines import CyclicTopK, Picker, TopK, merged, shared_out
 from mpisparse.codecs import CODECS
 from mpisparse.device import load_backend
 from mpisparse.errors import ConfigurationError, check_choice
@@ -266,7 +266,7 @@ class UnionSimulator(Simulator):
         log.add("allgather", HEADER)
         log.add("allgather", HEADER + 2 * COUNT)
         log.add("allgatherv", [nbytes_of(self.n, int(count)) for count in workloads])
-        union = np.unique(np.concatenate([index for index, _ in picks]))
+        union = merged(np.concatenate([index for index, _ in picks]))
         threshold = max(threshold for _, threshold in picks)
         return Choice(union, shared_out(union, self.n, self.size), workloads, threshold, work)
 

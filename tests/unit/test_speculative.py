@@ -187,8 +187,10 @@ def test_a_threshold_of_influence() -> None:
 # Policies
 
 
-def seen(step: int, loss: float | None = None, confidence: float | None = None, nbytes: int = 1) -> Seen:
-    return Seen(step, loss, confidence, nbytes, 0.0)
+def seen(
+    step: int, loss: float | None = None, confidence: float | None = None, nbytes: int = 1, seconds: float = 0.0
+) -> Seen:
+    return Seen(step, loss, confidence, nbytes, seconds)
 
 
 def test_schedule_and_rule() -> None:
@@ -206,12 +208,12 @@ def test_schedule_and_rule() -> None:
 
 
 def play(policy: Policy, steps: int, start: int = 0, loss: float = 100.0) -> tuple[list[float], float]:
-    """Losses that fall the faster the finer."""
+    """Losses that fall the faster the finer, at the same bytes, but ten times as slowly in seconds."""
     shares = []
     for step in range(start, start + steps):
         shares.append(policy.share(step))
         loss -= 0.01 + 0.05 * shares[-1]
-        policy.learn(seen(step, loss=loss, nbytes=1000))
+        policy.learn(seen(step, loss=loss, nbytes=1000, seconds=1.0 + 50.0 * shares[-1]))
     return shares, loss
 
 
@@ -220,6 +222,11 @@ def test_the_learned_policy_finds_what_pays() -> None:
     assert np.mean(shares[:500]) < np.mean(shares[-1000:])
     assert np.mean(shares[-1000:]) > 0.7
     assert len(set(shares)) == 5  # it tried all
+
+
+def test_the_learned_policy_counts_seconds_if_asked() -> None:
+    shares, _ = play(Learned(seed=1, per_second=True, patience=100), 4000)
+    assert np.mean(shares[-1000:]) < 0.3
 
 
 def test_the_learned_policy_goes_on_where_it_was() -> None:
