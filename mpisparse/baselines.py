@@ -258,7 +258,7 @@ class UnionChooser:
 
 
 def merged(picked: Ints) -> Ints:
-    """The different ones of several ascending runs, ascending: a stable sort merges runs, where np.unique would start anew."""
+    """The different ones of several ascending runs, ascending; a stable sort merges runs, where np.unique hashes."""
     ordered = np.sort(picked, kind="stable")
     return ordered[np.append(True, ordered[1:] != ordered[:-1])]
 
