@@ -260,7 +260,8 @@ class UnionChooser:
 def merged(picked: Ints) -> Ints:
     """The different ones of several ascending runs, ascending; a stable sort merges runs, where np.unique hashes."""
     ordered = np.sort(picked, kind="stable")
-    return ordered[np.append(True, ordered[1:] != ordered[:-1])]
+    different: Ints = ordered[np.append(True, ordered[1:] != ordered[:-1])]
+    return different
 
 
 def shared_out(union: Ints, n: int, size: int) -> list[Region]:

@@ -1,8 +1,9 @@
 """bench scaling: steps on real ranks, as many as mpirun started; then the same steps simulated, and simulated on far more.
 
-The simulator's selection must equal the real one, and its times are compared with real ones. Its machine is measured beside
-the steps: small and large messages, a pass over the elements, a step of almost none. Workers beyond the real ranks each have
-a core of their own, and links as two ranks of this run had, unless latency and bandwidth are given.
+The simulator's selection must equal the real one, and its times are compared with real ones. What a step of a scheme
+computes is measured on single ranks, as many at once as there are cores; what messages take, on each number of ranks:
+bandwidth by large ones, latency by steps of exdyna that have next to no elements. Workers beyond the real ranks each have a
+core of their own, and links as two ranks of this run had, unless latency and bandwidth are given.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import numpy as np
 from mpi4py import MPI
 
 import mpisparse
-from mpisparse.device import load_backend
 from mpisparse.errors import ConfigurationError
 from mpisparse.exchange import Exchange, end_job_on_uncaught_exception
 from mpisparse.runtime.bench_sync import open_source
@@ -35,8 +35,9 @@ COLUMNS = {
     "ranks": "d", "scheme": "", "how": "", "density": ".6f", "worst_density": ".3f", "build_up": ".3f", "imbalance": ".3f",
     "received_MB": ".4f", "ms": ".2f", "modelled_ms": ".2f", "error": "+.0%", "same": "",
 }  # fmt: skip
-SMALL, LARGE = 64, 1 << 18  # bytes of a rank's messages by which latency and bandwidth are measured
+SMALL, LARGE = 64, 1 << 18  # bytes of a rank's messages by which bandwidth is measured
 TRIES = 15
+LITTLE = 10 * LAYERS  # elements of a step that is nearly all latency
 NAP = 0.002
 FIRST = 2  # steps from which on density is judged: the first ones find the threshold
 
@@ -65,18 +66,21 @@ def run(plan: Plan) -> int:
     _check_cases(comm, plan, source)
     sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size < comm.size] + [comm.size]
     real: dict[tuple[str, int], list[list[Stats]]] = {}
-    machine = Machine({}, {}, _overhead(comm, plan.density), _per_element(comm, sum(source.sizes)), os.cpu_count() or 1)
+    machine = Machine({}, {}, {}, os.cpu_count() or 1)
+    little = Calibration(replace(plan, steps=FIRST + TRIES), Synthetic(LITTLE, comm.size), comm)
     for size in sizes:
         part = MPI.Intracomm(comm.Split(0 if comm.rank < size else 1, comm.rank))
         with _others_asleep(comm):
             if comm.rank < size:
-                machine.latency[size], machine.bandwidth[size] = _links(part)
+                machine.bandwidth[size], machine.reducing[size] = _links(part, sum(source.sizes))
+                machine.latency[size] = little.latency(part, machine)
                 for scheme in plan.cases:
                     real[scheme, size] = part.allgather(_steps(part, source, scheme, plan))
         part.Free()
+    computing = {scheme: _computing(comm, source, scheme, plan) for scheme in plan.cases}
     if comm.rank == 0:
-        records = [_beside(plan, source, machine, key, stats) for key, stats in real.items()]
-        records += _virtual(plan, source, _cluster(plan, machine, comm.size))
+        records = [_beside(plan, source, machine, computing, key, stats) for key, stats in real.items()]
+        records += _virtual(plan, source, _cluster(plan, machine, comm.size), computing)
         _publish(plan, records, machine, source)
     return 0
 
@@ -138,54 +142,67 @@ def _median(call: Callable[[], Any], before: Callable[[], Any] = lambda: None) -
     return statistics.median(seconds)
 
 
-def _links(part: MPI.Intracomm) -> tuple[float, float]:
-    """Seconds of a round of small messages, and bytes a second that a rank receives of large ones; collective."""
+def _links(part: MPI.Intracomm, elements: int) -> tuple[float, float]:
+    """Bytes a second that a rank receives of large messages, and of a sum of so many float32; collective."""
     if part.size == 1:
-        return 1e-9, 1e12
+        return 1e12, 1e12
     times = []
     for nbytes in (SMALL, LARGE):
         row, rows = np.zeros(nbytes, np.uint8), np.zeros(nbytes * part.size, np.uint8)
         times.append(part.allreduce(_median(lambda a=row, b=rows: part.Allgather(a, b), part.Barrier), MPI.MAX))  # type: ignore[misc]
-    latency = times[0] / np.ceil(np.log2(part.size))
-    return float(latency), (part.size - 1) * LARGE / max(times[1] - times[0], 1e-9)
+    values, sums = np.ones(elements, np.float32), np.zeros(elements, np.float32)
+    reduced = part.allreduce(_median(lambda: part.Allreduce(values, sums), part.Barrier), MPI.MAX)
+    moved = 2 * values.nbytes * (part.size - 1) / part.size
+    return (part.size - 1) * LARGE / max(times[1] - times[0], 1e-9), moved / reduced
 
 
-def _per_element(comm: MPI.Intracomm, elements: int) -> float:
-    """Seconds to accumulate an element when as many ranks as there are cores do; collective."""
+def _computing(comm: MPI.Intracomm, source: Source, scheme: str, plan: Plan) -> float:
+    """Seconds of a step of one rank, but for deciding, when as many ranks as there are cores each do one; collective."""
     seconds = 0.0
     with _others_asleep(comm):
         if comm.rank < (os.cpu_count() or 1):
-            backend, acc, gradient = load_backend(), np.zeros(elements, np.float32), np.ones(elements, np.float32)
-            pointers, ends = np.array([gradient.ctypes.data], np.uint64), np.array([elements], np.int64)
-            kinds = np.zeros(1, np.uint8)
-            seconds = _median(lambda: backend.accumulate_select(acc, pointers, ends, kinds, 0, elements, 1e30))
-    return float(comm.allreduce(seconds, MPI.MAX)) / elements
+            seconds = _typical([_steps(MPI.COMM_SELF, source, scheme, plan)])
+            steps = _simulate(plan, source, scheme, 1)[FIRST:]
+            seconds -= statistics.median(s.work for s in steps) if steps else 0.0
+    return float(comm.allreduce(seconds, MPI.MAX))
 
 
-def _overhead(comm: MPI.Intracomm, density: float) -> float:
-    """Seconds of a step of one rank with many layers and almost no elements; rank 0's."""
-    seconds = 0.0
-    with _others_asleep(comm):
-        if comm.rank == 0:
-            model = GivenModel.of(Synthetic(10 * LAYERS, 1), 0)
-            sync = mpisparse.GradientSync(model, density=density, comm=MPI.COMM_SELF)
+def _typical(stats: list[list[Stats]]) -> float:
+    """The slowest rank's seconds in the middle one of the steps that are judged."""
+    steps = list(zip(*stats, strict=True))[FIRST:]
+    return float(statistics.median(max(rank.seconds["step"] for rank in step) for step in steps))
 
-            def backward() -> None:
-                model.zero_grad()
-                model.backward()
 
-            seconds = _median(sync.step, backward)
-            sync.close()
-    return float(comm.bcast(seconds))
+class Calibration:
+    """Steps of exdyna with next to no elements: what they take beyond what one rank computes are rounds of messages."""
+
+    SCHEME = "exdyna"
+
+    def __init__(self, plan: Plan, source: Source, comm: MPI.Intracomm) -> None:
+        self.plan = plan
+        self.source = source
+        self.computing = _computing(comm, source, self.SCHEME, plan)
+
+    def latency(self, part: MPI.Intracomm, machine: Machine) -> float:
+        """Seconds of a round of messages; collective, known on rank 0."""
+        stats = part.allgather(_steps(part, self.source, self.SCHEME, self.plan))
+        if part.size == 1 or part.rank != 0:
+            return 1e-9
+        steps = _simulate(self.plan, self.source, self.SCHEME, part.size)[FIRST:]
+        rounds = statistics.median(sum(message.rounds() for message in s.log.messages) for s in steps)
+        known = statistics.median(machine.busy(part.size) * (self.computing + s.work) + machine.moving(s.log) for s in steps)
+        return max((_typical(stats) - known) / rounds, 1e-9)
 
 
 # Simulated ones
 
 
-def _beside(plan: Plan, source: Source, machine: Machine, key: tuple[str, int], stats: list[list[Stats]]) -> dict[str, Any]:
+def _beside(
+    plan: Plan, source: Source, machine: Machine, computing: dict[str, float], key: tuple[str, int], stats: list[list[Stats]]
+) -> dict[str, Any]:
     """A record of real steps, with the same steps simulated: whether they selected alike, and how far times are apart."""
     scheme, size = key
-    seconds = statistics.median(max(row[t].seconds["step"] for row in stats) for t in range(FIRST, plan.steps))
+    seconds = _typical(stats)
     first = stats[0]
     record = {
         "ranks": size, "scheme": scheme, "how": "real",
@@ -198,11 +215,11 @@ def _beside(plan: Plan, source: Source, machine: Machine, key: tuple[str, int], 
     }  # fmt: skip
     elements = sum(source.sizes)
     if scheme == "dense":
-        modelled = machine.seconds(dense_log(size, elements), elements, 0.0)
+        modelled = machine.seconds(dense_log(size, elements), computing[scheme])
         same = dense_log(size, elements).received().tolist() == [row[-1].bytes_received for row in stats]
     else:
         steps = _simulate(plan, source, scheme, size)
-        modelled = statistics.median(machine.seconds(s.log, elements, s.work) for s in steps[FIRST:])
+        modelled = statistics.median(machine.seconds(s.log, computing[scheme] + s.work) for s in steps[FIRST:])
         same = all(_equal(s, [row[t] for row in stats]) for t, s in enumerate(steps))
     return {**record, "modelled_ms": 1e3 * modelled, "error": modelled / seconds - 1, "same": "yes" if same else "NO"}
 
@@ -233,20 +250,21 @@ def _cluster(plan: Plan, machine: Machine, size: int) -> Machine:
         raise ConfigurationError("one rank has no links to measure: start at least 2, or give --latency and --bandwidth")
     latency = plan.latency if plan.latency is not None else machine.latency[2]
     bandwidth = plan.bandwidth if plan.bandwidth is not None else machine.bandwidth[2]
-    return replace(machine, latency={2: latency}, bandwidth={2: bandwidth}, cores=None)
+    reducing = plan.bandwidth if plan.bandwidth is not None else machine.reducing[2]
+    return Machine({2: latency}, {2: bandwidth}, {2: reducing})
 
 
-def _virtual(plan: Plan, source: Source, cluster: Machine) -> list[dict[str, Any]]:
+def _virtual(plan: Plan, source: Source, cluster: Machine, computing: dict[str, float]) -> list[dict[str, Any]]:
     """Records of steps on virtual workers; schemes without exclusive regions only while all workers differ."""
     elements, records = sum(source.sizes), []
     for size in plan.workers:
         for scheme in plan.cases:
             if scheme == "dense":
                 log = dense_log(size, elements)
-                records.append(_modelled(size, scheme, [log], cluster.seconds(log, elements, 0.0)))
+                records.append(_modelled(size, scheme, [log], cluster.seconds(log, computing[scheme])))
             elif scheme.startswith("exdyna") or size <= source.ranks * source.steps:
                 steps = _simulate(plan, source, scheme, size)[FIRST:]
-                seconds = statistics.median(cluster.seconds(s.log, elements, s.work) for s in steps)
+                seconds = statistics.median(cluster.seconds(s.log, computing[scheme] + s.work) for s in steps)
                 ratios = [len(s.union) / s.k for s in steps]
                 records.append({
                     **_modelled(size, scheme, [s.log for s in steps], seconds),

@@ -34,6 +34,10 @@ class Message:
             return self.nbytes * (len(self.nbytes) - 1)
         return self._reduced() if self.kind == "allreduce" else np.asarray(self.nbytes.sum() - self.nbytes)
 
+    def rounds(self) -> int:
+        """How often ranks wait for each other, in a tree."""
+        return math.ceil(math.log2(len(self.nbytes))) * (2 if self.kind == "allreduce" else 1)
+
     def _reduced(self) -> Ints:
         return 2 * self.nbytes * (len(self.nbytes) - 1) // len(self.nbytes)
 
@@ -60,33 +64,34 @@ class Log:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a cluster takes: latencies in seconds by rank count, bandwidth in bytes a second and rank, and computation.
+    """What messages take, by the number of ranks: in logarithms between those given, as with the nearest beyond them.
 
-    latency: of one round of messages, by the number of ranks; between those given it is interpolated in the logarithm, and
-    beyond them stays what it is for the largest. overhead: seconds of a step without elements and messages.
-    per_element: seconds to accumulate one. cores: shared by the ranks; None where each rank has its own.
+    latency: seconds of a round of messages, with what ranks do around it. bandwidth: bytes a second through the busiest
+    rank's link; reducing: the same where they are added up on the way. cores: shared by the ranks; None where each has one.
     """
 
     latency: dict[int, float]
     bandwidth: dict[int, float]
-    overhead: float
-    per_element: float
+    reducing: dict[int, float]
     cores: int | None = None
 
-    def seconds(self, log: Log, elements: int, work: float) -> float:
-        """A step of these messages in which each rank accumulates so many elements and computes `work` seconds more."""
-        busy = max(1.0, log.size / self.cores) if self.cores else 1.0
-        compute = busy * (self.overhead + self.per_element * elements + work)
-        return compute + sum(self.message_seconds(message) for message in log.messages)
+    def seconds(self, log: Log, computing: float) -> float:
+        """A step of these messages in which each rank computes so long, had it a core of its own."""
+        rounds = sum(message.rounds() for message in log.messages)
+        waiting = rounds * between(self.latency, log.size) if log.size > 1 else 0.0
+        return self.busy(log.size) * computing + self.moving(log) + waiting
 
-    def message_seconds(self, message: Message) -> float:
-        """Rounds of latency, and the bytes through the busiest rank's link."""
-        size = len(message.nbytes)
-        if size == 1:
-            return 0.0
-        rounds = math.ceil(math.log2(size)) * (2 if message.kind == "allreduce" else 1)
-        moved = max(int(message.sent().max()), int(message.received().max()))
-        return rounds * between(self.latency, size) + moved / between(self.bandwidth, size)
+    def busy(self, size: int) -> float:
+        """How many ranks share a core."""
+        return max(1.0, size / self.cores) if self.cores else 1.0
+
+    def moving(self, log: Log) -> float:
+        """Seconds in which the bytes of a step are moved."""
+        total = 0.0
+        for message in log.messages if log.size > 1 else []:
+            rate = between(self.reducing if message.kind == "allreduce" else self.bandwidth, log.size)
+            total += max(int(message.sent().max()), int(message.received().max())) / rate
+        return total
 
     def record(self) -> dict[str, Any]:
         """The parameters as plain numbers, those of the most ranks where they differ."""
@@ -94,8 +99,7 @@ class Machine:
         return {
             "latency_us": 1e6 * self.latency[most],
             "bandwidth_MB_s": self.bandwidth[most] / 1e6,
-            "overhead_ms": 1e3 * self.overhead,
-            "ns_per_element": 1e9 * self.per_element,
+            "reducing_MB_s": self.reducing[most] / 1e6,
         }
 
 

@@ -64,14 +64,14 @@ def test_bytes_of_messages() -> None:
 
 
 def test_what_a_machine_takes() -> None:
-    machine = Machine({2: 1.0}, {2: 10.0}, overhead=7.0, per_element=0.5)
+    machine = Machine({2: 1.0}, {2: 10.0}, {2: 5.0})
     log = Log(4)
     log.add("allgather", 10)
-    assert machine.seconds(log, 6, 4.0) == pytest.approx(7 + 3 + 4 + 2 * 1.0 + 30 / 10)
+    assert machine.seconds(log, 14.0) == pytest.approx(14 + 2 * 1.0 + 30 / 10)
     log.add("allreduce", 40)
-    assert machine.seconds(log, 6, 4.0) == pytest.approx(19 + 4 * 1.0 + 60 / 10)
-    crowded = Machine({2: 1.0}, {2: 10.0}, overhead=7.0, per_element=0.5, cores=2)
-    assert crowded.seconds(log, 6, 4.0) == pytest.approx(29 + 14)
-    assert Machine({1: 1.0}, {1: 1.0}, 2.0, 0.0).seconds(Log(1), 0, 0.0) == 2.0
+    assert machine.seconds(log, 14.0) == pytest.approx(19 + 4 * 1.0 + 60 / 5)
+    crowded = Machine({2: 1.0}, {2: 10.0}, {2: 5.0}, cores=2)
+    assert crowded.seconds(log, 14.0) == pytest.approx(35 + 14)
+    assert Machine({1: 1.0}, {1: 1.0}, {1: 1.0}).seconds(Log(1), 2.0) == 2.0
     assert between({2: 1.0, 8: 4.0}, 4) == pytest.approx(2.0)
     assert between({2: 1.0, 8: 4.0}, 100) == 4.0
