@@ -165,7 +165,7 @@ def _bars(bars: Bars, records: Sequence[Record]) -> str:
     for i, (record, value) in enumerate(zip(records, values, strict=True)):
         y = 8 + i * (BAR + 4)
         name = bars.name(record)
-        short = name if len(name) <= 25 else name[:24] + "…"
+        short = name if len(name) <= 22 else name[:21] + "…"
         length = max(1.0, room * max(value, 0.0) / most) if math.isfinite(value) else 0.0
         parts.append(f'<text class="y" x="{NAMED - 5:g}" y="{y + BAR / 2:g}">{escape(short)}</text>')
         parts.append(
