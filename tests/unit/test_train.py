@@ -419,6 +419,13 @@ def test_help_needs_no_mpi(words: list[str], told: str) -> None:
     assert ended.stdout.endswith("loaded:\n")
 
 
+def test_python_m_is_the_same_command() -> None:
+    command = [sys.executable, "-m", "mpisparse", "train", "--batch-size", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert "batch_size must be at least 1" in ended.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
