@@ -24,7 +24,7 @@ Scope = TypeVar("Scope")
 Candidates = TypeVar("Candidates")
 
 FINE, NONFINITE, NO_BACKWARD, STALE, BROKEN = range(5)
-GATHERED_LADDERS = 16  # up to so many ranks ladders are gathered with their owners; beyond, summed
+GATHERED_RANKS = 16  # up to so many ranks counts are gathered with their owners; beyond, summed
 
 
 class StepRefused(Exception):  # noqa: N818 - not an error yet: sync.py turns it into one with the parameters' names
@@ -142,6 +142,11 @@ class Search(Generic[Scope, Candidates]):
         self.n = n
         self.size = size
 
+    @property
+    def gathers(self) -> bool:
+        """Whether ranks are few enough to tell each other their own counts."""
+        return self.size <= GATHERED_RANKS
+
     def ladder(self, found: Candidates, rungs: Rungs, everywhere: bool) -> tuple[Ints, Callable[[int], Ints]]:
         """How many reach each rung over all ranks, and what tells how many of each rank reach one of them."""
         raise NotImplementedError
@@ -155,7 +160,7 @@ class Search(Generic[Scope, Candidates]):
         raise NotImplementedError
 
     def block_counts(self, found: Candidates, threshold: float, edges: Ints) -> list[Ints]:
-        """Every rank's count in every block above the threshold, in rank order."""
+        """Every rank's count in every block above the threshold, in rank order; for many ranks all have the sum of all."""
         raise NotImplementedError
 
     def inside(self, found: Candidates, regions: list[Region]) -> tuple[Scope, Candidates]:
@@ -203,11 +208,11 @@ class Settlement(Search[tuple[int, int], Found]):
     def ladder(self, found: Found, rungs: Rungs, everywhere: bool) -> tuple[Ints, Callable[[int], Ints]]:
         """Combine the ladders over ranks; beyond 16 ranks by a sum, and each rank's share at the rung by another message."""
         counts = self.backend.tail_counts(found.magnitude, rungs)
-        if self.size <= GATHERED_LADDERS:
+        if self.gathers:
             rows = share_counts(self.exchange, self.inputs, counts, self.n)
             return harmonic(rows) if everywhere else rows.sum(axis=0), lambda rung: rows[:, rung]
         share_counts(self.exchange, self.inputs, counts[:0], self.n)
-        total = self.exchange.allreduce_(counts.copy())
+        total = self.exchange.allreduce_(counts.copy()) // (self.size if everywhere else 1)
         return total, lambda rung: self.exchange.allgather(counts[rung : rung + 1])[:, 0]
 
     def histogram(self, scope: tuple[int, int]) -> Ints:
@@ -219,16 +224,20 @@ class Settlement(Search[tuple[int, int], Found]):
 
     def block_counts(self, found: Found, threshold: float, edges: Ints) -> list[Ints]:
         counts = self.backend.block_counts(found.index, found.magnitude, threshold, edges)
-        return list(self.exchange.allgather(counts.astype(block_count_type(edges))).astype(np.int64))
+        if self.gathers:
+            return list(self.exchange.allgather(counts.astype(block_count_type(edges))).astype(np.int64))
+        return [self.exchange.allreduce_(counts.astype(block_count_type(edges, self.size))).astype(np.int64)] * self.size
 
     def inside(self, found: Found, regions: list[Region]) -> tuple[tuple[int, int], Found]:
         mine = next((r.lo, r.hi) for r in regions if r.rank == self.exchange.rank)
         return mine, found.within(self.backend, *mine)
 
 
-def block_count_type(edges: Ints) -> type[np.unsignedinteger[Any]]:
-    """The smallest type that holds the count of any block."""
-    longest = int(np.diff(edges).max())
+def block_count_type(edges: Ints, ranks: int = 1) -> type[np.unsignedinteger[Any]]:
+    """The smallest type that holds the count of any block, summed over so many ranks."""
+    longest = ranks * int(np.diff(edges).max())
+    if longest >= 2**32:
+        return np.uint64
     return np.uint8 if longest < 2**8 else np.uint16 if longest < 2**16 else np.uint32
 
 

@@ -33,8 +33,10 @@ def settle_in_regions(
     """Agree on the threshold; where borders are drawn in the step, once for them and once inside them."""
     settled = search.settle(scope, rungs, found, everywhere=selector.in_step)
     everywhere, floor = settled.found, settled.rungs[0]
-    for _ in range(DRAWS if selector.in_step else 0):
-        selector.draw(search.block_counts(everywhere, settled.threshold, selector.edges))
+    draws = DRAWS if search.gathers else 1  # from sums much the same borders would come again
+    for _ in range(draws if selector.in_step else 0):
+        counts = search.block_counts(everywhere, settled.threshold, selector.edges)
+        selector.draw(counts, None if search.gathers else settled.workloads)
         mine, inside = search.inside(everywhere, selector.regions())
         settled = both(settled, search.settle(mine, settled.rungs, inside))
         if imbalance(settled.workloads) <= BALANCED:

@@ -17,7 +17,8 @@ Ints = NDArray[np.int64]
 
 PAPER_BLOCKS = 1024
 PAPER_ALIGN = 32
-BLOCKS_PER_RANK = 256
+BLOCKS_PER_RANK, MOST_BLOCKS = 256, 16_384
+ROOM = 256
 
 
 def even_edges(n: int, blocks: int) -> Ints:
@@ -52,8 +53,8 @@ def paper_edges(n: int, blocks: int = PAPER_BLOCKS) -> Ints:
 
 
 def default_blocks(size: int) -> int:
-    """Blocks for a rank count: enough that one of them is a small part of a partition."""
-    return max(PAPER_BLOCKS, BLOCKS_PER_RANK * size)
+    """Blocks for a rank count: enough that one of them is a small part of a partition, few enough to count in every step."""
+    return max(PAPER_BLOCKS, min(BLOCKS_PER_RANK * size, MOST_BLOCKS), size)
 
 
 def even_borders(blocks: int, size: int) -> Ints:
@@ -76,10 +77,13 @@ def block_counts(union: Ints, edges: Ints, search: Callable[[Ints, Ints], Ints] 
     return np.diff(search(union, edges)).astype(np.int64)
 
 
-def best_borders(work: Sequence[Ints], edges: Ints, longest: int | None = None) -> Ints:
+def best_borders(
+    work: Sequence[Ints], edges: Ints, longest: int | None = None, weights: Sequence[int] | None = None
+) -> Ints:
     """Find the borders that make the heaviest part lightest, none longer than `longest` elements if given.
 
-    work[p][b] is what block b would cost in partition p (its owner's count). A bound on the heaviest part is feasible if
+    work[p][b] is what block b would cost in partition p (its owner's count), times weights[p] if given, in units of their
+    mean; a part of little weight holds four times as much as others at most. A bound on the heaviest part is feasible if
     filling the parts greedily up to it reaches the end; the least feasible bound is found by bisection. `longest` is
     widened to what runs of whole blocks can always meet.
     """
@@ -87,24 +91,26 @@ def best_borders(work: Sequence[Ints], edges: Ints, longest: int | None = None) 
     ends = edges.tolist()
     limit = max(longest or ends[-1], -(-ends[-1] // size) + int(np.diff(edges).max()))
     distinct = {id(w): _running(w) for w in {id(w): w for w in work}.values()}  # often all are one and the same
-    parts = [distinct[id(w)] for w in work]
+    parts = [(*distinct[id(w)], room) for w, room in zip(work, _rooms(weights, size), strict=True)]
 
     def fill(bound: int) -> list[int]:
         borders = [0]
-        for sums, stops in parts:
+        for sums, stops, room in parts:
             start = borders[-1]
             before = sums[bisect_left(stops, start)]
-            stop = stops[bisect_right(sums, before + bound) - 1]
+            stop = stops[bisect_right(sums, before + bound * room // ROOM) - 1]
             if limit < ends[-1]:
                 stop = min(stop, bisect_right(ends, ends[start] + limit) - 1)
             borders.append(stop)
         return borders
 
-    low, high = 0, max(sums[-1] for sums, _ in parts)
+    low, high = 0, max(sums[-1] for sums, _, _ in parts)
     if high == 0:
         return best_borders([np.diff(edges)] * size, edges, longest) if ends[-1] else even_borders(blocks, size)
-    if len(distinct) == 1:  # no bound below an equal share is feasible
+    if len(distinct) == 1 and weights is None:  # no bound below an equal share is feasible
         low = -(-high // size)
+    while fill(high)[-1] < blocks:  # every part has less room than one of mean weight
+        high *= 2
     while low < high:
         middle = (low + high) // 2
         if fill(middle)[-1] < blocks:
@@ -112,6 +118,14 @@ def best_borders(work: Sequence[Ints], edges: Ints, longest: int | None = None) 
         else:
             high = middle
     return np.array(fill(low), dtype=np.int64)
+
+
+def _rooms(weights: Sequence[int] | None, size: int) -> list[int]:
+    """How much of a bound each part may hold, in units of a ROOMth: the more, the less its work weighs."""
+    if weights is None:
+        return [ROOM] * size
+    mean = max(1, sum(weights) // size)
+    return [max(1, min(4 * ROOM, ROOM * mean // max(1, w))) for w in weights]
 
 
 def _running(work: Ints) -> tuple[list[int], list[int]]:

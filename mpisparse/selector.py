@@ -3,7 +3,7 @@
 What a rank selects depends on its own batch, so last step's counts foretell this step's balance badly (on four ranks
 the busiest was half as busy again as the mean). Where the pass covers the whole vector anyway, the counts of this step
 decide instead: `in_step`. Each rank then collects candidates everywhere, and the borders are drawn when all ranks'
-block counts are known. Elsewhere the borders follow a moving average of past counts.
+block counts, or for many ranks their sum, are known. Elsewhere the borders follow a moving average of past counts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from mpisparse.threshold import CONTROLLERS, Controller
 Ints = NDArray[np.int64]
 
 PARTITIONERS = ("best", "paper", "static")
-IN_STEP_RANKS = 16  # up to so many ranks the block counts of all are gathered in every step
 FRACTION = 8  # bits behind the point of the moving average
 SMOOTHING = 2  # it moves by 2^-2 of the difference at each step
 READS_PER_SELECTED = 128  # elements that one can read in the time that handling a selected one takes
@@ -42,7 +41,7 @@ class ExclusiveSelector:
         self.size = size
         self.partitioner = partitioner
         self.reads_region = reads_region
-        self.in_step = partitioner == "best" and not reads_region and 1 < size <= IN_STEP_RANKS
+        self.in_step = partitioner == "best" and not reads_region and size > 1
         if partitioner == "paper":
             self.blocks = blocks or partition.PAPER_BLOCKS
             self.edges = partition.paper_edges(n, self.blocks)
@@ -68,10 +67,14 @@ class ExclusiveSelector:
         lo, hi = self.edges[self.borders[mine : mine + 2]].tolist()
         return lo, hi
 
-    def draw(self, counts: Sequence[Ints]) -> None:
-        """Set this step's borders by every rank's block counts (in rank order)."""
+    def draw(self, counts: Sequence[Ints], loads: Ints | None = None) -> None:
+        """Set this step's borders by every rank's block counts (in rank order).
+
+        Where these are only what all have together, `loads` are what each would select everywhere.
+        """
         owners = [partition.owner(p, self.step, self.size) for p in range(self.size)]
-        self.borders = partition.best_borders([counts[owner] for owner in owners], self.edges)
+        weights = None if loads is None else [int(loads[owner]) for owner in owners]
+        self.borders = partition.best_borders([counts[owner] for owner in owners], self.edges, weights=weights)
 
     def adapt(self, union: Ints, controller: Controller) -> None:
         """Go on to the next step, with borders by the indices that all ranks selected unless they are drawn in it."""
@@ -93,9 +96,7 @@ class ExclusiveSelector:
         self.work = scaled if self.step == 0 else self.work + ((scaled - self.work) >> SMOOTHING)
 
     def _balanced(self) -> Ints:
-        """The best borders by the averaged work; where selecting is a pass of its own, by its reading too."""
-        if not self.reads_region:
-            return partition.best_borders([self.work] * self.size, self.edges)
+        """The best borders by the averaged work of selecting, and of reading."""
         cost = self.work * READS_PER_SELECTED + (np.diff(self.edges) << FRACTION)
         longest = -(-2 * int(self.edges[-1]) // self.size)
         return partition.best_borders([cost] * self.size, self.edges, longest)

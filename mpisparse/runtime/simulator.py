@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpisparse.agree import GATHERED_LADDERS, Found, Search, block_count_type, harmonic
+from mpisparse.agree import Found, Search, block_count_type, harmonic
 from mpisparse.baselines import CyclicTopK, Picker, TopK, merged, shared_out
 from mpisparse.codecs import CODECS
 from mpisparse.device import load_backend
@@ -40,6 +40,7 @@ Scopes = list[tuple[int, int]]
 
 READY, HEADER, COUNT = 32, 16, 4  # bytes of a rank's status, of that before counts, and of a count below 2^32
 HISTOGRAM_BINS = 2048
+KEPT = 1 << 32  # bytes of accumulators that are kept; more are added up again whenever they are read
 
 
 class Accumulators:
@@ -121,7 +122,7 @@ class VirtualSearch(Search[Scopes, list[Found]]):
 
     def ladder(self, found: list[Found], rungs: Rungs, everywhere: bool) -> tuple[Ints, Callable[[int], Ints]]:
         rows = np.stack([self.backend.tail_counts(f.magnitude, rungs) for f in found])
-        if self.size <= GATHERED_LADDERS:
+        if self.gathers:
             self.log.add("allgather", HEADER + COUNT * len(rungs))
             return harmonic(rows) if everywhere else rows.sum(axis=0), lambda rung: rows[:, rung]
         self.log.add("allgather", HEADER)
@@ -132,7 +133,7 @@ class VirtualSearch(Search[Scopes, list[Found]]):
             share: Ints = rows[:, rung]
             return share
 
-        return rows.sum(axis=0), workload_at
+        return rows.sum(axis=0) // (self.size if everywhere else 1), workload_at
 
     def histogram(self, scope: Scopes) -> Ints:
         self.log.add("allreduce", 8 * HISTOGRAM_BINS)
@@ -149,8 +150,12 @@ class VirtualSearch(Search[Scopes, list[Found]]):
         return Found(index + lo, magnitude)
 
     def block_counts(self, found: list[Found], threshold: float, edges: Ints) -> list[Ints]:
-        self.log.add("allgather", (len(edges) - 1) * block_count_type(edges)().itemsize)
-        return [self.backend.block_counts(f.index, f.magnitude, threshold, edges).astype(np.int64) for f in found]
+        counts = [self.backend.block_counts(f.index, f.magnitude, threshold, edges).astype(np.int64) for f in found]
+        if self.gathers:
+            self.log.add("allgather", (len(edges) - 1) * block_count_type(edges)().itemsize)
+            return counts
+        self.log.add("allreduce", (len(edges) - 1) * block_count_type(edges, self.size)().itemsize)
+        return [np.sum(counts, axis=0)] * self.size
 
     def inside(self, found: list[Found], regions: list[Region]) -> tuple[Scopes, list[Found]]:
         mine = by_rank(regions)
@@ -162,9 +167,9 @@ class TimedSelector(ExclusiveSelector):
 
     seconds = 0.0
 
-    def draw(self, counts: Sequence[Ints]) -> None:
+    def draw(self, counts: Sequence[Ints], loads: Ints | None = None) -> None:
         start = time.perf_counter()
-        super().draw(counts)
+        super().draw(counts, loads)
         self.seconds += time.perf_counter() - start
 
     def adapt(self, union: Ints, controller: Controller) -> None:
@@ -229,7 +234,7 @@ class ExclusiveSimulator(Simulator):
             self.n, size, controller=options.controller, partitioner=options.partitioner, blocks=options.blocks,
             reads_region=options.accumulate == "backward", prior=Magnitude.prior,
         )  # fmt: skip
-        if self.selector.in_step:
+        if self.selector.in_step and 4 * self.n * size <= KEPT:
             self.acc.keep()
 
     def choose(self, log: Log) -> Choice:

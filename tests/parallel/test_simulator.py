@@ -10,6 +10,7 @@ from mpi4py import MPI
 from ranks import everywhere
 
 import mpisparse
+from mpisparse import agree
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.simulator import simulator
 from mpisparse.runtime.synthetic import GivenModel, Synthetic
@@ -25,8 +26,12 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("gathered", [16, 0], ids=["few", "many"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_real_and_simulated_steps_are_equal(comm: MPI.Intracomm, case: dict[str, Any]) -> None:
+def test_real_and_simulated_steps_are_equal(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any], gathered: int
+) -> None:
+    monkeypatch.setattr(agree, "GATHERED_RANKS", gathered)
     options = {"density": 0.01, **case}
     source = Synthetic(30_001, comm.size)
     model = GivenModel.of(source, comm.rank)

@@ -88,7 +88,9 @@ def test_worked_edges_follow_the_work() -> None:
     assert partition.worked_edges(100, 4, ints()).tolist() == [0, 50, 100]
 
 
-@pytest.mark.parametrize(("size", "blocks"), [(1, 1024), (4, 1024), (5, 1280), (64, 16_384)])
+@pytest.mark.parametrize(
+    ("size", "blocks"), [(1, 1024), (4, 1024), (5, 1280), (64, 16_384), (1000, 16_384), (20_000, 20_000)]
+)
 def test_default_blocks(size: int, blocks: int) -> None:
     assert partition.default_blocks(size) == blocks
 
