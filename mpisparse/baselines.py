@@ -32,16 +32,24 @@ class Picker(Protocol):
 
     common: bool  # the choice is the same on all ranks without a message
 
+    def wanted(self, k: int, n: int, step: int) -> int: ...
     def pick(self, acc: Floats, k: int, step: int) -> tuple[Ints, float]: ...
     def state(self) -> dict[str, Any]: ...
     def check(self, state: dict[str, Any]) -> None: ...
     def load(self, state: dict[str, Any]) -> None: ...
 
 
-class Stateless:
-    """A picker that remembers nothing."""
+class Plain:
+    """A picker that wants what is set."""
 
     common = False
+
+    def wanted(self, k: int, n: int, step: int) -> int:
+        return k
+
+
+class Stateless(Plain):
+    """A picker that remembers nothing."""
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -74,15 +82,18 @@ class SampledTopK(Stateless):
         self.seed = seed
         self.warm_up = warm_up
 
+    def wanted(self, k: int, n: int, step: int) -> int:
+        if step < self.warm_up:
+            return max(k, round(n * self.START * math.pow(k / n / self.START, step / self.warm_up)))
+        return k
+
     def pick(self, acc: Floats, k: int, step: int) -> tuple[Ints, float]:
         n = len(acc)
-        if step < self.warm_up:
-            k = max(k, round(n * self.START * (k / n / self.START) ** (step / self.warm_up)))
         count = min(n, max(self.LEAST, int(self.SAMPLE * n)))
         generator = np.random.Generator(np.random.Philox(key=[self.seed, step]))
         sample = np.abs(acc[generator.integers(0, n, count)]) if count < n else np.abs(acc)
-        wanted = max(1, round(k * count / n))
-        threshold = max(float(np.partition(sample, count - wanted)[count - wanted]), TINY)
+        at = count - max(1, round(k * count / n))
+        threshold = max(float(np.partition(sample, at)[at]), TINY)
         index, magnitude, _ = self.backend.select(acc, 0, n, threshold)
         if len(index) > self.SLACK * k:
             largest = np.sort(np.argpartition(magnitude, len(magnitude) - k)[len(magnitude) - k :])
@@ -116,10 +127,8 @@ class RandomK(Stateless):
         return np.sort(generator.choice(len(acc), k, replace=False, shuffle=False)), 0.0
 
 
-class HardThreshold:
-    """All that reach a fixed threshold; none given: the one that gave this rank k in the first step."""
-
-    common = False
+class HardThreshold(Plain):
+    """All that reach a fixed threshold; none given: the one that gave this rank k in the first step that had as many."""
 
     def __init__(self, backend: Any, threshold: float | None, density: float) -> None:
         self.backend = backend
@@ -129,9 +138,10 @@ class HardThreshold:
     def pick(self, acc: Floats, k: int, step: int) -> tuple[Ints, float]:
         if self.threshold <= 0.0:  # by the density that was set at first, not by that of a warm-up
             at = len(acc) - max(1, int(self.density * len(acc)))
-            self.threshold = max(float(np.partition(np.abs(acc), at)[at]), TINY)
-        index, _, _ = self.backend.select(acc, 0, len(acc), self.threshold)
-        return index, self.threshold
+            self.threshold = float(np.partition(np.abs(acc), at)[at])
+        threshold = max(self.threshold, TINY)
+        index, _, _ = self.backend.select(acc, 0, len(acc), threshold)
+        return index, threshold
 
     def state(self) -> dict[str, Any]:
         return {"threshold": self.threshold}
@@ -144,14 +154,13 @@ class HardThreshold:
         self.threshold = float(state["threshold"])
 
 
-class Sidco:
+class Sidco(Plain):
     """A threshold by fitting exponentials to the tail: the mean excess over one threshold leads to the next.
 
     A stage leaves a quarter, the last what is wanted. The more stages, the farther out the fit; one more is tried
     whenever the mean over five steps is off by more than a fifth, and after the most that the density allows, one again.
     """
 
-    common = False
     STAGE, PATIENCE, TOLERANCE = 0.25, 5, 0.2
 
     def __init__(self, backend: Any) -> None:
@@ -217,7 +226,8 @@ class UnionChooser:
         clock.lap("accumulate")
         share_counts(exchange, inputs, np.empty(0, dtype=np.int64), n)  # nobody picks among values that are not finite
         clock.lap("agree")
-        mine, threshold = self.picker.pick(self.parts.acc, min(inputs.k, n), self.step)
+        k = self.picker.wanted(min(inputs.k, n), n, self.step)
+        mine, threshold = self.picker.pick(self.parts.acc, k, self.step)
         clock.lap("select")
         if self.picker.common:
             workloads = np.diff(np.arange(exchange.size + 1) * len(mine) // exchange.size)
@@ -228,7 +238,7 @@ class UnionChooser:
             workloads, threshold = counts[:, 0], float(counts[:, 1].max().astype(np.uint32).view(np.float32))
             union = self._unite(mine, workloads)
         clock.lap("unite")
-        return Chosen(union, shared_out(union, n, exchange.size), workloads, threshold)
+        return Chosen(union, shared_out(union, n, exchange.size), workloads, threshold, k=k)
 
     def _unite(self, mine: Ints, workloads: Ints) -> Ints:
         everything = [Region(rank, 0, len(self.parts.acc)) for rank in range(len(workloads))]
@@ -260,7 +270,7 @@ class UnionChooser:
 def merged(picked: Ints) -> Ints:
     """The different ones of several ascending runs, ascending; a stable sort merges runs, where np.unique hashes."""
     ordered = np.sort(picked, kind="stable")
-    different: Ints = ordered[np.append(True, ordered[1:] != ordered[:-1])]
+    different: Ints = ordered[np.diff(ordered, prepend=-1) != 0]
     return different
 
 

@@ -63,7 +63,10 @@ class Region:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What is exchanged in a step, the same on all ranks: ascending indices, who sums them, how many each rank chose."""
+    """What is exchanged in a step, the same on all ranks: ascending indices, who sums them, how many each rank chose.
+
+    k is how many were wanted, where that is not what was set.
+    """
 
     union: Ints
     regions: list[Region]
@@ -71,6 +74,7 @@ class Chosen:
     threshold: float
     reselected: int = 0
     refined: int = 0
+    k: int | None = None
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ class SparseStep(Synchronous):
         return Stats(
             step=self.chooser.step - 1,
             density=len(chosen.union) / n,
-            set_density=inputs.k / n,
+            set_density=(inputs.k if chosen.k is None else chosen.k) / n,
             selected=len(chosen.union),
             threshold=chosen.threshold,
             bytes_sent=exchange.nbytes_sent,

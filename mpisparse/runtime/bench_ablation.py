@@ -17,7 +17,7 @@ from mpi4py import MPI
 import mpisparse
 from mpisparse.exchange import end_job_on_uncaught_exception
 from mpisparse.runtime.bench_sync import open_source
-from mpisparse.runtime.bench_train import Case, train_case
+from mpisparse.runtime.bench_train import Case, progress_beside, train_case
 from mpisparse.runtime.settings import Settings
 from mpisparse.runtime.signals import StopRequest
 from mpisparse.runtime.synthetic import GivenModel, Source
@@ -67,7 +67,8 @@ def run(plan: Plan) -> int:
     source = open_source(comm, plan.gradients, plan.elements)
     records = [record for group in plan.groups for record in _measure(comm, plan, source, group)]
     if plan.model is not None and plan.training is not None:
-        code = _train(plan, plan.model, plan.training, records)
+        with progress_beside(plan.as_json):
+            code = _train(plan, plan.model, plan.training, records)
         if code:
             return code
     if comm.rank == 0:

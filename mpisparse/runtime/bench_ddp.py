@@ -35,6 +35,7 @@ COLUMNS = {
     "loss_of_ddp": ".4f",
 }  # fmt: skip
 WARM_UP = 2
+UNUSED = ("accumulation", "schedule", "warmup", "clip", "bf16", "density_warmup")
 ONE_BUCKET = 1 << 14  # MB: over gloo, messages that PowerSGD's hook sends for several buckets may cross
 ALONE, DDP = "computation alone", "DDP"
 
@@ -54,6 +55,7 @@ def run(plan: Plan) -> int:
     """Train all in turn and print on rank 0; collective."""
     end_job_on_uncaught_exception()
     comm = MPI.COMM_WORLD
+    _check(plan.settings)
     reason = start_gloo(comm)
     if reason is not None:
         raise ConfigurationError(f"DDP needs torch with gloo between all ranks: {reason}")
@@ -65,11 +67,23 @@ def run(plan: Plan) -> int:
         for contender in contenders:
             torch.manual_seed(1_000_003 * step + comm.rank)  # the same dropout for all
             contender.step(comm, *batch)
-    if comm.rank == 0:
-        _publish(plan, comm.size, sum(p.numel() for p in model.parameters()), contenders)
     comm.Barrier()
     torch.distributed.destroy_process_group()
+    if comm.rank == 0:
+        _publish(plan, comm.size, sum(p.numel() for p in model.parameters()), contenders)
     return 0
+
+
+def _check(settings: Settings) -> None:
+    """Raise ConfigurationError for settings, of a file perhaps, that this bench would pass over."""
+    if (settings.steps or 0) <= WARM_UP:
+        raise ConfigurationError(
+            f"expected --steps of {WARM_UP + 1} or more, of which {WARM_UP} warm up, got {settings.steps}"
+        )
+    usual = Settings()
+    unused = [name for name in UNUSED if getattr(settings, name) != getattr(usual, name)]
+    if unused:
+        raise ConfigurationError(f"bench ddp trains plainly and has no {', '.join(unused)}; leave them out of its settings")
 
 
 def _batch(

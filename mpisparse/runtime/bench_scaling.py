@@ -39,6 +39,7 @@ SMALL, LARGE = 64, 1 << 18  # bytes of a rank's messages by which bandwidth is m
 TRIES = 15
 LITTLE = 10 * LAYERS  # elements of a step that is nearly all latency
 NAP = 0.002
+NEXT_TO_NOTHING = 1e-9  # seconds
 FIRST = 2  # steps from which on density is judged: the first ones find the threshold
 
 
@@ -66,30 +67,36 @@ def run(plan: Plan) -> int:
     _check_cases(comm, plan, source)
     sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size < comm.size] + [comm.size]
     real: dict[tuple[str, int], list[list[Stats]]] = {}
-    machine = Machine({}, {}, {}, os.cpu_count() or 1)
+    machine = Machine({}, {}, {}, _cores(comm), _handling(comm))
     little = Calibration(replace(plan, steps=FIRST + TRIES), Synthetic(LITTLE, comm.size), comm)
     for size in sizes:
         part = MPI.Intracomm(comm.Split(0 if comm.rank < size else 1, comm.rank))
         with _others_asleep(comm):
             if comm.rank < size:
                 machine.bandwidth[size], machine.reducing[size] = _links(part, sum(source.sizes))
-                machine.latency[size] = little.latency(part, machine)
+                little.measure(part)
                 for scheme in plan.cases:
                     real[scheme, size] = part.allgather(_steps(part, source, scheme, plan))
         part.Free()
     computing = {scheme: _computing(comm, source, scheme, plan) for scheme in plan.cases}
+    with _others_asleep(comm):
+        if comm.rank == 0:
+            little.calibrate(machine)
+            cluster = _cluster(plan, machine)
+            records = [_beside(plan, source, machine, computing, key, stats) for key, stats in real.items()]
+            records += _virtual(plan, source, cluster, computing)
     if comm.rank == 0:
-        records = [_beside(plan, source, machine, computing, key, stats) for key, stats in real.items()]
-        records += _virtual(plan, source, _cluster(plan, machine, comm.size), computing)
-        _publish(plan, records, machine, source)
+        _publish(plan, records, machine, cluster, source)
     return 0
 
 
 def _check_cases(comm: MPI.Intracomm, plan: Plan, source: Source) -> None:
-    """Raise on all ranks, before anything is measured, if a case cannot be simulated; collective."""
+    """Raise on all ranks, before anything is measured, if a case cannot be simulated, or links are unknown; collective."""
     exchange = Exchange(comm)
     error: ConfigurationError | None = None
     try:
+        if (plan.latency is None or plan.bandwidth is None) and comm.size < 2:
+            raise ConfigurationError("one rank has no links to measure: start at least 2, or give --latency and --bandwidth")
         for case in plan.cases:
             _simulator(plan, source, case, 1)
     except ConfigurationError as caught:
@@ -114,8 +121,8 @@ def _steps(part: MPI.Intracomm, source: Source, scheme: str, plan: Plan) -> list
     """What this rank's steps did; `seconds` holds the time from a common start to this rank's end."""
     model = GivenModel.of(source, part.rank)
     case = Case.parse(scheme)
-    density = None if case.scheme == "dense" else plan.density
-    sync = mpisparse.GradientSync(model, scheme=case.scheme, density=density, comm=part, **case.values)
+    density = {} if case.scheme == "dense" else {"density": plan.density}
+    sync = mpisparse.GradientSync(model, scheme=case.scheme, comm=part, **{**density, **case.values})
     notes = []
     for _ in range(plan.steps):
         model.zero_grad()
@@ -156,6 +163,20 @@ def _links(part: MPI.Intracomm, elements: int) -> tuple[float, float]:
     return (part.size - 1) * LARGE / max(times[1] - times[0], 1e-9), moved / reduced
 
 
+def _cores(comm: MPI.Intracomm) -> int:
+    """Cores of all hosts together, taken to be alike; collective."""
+    local = MPI.Intracomm(comm.Split_type(MPI.COMM_TYPE_SHARED))
+    hosts: int = comm.allreduce(int(local.rank == 0))
+    local.Free()
+    return hosts * (os.cpu_count() or 1)
+
+
+def _handling(comm: MPI.Intracomm) -> float:
+    """Seconds a byte to add values that came to those that are there; rank 0's, collective."""
+    values, more = np.ones((2, LARGE // 4), np.float32)
+    return float(comm.bcast(_median(lambda: np.add(values, more, out=values)) / LARGE))
+
+
 def _computing(comm: MPI.Intracomm, source: Source, scheme: str, plan: Plan) -> float:
     """Seconds of a step of one rank, but for deciding, when as many ranks as there are cores each do one; collective."""
     seconds = 0.0
@@ -163,7 +184,7 @@ def _computing(comm: MPI.Intracomm, source: Source, scheme: str, plan: Plan) -> 
         if comm.rank < (os.cpu_count() or 1):
             seconds = _typical([_steps(MPI.COMM_SELF, source, scheme, plan)])
             steps = _simulate(plan, source, scheme, 1)[FIRST:]
-            seconds -= statistics.median(s.work for s in steps) if steps else 0.0
+            seconds -= statistics.median(s.work + s.alone for s in steps) if steps else 0.0
     return float(comm.allreduce(seconds, MPI.MAX))
 
 
@@ -174,7 +195,10 @@ def _typical(stats: list[list[Stats]]) -> float:
 
 
 class Calibration:
-    """Steps of exdyna with next to no elements: what they take beyond what one rank computes are rounds of messages."""
+    """Steps of exdyna with next to no elements: what they take beyond what one rank computes are rounds of messages.
+
+    What rank 0 reckons comes after all that is measured, when the other ranks sleep.
+    """
 
     SCHEME = "exdyna"
 
@@ -182,16 +206,19 @@ class Calibration:
         self.plan = plan
         self.source = source
         self.computing = _computing(comm, source, self.SCHEME, plan)
+        self.seconds: dict[int, float] = {}
 
-    def latency(self, part: MPI.Intracomm, machine: Machine) -> float:
-        """Seconds of a round of messages; collective, known on rank 0."""
-        stats = part.allgather(_steps(part, self.source, self.SCHEME, self.plan))
-        if part.size == 1 or part.rank != 0:
-            return 1e-9
-        steps = _simulate(self.plan, self.source, self.SCHEME, part.size)[FIRST:]
-        rounds = statistics.median(sum(message.rounds() for message in s.log.messages) for s in steps)
-        known = statistics.median(machine.busy(part.size) * (self.computing + s.work) + machine.moving(s.log) for s in steps)
-        return max((_typical(stats) - known) / rounds, 1e-9)
+    def measure(self, part: MPI.Intracomm) -> None:
+        """Time steps on so many ranks; collective."""
+        self.seconds[part.size] = _typical(part.allgather(_steps(part, self.source, self.SCHEME, self.plan)))
+
+    def calibrate(self, machine: Machine) -> None:
+        """Set the machine's latencies: seconds of a round of messages."""
+        for size, seconds in self.seconds.items():
+            steps = _simulate(self.plan, self.source, self.SCHEME, size)[FIRST:]
+            rounds = statistics.median(sum(message.rounds() for message in s.log.messages) for s in steps)
+            known = statistics.median(machine.busy(size) * (self.computing + s.work) + machine.moving(s.log) for s in steps)
+            machine.latency[size] = max((seconds - known) / rounds, NEXT_TO_NOTHING) if size > 1 else NEXT_TO_NOTHING
 
 
 # Simulated ones
@@ -219,7 +246,7 @@ def _beside(
         same = dense_log(size, elements).received().tolist() == [row[-1].bytes_received for row in stats]
     else:
         steps = _simulate(plan, source, scheme, size)
-        modelled = statistics.median(machine.seconds(s.log, computing[scheme] + s.work) for s in steps[FIRST:])
+        modelled = statistics.median(machine.seconds(s.log, computing[scheme] + s.work, s.alone) for s in steps[FIRST:])
         same = all(_equal(s, [row[t] for row in stats]) for t, s in enumerate(steps))
     return {**record, "modelled_ms": 1e3 * modelled, "error": modelled / seconds - 1, "same": "yes" if same else "NO"}
 
@@ -227,7 +254,8 @@ def _beside(
 def _simulator(plan: Plan, source: Source, scheme: str, size: int) -> Simulator | None:
     """The simulator of a case; None for dense, which chooses nothing."""
     case = Case.parse(scheme)
-    return None if scheme == "dense" else simulator(case.scheme, source, size, plan.density, **case.values)
+    options = {"density": plan.density, **case.values}
+    return None if scheme == "dense" else simulator(case.scheme, source, size, **options)
 
 
 def _simulate(plan: Plan, source: Source, scheme: str, size: int) -> list[Simulated]:
@@ -244,14 +272,12 @@ def _equal(simulated: Simulated, real: list[Stats]) -> bool:
     return chosen == {(len(simulated.union), simulated.threshold, simulated.borders, workloads)} and moved == counted
 
 
-def _cluster(plan: Plan, machine: Machine, size: int) -> Machine:
+def _cluster(plan: Plan, machine: Machine) -> Machine:
     """Where virtual workers are: each on its own core, on links as given or as two ranks here had."""
-    if (plan.latency is None or plan.bandwidth is None) and size < 2:
-        raise ConfigurationError("one rank has no links to measure: start at least 2, or give --latency and --bandwidth")
     latency = plan.latency if plan.latency is not None else machine.latency[2]
     bandwidth = plan.bandwidth if plan.bandwidth is not None else machine.bandwidth[2]
     reducing = plan.bandwidth if plan.bandwidth is not None else machine.reducing[2]
-    return Machine({2: latency}, {2: bandwidth}, {2: reducing})
+    return Machine({2: latency}, {2: bandwidth}, {2: reducing}, handling=machine.handling)
 
 
 def _virtual(plan: Plan, source: Source, cluster: Machine, computing: dict[str, float]) -> list[dict[str, Any]]:
@@ -264,7 +290,7 @@ def _virtual(plan: Plan, source: Source, cluster: Machine, computing: dict[str, 
                 records.append(_modelled(size, scheme, [log], cluster.seconds(log, computing[scheme])))
             elif scheme.startswith("exdyna") or size <= source.ranks * source.steps:
                 steps = _simulate(plan, source, scheme, size)[FIRST:]
-                seconds = statistics.median(cluster.seconds(s.log, computing[scheme] + s.work) for s in steps)
+                seconds = statistics.median(cluster.seconds(s.log, computing[scheme] + s.work, s.alone) for s in steps)
                 ratios = [len(s.union) / s.k for s in steps]
                 records.append({
                     **_modelled(size, scheme, [s.log for s in steps], seconds),
@@ -281,17 +307,19 @@ def _modelled(size: int, scheme: str, logs: list[Log], seconds: float) -> dict[s
     return {"ranks": size, "scheme": scheme, "how": "simulated", "received_MB": received, "modelled_ms": 1e3 * seconds}
 
 
-def _publish(plan: Plan, records: list[dict[str, Any]], machine: Machine, source: Source) -> None:
+def _publish(plan: Plan, records: list[dict[str, Any]], machine: Machine, cluster: Machine, source: Source) -> None:
     elements = sum(source.sizes)
     for record in records:
-        record.update(elements=elements, set_density=plan.density, steps=plan.steps)
+        priced = (machine if record["how"] == "real" else cluster).record()
+        record.update(elements=elements, set_density=plan.density, steps=plan.steps, **priced)
     if not plan.as_json:
         print(f"{elements:,} float32, density {plan.density:g}, {plan.steps} steps, judged from the third on")
     show(records, COLUMNS, as_json=plan.as_json)
     if not plan.as_json:
-        says = ", ".join(f"{key} {value:.4g}" for key, value in machine.record().items())
+        says, others = (", ".join(f"{key} {value:.4g}" for key, value in m.record().items()) for m in (machine, cluster))
         errors = [abs(r["error"]) for r in records if "error" in r and r["ranks"] > 1]
         print(f"machine: {says}, {machine.cores} cores")
+        print(f"virtual workers: {others}, a core each")
         if errors:
             print(f"modelled times are off by {statistics.mean(errors):.0%} on average, {max(errors):.0%} at most")
         print(

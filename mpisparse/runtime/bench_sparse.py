@@ -10,7 +10,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpisparse.exchange import end_job_on_uncaught_exception
-from mpisparse.runtime.bench_train import Case, train_case
+from mpisparse.runtime.bench_train import Case, progress_beside, train_case
 from mpisparse.runtime.settings import Settings
 from mpisparse.runtime.signals import StopRequest
 from mpisparse.runtime.table import save, show
@@ -57,15 +57,16 @@ def run(base: Settings, names: list[str], cases: list[str], seeds: int, *, as_js
     stop = StopRequest()
     records: list[dict[str, Any]] = []
     try:
-        for name in names:
-            work = WORKLOADS[name]
-            for case in [*map(Case.parse, cases), Case(work.tailored, "dense", {})]:
-                kind = partial(TailoredTrainer, reduction=work.reduction) if case.text == work.tailored else Trainer
-                settings = replace(base, out=str(Path(base.out) / name))
-                code, record = train_case(settings, work.model, case, seeds, stop, kind)
-                if code:
-                    return code
-                records.append({**record, "model": name})
+        with progress_beside(as_json):
+            for name in names:
+                work = WORKLOADS[name]
+                for case in [*map(Case.parse, cases), Case(work.tailored, "dense", {})]:
+                    kind = partial(TailoredTrainer, reduction=work.reduction) if case.text == work.tailored else Trainer
+                    settings = replace(base, out=str(Path(base.out) / name))
+                    code, record = train_case(settings, work.model, case, seeds, stop, kind)
+                    if code:
+                        return code
+                    records.append({**record, "model": name})
     finally:
         stop.restore()
     if MPI.COMM_WORLD.rank == 0:

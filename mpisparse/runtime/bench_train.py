@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ from mpisparse.runtime.train import Trainer
 
 COLUMNS = {
     "model": "", "case": "", "ranks": "d", "seeds": "d", "train_loss": ".4f", "spread": ".4f", "test_loss": ".4f",
-    "metric": ".4f", "received_MB": ".2f", "of_dense": ".4f", "density": ".4f", "sent_density": ".4f", "ms_a_step": ".1f",
+    "metric": ".4f", "received_MB": ".2f", "of_dense": ".4f", "density": ".4f", "sent_density": ".4f", "build_up": ".2f",
+    "imbalance": ".2f", "ms_a_step": ".1f", "compute_ms": ".1f",
 }  # fmt: skip
 TrainerKind = Callable[[Settings, StopRequest], Trainer]
 FIRST = 2  # steps from which on density is judged
@@ -57,12 +60,13 @@ def run(base: Settings, models: list[str], cases: list[str], seeds: int, *, as_j
     parsed = [Case.parse(text) for text in cases]
     records = []
     try:
-        for model in models:
-            for case in parsed:
-                code, record = train_case(base, model, case, seeds, stop)
-                if code:
-                    return code
-                records.append(record)
+        with progress_beside(as_json):
+            for model in models:
+                for case in parsed:
+                    code, record = train_case(base, model, case, seeds, stop)
+                    if code:
+                        return code
+                    records.append(record)
     finally:
         stop.restore()
     if comm.rank == 0:
@@ -70,8 +74,13 @@ def run(base: Settings, models: list[str], cases: list[str], seeds: int, *, as_j
         save("train", records, Path(base.out) / "records.jsonl")
         if not as_json:
             print(f"train loss: mean of the last tenth of the steps; spread: largest less smallest over {seeds} seeds")
-            print(f"pages with all curves: mpisparse report {base.out}/*")
+            print(f"pages with all curves: mpisparse report {base.out}/*/")
     return 0
+
+
+def progress_beside(as_json: bool) -> contextlib.AbstractContextManager[Any]:
+    """Where standard output is for records alone, progress goes to standard error."""
+    return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
 
 
 def train_case(
@@ -130,6 +139,8 @@ def _result(trainer: Trainer) -> dict[str, Any]:
     steps = list({line["step"]: line for line in lines if line["kind"] == "step"}.values())
     last = steps[-max(1, len(steps) // 10) :]
     evaluation = [line for line in lines if line["kind"] == "eval"][-1]
+    times = [line["seconds"] for line in steps]
+    phases = dict.fromkeys(phase for each in times for phase in each)
     return {
         "train_loss": statistics.mean(line["loss"]["mean"] for line in last),
         "test_loss": evaluation["loss"],
@@ -137,14 +148,17 @@ def _result(trainer: Trainer) -> dict[str, Any]:
         "received_MB": trainer.received / 1e6,
         "of_dense": trainer.received / max(1.0, trainer.dense),
         "density": statistics.mean(line["density"] for line in steps),
+        "build_up": statistics.mean(line["density"] / line["set_density"] for line in steps[FIRST:] or steps),
+        "imbalance": statistics.mean(line["imbalance"] for line in steps[FIRST:] or steps),
         "density_error": max((abs(line["density"] / line["set_density"] - 1) for line in steps[FIRST:]), default=0.0),
         "sent_density": statistics.mean(line["sent_density"] for line in steps),
         "ms_a_step": 1e3 * trainer.seconds / trainer.step,
+        **{f"{phase}_ms": 1e3 * statistics.median(t.get(phase, {"mean": 0.0})["mean"] for t in times) for phase in phases},
     }
 
 
 def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Means over the seeds."""
-    means = {key: statistics.mean(run[key] for run in runs) for key in runs[0]}
+    means = {key: statistics.mean(run.get(key, 0.0) for run in runs) for key in runs[0]}
     losses = [run["train_loss"] for run in runs]
     return {"seeds": len(runs), **means, "spread": max(losses) - min(losses)}

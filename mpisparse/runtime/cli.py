@@ -276,7 +276,7 @@ def _bench(args: argparse.Namespace) -> int:
         return run_sparse(settings, args.models, args.cases, args.seeds, as_json=args.json)
     if args.bench == "ddp":
         given = {key: value for key, value in vars(args).items() if key != "out"}
-        settings = resolve({"model": "lstm-large", "steps": 30, "batch_size": 1, **given})
+        settings = resolve(given, model="lstm-large", steps=30, batch_size=1)
         from mpisparse.runtime import bench_ddp
 
         plan = bench_ddp.Plan(settings, args.cases, args.powersgd_rank, as_json=args.json, out=args.out)

@@ -67,30 +67,34 @@ class Machine:
     """What messages take, by the number of ranks: in logarithms between those given, as with the nearest beyond them.
 
     latency: seconds of a round of messages, with what ranks do around it. bandwidth: bytes a second through the busiest
-    rank's link; reducing: the same where they are added up on the way. cores: shared by the ranks; None where each has one.
+    rank's link; reducing: the same where they are added up on the way. handling: seconds to merge or add a byte that came.
+    cores: shared by the ranks; None where each has one. Messages to many partners count as the rounds of a tree.
     """
 
     latency: dict[int, float]
     bandwidth: dict[int, float]
     reducing: dict[int, float]
     cores: int | None = None
+    handling: float = 0.0
 
-    def seconds(self, log: Log, computing: float) -> float:
-        """A step of these messages in which each rank computes so long, had it a core of its own."""
+    def seconds(self, log: Log, computing: float, alone: float = 0.0) -> float:
+        """A step of these messages in which each rank computes so long, had it a core of its own, and one alone longer."""
         rounds = sum(message.rounds() for message in log.messages)
         waiting = rounds * between(self.latency, log.size) if log.size > 1 else 0.0
-        return self.busy(log.size) * computing + self.moving(log) + waiting
+        return self.busy(log.size) * computing + alone + self.moving(log) + waiting
 
     def busy(self, size: int) -> float:
         """How many ranks share a core."""
         return max(1.0, size / self.cores) if self.cores else 1.0
 
     def moving(self, log: Log) -> float:
-        """Seconds in which the bytes of a step are moved."""
+        """Seconds in which the bytes of a step are moved, and handled where they came."""
         total = 0.0
         for message in log.messages if log.size > 1 else []:
-            rate = between(self.reducing if message.kind == "allreduce" else self.bandwidth, log.size)
-            total += max(int(message.sent().max()), int(message.received().max())) / rate
+            added = message.kind == "allreduce"
+            received = int(message.received().max())
+            total += max(int(message.sent().max()), received) / between(self.reducing if added else self.bandwidth, log.size)
+            total += 0.0 if added else self.busy(log.size) * self.handling * received
         return total
 
     def record(self) -> dict[str, Any]:
@@ -100,6 +104,7 @@ class Machine:
             "latency_us": 1e6 * self.latency[most],
             "bandwidth_MB_s": self.bandwidth[most] / 1e6,
             "reducing_MB_s": self.reducing[most] / 1e6,
+            "handling_ns_byte": 1e9 * self.handling,
         }
 
 

@@ -156,8 +156,8 @@ def _plain(kind: Any) -> Any:
     return get_origin(kind) or kind
 
 
-def resolve(given: dict[str, Any]) -> Settings:
-    """Settings from parsed flags, on top of the file that --config names."""
+def resolve(given: dict[str, Any], **usual: Any) -> Settings:
+    """Settings from parsed flags, on top of the file that --config names, on top of what is usual for a command."""
     given = dict(given)
     config = given.pop("config", None)
     values = read_file(config) if config is not None else {}
@@ -169,7 +169,9 @@ def resolve(given: dict[str, Any]) -> Settings:
         values.pop("epochs", None)
     if "drop_at" in flags:
         flags["drop_at"] = tuple(flags["drop_at"])
-    return Settings(**{**values, **flags})
+    if "epochs" in values or "epochs" in flags:
+        usual.pop("steps", None)
+    return Settings(**{**usual, **values, **flags})
 
 
 def parse_options(pairs: list[str]) -> dict[str, Any]:

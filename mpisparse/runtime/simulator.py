@@ -86,7 +86,8 @@ class Accumulators:
 class Simulated:
     """What one step of all workers did; workloads and borders are in the order of the regions.
 
-    work: seconds of a worker's own on deciding: what all decide alike (borders and blocks), or picking its largest.
+    work: seconds of a worker's own on deciding: what all decide alike (borders and blocks), or picking its largest; alone:
+    of the one whose turn it is, while the others wait.
     """
 
     union: Ints
@@ -95,6 +96,7 @@ class Simulated:
     threshold: float
     log: Log
     work: float
+    alone: float
     k: int
     n: int
 
@@ -207,13 +209,17 @@ class Simulator:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is sent, where it is summed, what each rank chose, from which magnitude on, and what deciding alike took."""
+    """What is sent, where it is summed, what each rank chose, from which magnitude on, and what deciding took.
+
+    work: seconds of every rank; alone: seconds of one while the others wait.
+    """
 
     union: Ints
     regions: list[Region]
     workloads: Ints
     threshold: float
     work: float = 0.0
+    alone: float = 0.0
 
 
 class ExclusiveSimulator(Simulator):
@@ -258,22 +264,24 @@ class UnionSimulator(Simulator):
 
     def __init__(self, source: Source, size: int, density: float, *, cyclic: bool) -> None:
         super().__init__(source, size, density)
+        self.cyclic = cyclic
         self.pickers: list[Picker] = [CyclicTopK(rank, size) if cyclic else TopK() for rank in range(size)]
 
     def choose(self, log: Log) -> Choice:
-        picks, work = [], 0.0
+        picks, seconds = [], []
         for rank, picker in enumerate(self.pickers):
             acc = self.acc.read(rank, 0, self.n)
             start = time.perf_counter()
             picks.append(picker.pick(acc, self.k, len(self.acc.unions)))
-            work = max(work, time.perf_counter() - start)
+            seconds.append(time.perf_counter() - start)
         workloads = np.array([len(index) for index, _ in picks], dtype=np.int64)
         log.add("allgather", HEADER)
         log.add("allgather", HEADER + 2 * COUNT)
         log.add("allgatherv", [nbytes_of(self.n, int(count)) for count in workloads])
         union = merged(np.concatenate([index for index, _ in picks]))
         threshold = max(threshold for _, threshold in picks)
-        return Choice(union, shared_out(union, self.n, self.size), workloads, threshold, work)
+        together = {"alone": max(seconds)} if self.cyclic else {"work": sum(seconds) / self.size}
+        return Choice(union, shared_out(union, self.n, self.size), workloads, threshold, **together)
 
 
 NOTHING = Found(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ def save(bench: str, records: Sequence[dict[str, Any]], out: Path | None) -> Non
         beside.write_text("".join(json.dumps({"bench": bench, **record}) + "\n" for record in records), encoding="utf-8")
         beside.replace(out)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink()
         raise ConfigurationError(f"expected a file that can be written, got {out} ({error.strerror})") from error
-    print(f"records: {out}; pictures: mpisparse report {out}")
+    print(f"records: {out}; pictures: mpisparse report {out}", file=sys.stderr)

@@ -131,6 +131,21 @@ def test_nothing_is_lost_and_replicas_are_equal(comm: MPI.Intracomm, scheme: str
     train_lawfully(comm, model, sync, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loss_of, 8)
 
 
+@every_baseline
+@pytest.mark.parametrize("width", [1, 30])
+def test_density_one_is_dense(comm: MPI.Intracomm, scheme: str, width: int) -> None:
+    """All is sent, and what is published is the mean; a vector may be shorter than there are ranks."""
+    model = nn.Linear(width, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+    sync = mpisparse.GradientSync(model, scheme=scheme, density=1.0)
+    model(torch.randn(4, width, generator=seeded(comm.rank, 0))).square().mean().backward()
+    expected = total(comm, model.weight.grad.double()) / comm.size
+    sync.step()
+    assert everywhere(comm, torch.allclose(model.weight.grad.double(), expected, rtol=1e-5))
+    sync.close()
+
+
 def test_what_builds_up_and_what_does_not(comm: MPI.Intracomm) -> None:
     """Ranks with different data pick different elements: local top-k sends more the more ranks there are."""
     built = {}
@@ -168,14 +183,16 @@ def test_dgc_warms_up(comm: MPI.Intracomm) -> None:
     torch.manual_seed(5)
     model = nn.Linear(300, 200)
     sync = mpisparse.GradientSync(model, scheme="dgc", density=0.001, warm_up=4)
-    picked = []
+    picked, set_ = [], []
     for step in range(6):
         model.zero_grad()
         model(torch.randn(4, 300, generator=seeded(comm.rank, step))).square().mean().backward()
         sync.step()
         picked.append(max(sync.stats.workloads) / sync.residual.numel())
+        set_.append(sync.stats.set_density)
     wanted = [0.25 * (0.001 / 0.25) ** (t / 4) for t in range(4)] + [0.001, 0.001]
     assert everywhere(comm, all(0.3 * w <= p <= 1.4 * w for p, w in zip(picked, wanted, strict=True))), picked
+    assert set_ == pytest.approx(wanted, rel=0.01)
     sync.close()
 
 

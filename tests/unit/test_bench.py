@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import subprocess
@@ -33,7 +34,7 @@ def job(*words: object, ranks: int = 2) -> str:
 def bench(*words: object) -> list[dict[str, Any]]:
     """The records that a benchmark prints."""
     output = job("-m", "mpisparse.runtime.cli", "bench", *words)
-    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in output.splitlines()]
 
 
 def test_sync() -> None:
@@ -68,7 +69,20 @@ def test_train(tmp_path: Path) -> None:
     assert records[0]["of_dense"] == pytest.approx(1.0, rel=0.01)
     assert [round(r["density"], 2) for r in records] == [1.0, 0.1, 0.05]
     assert all(r["train_loss"] > 0 and r["seeds"] == 2 and r["ranks"] == 2 for r in records)
+    assert all(r["compute_ms"] > 0 and r["accumulate_ms"] >= 0 for r in records[1:])
+    assert records[2]["build_up"] == pytest.approx(1.0, rel=0.05)
     assert len([p for p in (tmp_path / "runs").iterdir() if p.is_dir()]) == 6
+
+
+def test_the_command_that_train_names_makes_a_page(tmp_path: Path) -> None:
+    words = ("--cases", "dense", "exdyna", "--seeds", 1, "--steps", 3, "--batch-size", 8, "--out", tmp_path / "runs")
+    told = job("-m", "mpisparse.runtime.cli", "bench", "train", *words).splitlines()[-1]
+    _, found, pattern = told.partition("mpisparse report ")
+    assert found, told
+    runs = sorted(glob.glob(pattern))
+    assert len(runs) == 2
+    job("-m", "mpisparse.runtime.cli", "report", *runs, "--out", tmp_path / "page.html", ranks=1)
+    assert "exdyna" in (tmp_path / "page.html").read_text()
 
 
 def test_a_wrong_case_is_told_once(tmp_path: Path) -> None:
@@ -77,7 +91,7 @@ def test_a_wrong_case_is_told_once(tmp_path: Path) -> None:
     assert str(caught.value).count("alpha must be a number in") == 1
 
 
-@pytest.mark.parametrize("example", ["digits", "momentum", "speculative"])
+@pytest.mark.parametrize("example", ["digits", "momentum", "predictive", "speculative"])
 def test_examples(example: str) -> None:
     short = ("--epochs", "1") if example == "digits" else ()
     assert "accuracy" in job("-m", f"mpisparse.examples.{example}", *short)
@@ -219,6 +233,13 @@ def test_scaling(tmp_path: Path) -> None:
     assert len((tmp_path / "scaling.jsonl").read_text().splitlines()) == len(records)
 
 
+def test_scaling_of_another_density(tmp_path: Path) -> None:
+    cases = ("exdyna:density=0.05", "cltk:density=0.1")
+    records = bench("scaling", "--elements", 20000, "--steps", 4, "--workers", 3, "--cases", *cases, "--json")
+    assert [round(r["density"], 2) for r in records if r["scheme"] == cases[0]] == [0.05] * 3
+    assert all(r["same"] == "yes" for r in records if r["how"] == "real")
+
+
 def test_what_cannot_be_simulated_is_told_first() -> None:
     with pytest.raises(AssertionError) as caught:
         bench("scaling", "--elements", 1000, "--cases", "exdyna", "exdyna:codec=int8")
@@ -260,6 +281,22 @@ def test_sparse_models(tmp_path: Path) -> None:
     assert tailored["received_MB"] < 0.2 * dense["received_MB"]
     assert sparse["density"] == pytest.approx(0.05, rel=0.05)
     assert len((tmp_path / "runs" / "records.jsonl").read_text().splitlines()) == 3
+
+
+def test_ddp_refuses_what_it_would_pass_over(tmp_path: Path) -> None:
+    config = tmp_path / "ddp.toml"
+    config.write_text('model = "digits-cnn"\nsteps = 3\nbatch_size = 4\nclip = 1.0\n')
+    with pytest.raises(AssertionError, match="bench ddp trains plainly and has no clip"):
+        bench("ddp", "--config", config)
+    with pytest.raises(AssertionError, match="expected --steps of 3 or more, of which 2 warm up, got 2"):
+        bench("ddp", "--model", "digits-cnn", "--steps", 2)
+
+
+def test_ddp_whose_records_cannot_be_written_ends(tmp_path: Path) -> None:
+    config = tmp_path / "ddp.toml"
+    config.write_text('model = "digits-cnn"\nsteps = 3\nbatch_size = 4\n')
+    with pytest.raises(AssertionError, match="expected a file that can be written"):
+        bench("ddp", "--config", config, "--cases", "dense", "--out", config / "no")
 
 
 def test_ddp(tmp_path: Path) -> None:

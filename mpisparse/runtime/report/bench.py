@@ -26,7 +26,8 @@ from mpisparse.runtime.report.units import number, say
 Floats = NDArray[np.float64]
 
 COLUMNS = 220
-BAR, NAMED = 17.0, 150.0  # the height of a bar, and the room for its name
+BAR, NAMED, NAME_LETTER = 17.0, 200.0, 6.6  # the height of a bar, the most room for its name, and that of a letter of it
+LONGEST = 28  # letters of a name that are shown
 LEGEND_LINE, LEGEND_LETTER = 15.0, 6.1
 HIDDEN = ("bench", "elements", "rounds", "ms_by_phase")
 
@@ -154,25 +155,31 @@ def _legend(names: Sequence[str]) -> tuple[str, float]:
     return "".join(parts), down - HEIGHT + 10
 
 
+def _short(name: str) -> str:
+    """A name that fits: names mostly differ at their ends, so that what is left out is in the middle."""
+    half = LONGEST // 2
+    return name if len(name) <= LONGEST else f"{name[: half - 1]}…{name[-half:]}"
+
+
 def _bars(bars: Bars, records: Sequence[Record]) -> str:
     """A bar for each record, its name before and its value behind it."""
     values = [float(_values(r, bars)) for r in records]
     most = max((v for v in values if math.isfinite(v)), default=0.0)
     if most <= 0:
         return ""
-    room = WIDTH - NAMED - RIGHT - 52
+    names = [_short(bars.name(r)) for r in records]
+    named = min(NAMED, 10 + NAME_LETTER * max(map(len, names)))
+    room = WIDTH - named - RIGHT - 52
     parts = []
-    for i, (record, value) in enumerate(zip(records, values, strict=True)):
+    for i, value in enumerate(values):
         y = 8 + i * (BAR + 4)
-        name = bars.name(record)
-        short = name if len(name) <= 22 else name[:21] + "…"
         length = max(1.0, room * max(value, 0.0) / most) if math.isfinite(value) else 0.0
-        parts.append(f'<text class="y" x="{NAMED - 5:g}" y="{y + BAR / 2:g}">{escape(short)}</text>')
+        parts.append(f'<text class="y" x="{named - 5:g}" y="{y + BAR / 2:g}">{escape(names[i])}</text>')
         parts.append(
-            f'<rect class="bar {run_classes(i % 8)}" x="{NAMED:g}" y="{y:g}" width="{length:.1f}" height="{BAR:g}"/>'
+            f'<rect class="bar {run_classes(i % 8)}" x="{named:g}" y="{y:g}" width="{length:.1f}" height="{BAR:g}"/>'
         )
         shown = say(_kind(bars), value) if _kind(bars) != "number" else number(value, 3)
-        parts.append(f'<text class="value" x="{NAMED + length + 5:.1f}" y="{y + BAR / 2:g}">{escape(shown)}</text>')
+        parts.append(f'<text class="value" x="{named + length + 5:.1f}" y="{y + BAR / 2:g}">{escape(shown)}</text>')
     words = "; ".join(f"{bars.name(r)}: {say(_kind(bars), v)}" for r, v in zip(records, values, strict=True))
     return svg.blank(bars.title, f"{bars.note}. {words}", "".join(parts), height=16 + len(records) * (BAR + 4))
 
