@@ -46,7 +46,10 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 def gradient_of(
     loss: Callable[[], Any], params: list[torch.nn.Parameter], name: str
 ) -> tuple[float, list[torch.Tensor | None]]:
-    """What loss() returns and its gradient, None where a parameter plays no part; p.grad and hooks on it are left alone."""
+    """What loss() returns and its gradient, None where a parameter plays no part.
+
+    p.grad stays as it is, and so hooks that follow its accumulation do not run; those of modules and of tensors do.
+    """
     with torch.enable_grad():
         value = loss()
         if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:

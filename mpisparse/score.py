@@ -105,21 +105,26 @@ class Magnitude:
 class WholeGradient(Magnitude):
     """A scorer that learns something of each step's gradient, and so must be given it once, whole.
 
-    A parameter without a gradient has one of zeros.
+    A parameter without a gradient has one of zeros. What it has when a step is refused stays, and backward may give more.
     """
 
     def __init__(self, residual: torch.Tensor, backend: Backend, slots: list[Slot]) -> None:
         super().__init__(residual, backend)
         self.slots = slots
-        self.seen = np.zeros(len(slots), dtype=bool)
+        self.seen = np.zeros(len(slots), dtype=bool)  # since the last step that was done
+        self.whole = np.zeros(len(slots), dtype=bool)  # since the last one that was asked for
+
+    def trouble(self, clock: Clock) -> str | None:
+        self.whole[:] = False
+        return None
 
     def add(self, i: int, slot: Slot, grad: torch.Tensor) -> int:
-        if self.seen[i]:
+        if self.whole[i]:
             raise GradientError(
                 f"a second backward before step() gave {slot.name} another gradient, but a step's gradient is needed whole; "
                 'pass accumulate="step"'
             )
-        self.seen[i] = True
+        self.seen[i] = self.whole[i] = True
         source = in_order(slot, grad if grad.layout is torch.strided else grad.to_dense())
         bad = self._update(slot, source.data_ptr())
         return bad + slot.begin if bad >= 0 else bad
@@ -149,7 +154,7 @@ class WholeGradient(Magnitude):
         self.seen[:] = False
 
     def load(self, state: dict[str, Any]) -> None:
-        self.seen[:] = False
+        self.seen[:] = self.whole[:] = False
 
 
 class Remembering(WholeGradient):

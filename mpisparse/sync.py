@@ -134,15 +134,19 @@ class GradientSync:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Raise what a scheme found wrong as an error with the parameters' names."""
+        """Raise what a scheme found wrong as an error with the parameters' names; what was added or sent by then is lost."""
         try:
             yield
         except StepRefused as refused:
             raise self._refusal(refused) from None
         except DensityDiffers as differing:
+            self._damaged = "the density was not the same on all ranks"
             raise self._differing(differing) from None
         except Overflow as overflow:
             raise self._overflow(overflow.args[0]) from None
+        except GradientError as error:
+            self._damaged = str(error).split(" | ", 1)[-1]
+            raise
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -195,6 +199,7 @@ class GradientSync:
 
     def synchronize(self) -> None:
         """Finish what is in flight, so that replicas are equal; collective. Nothing is, in a synchronous scheme."""
+        self._check_undamaged()
         with self._explained():
             for used in self._step.drain():
                 self._publish(used)
@@ -294,8 +299,8 @@ class GradientSync:
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as caught:
             error = ConfigurationError(f"the state is not one that state_dict() gave: {type(caught).__name__}: {caught}")
         self._exchange.raise_together(error)
-        self._residual.copy_(torch.as_tensor(state["residual"]))
         self._step.load(self._step_state(state))
+        self._residual.copy_(torch.as_tensor(state["residual"]))
         self._density = float(state["density"])
         self._damaged, self._bad = None, -1
         self._published.clear()
@@ -366,15 +371,18 @@ class GradientSync:
             raise RuntimeError(f"r{self.rank} | this GradientSync was closed, or another was made for the same model")
         if not self._syncing:
             raise RuntimeError(f"r{self.rank} | step() inside no_sync(): leave the block before the step that exchanges")
-        if self._damaged is not None:
-            raise GradientError(
-                f"r{self.rank} | the residual is damaged since an earlier error ({self._damaged}); load a saved state"
-            )
+        self._check_undamaged()
         if self._registered != parameters_registered():
             self._check_parameters()
         for p in self._layout.frozen:
             if p.requires_grad:
                 raise self._changed("a frozen parameter requires a gradient now")
+
+    def _check_undamaged(self) -> None:
+        if self._damaged is not None:
+            raise GradientError(
+                f"r{self.rank} | the residual is damaged since an earlier error ({self._damaged}); load a saved state"
+            )
 
     def _check_parameters(self) -> None:
         now = [p for p in self._model.parameters() if p.requires_grad]

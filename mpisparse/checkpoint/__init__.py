@@ -135,7 +135,7 @@ def begin_save(
         if background:
             copies = memory.copy({name: arrays for name, (arrays, _) in files.items()})
             files = {name: (copies[name], texts) for name, (_, texts) in files.items()}
-    except (OSError, tree.UnsupportedError) as caught:
+    except (OSError, ConfigurationError, tree.UnsupportedError) as caught:
         error = CheckpointError(f"cannot begin a checkpoint in {directory}: {caught}")
     try:
         exchange.raise_together(error, CheckpointError)

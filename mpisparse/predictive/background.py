@@ -12,8 +12,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from mpisparse.errors import ConfigurationError
+
 Job = TypeVar("Job")
 Result = TypeVar("Result")
+
+
+class PredictorError(ConfigurationError):
+    """What ended the thread; a checkpoint and load_state_dict() share errors of this kind with all ranks."""
 
 
 class Background(Generic[Job, Result]):
@@ -41,7 +47,7 @@ class Background(Generic[Job, Result]):
         self._jobs.put(job)
 
     def take(self) -> Result:
-        """The next result, in the order of the jobs; waits for it. Raises what ended the thread, if that did."""
+        """The next result, in the order of the jobs; waits for it. Raises PredictorError if the thread has ended."""
         result = None
         if not self._ended:
             self._hurry.set()
@@ -49,8 +55,13 @@ class Background(Generic[Job, Result]):
             self._hurry.clear()
         if result is None:
             self._ended = True
-            raise RuntimeError(f"the predictor's thread has ended: {self.failure!r}") from self.failure
+            raise PredictorError(self.trouble) from self.failure
         return result
+
+    @property
+    def trouble(self) -> str | None:
+        """What ended the thread, in words; None if nothing did."""
+        return None if self.failure is None else f"the predictor failed: {type(self.failure).__name__}: {self.failure}"
 
     def close(self) -> None:
         """End the thread when it has done its jobs."""

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from mpisparse.agree import Found, Inputs
 from mpisparse.errors import ConfigurationError
 from mpisparse.flat import Gradients, Layout, in_order, zeros
-from mpisparse.predictive.background import Background
+from mpisparse.predictive.background import Background, PredictorError
 from mpisparse.predictive.nets import Job, Lesson, Nets, Prediction, Slice
 from mpisparse.predictive.sample import draw
-from mpisparse.reference import BF16, FP32, round_to
+from mpisparse.reference import BF16, FP32, round_to, widen
 from mpisparse.score import Dense, WholeGradient
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ Bytes = NDArray[np.uint8]
 Halves = NDArray[np.uint16]
 Floats = NDArray[np.float32]
 
-NEUTRAL = 127  # what untrained nets give every element
+NEUTRAL, MOST = 127, 254  # what untrained nets give every element, and the best score there is
 LEAST, SLICES = 65_536, 32  # a slice is a 32nd of the vector, but no less than so many elements
 SAMPLE = 4096
 
@@ -46,7 +46,7 @@ class Predicted(WholeGradient):
     """Scores of one byte for every element, kept fresh by a thread and by what other ranks tell of their selections.
 
     validate() gives the gradient of a held-out batch, by which a lesson's gains are measured: what the loss would fall by if
-    the element were sent. None: the gain is the accumulator's magnitude.
+    the element were sent. None: the gain is the accumulator's magnitude, foretold from that of the step before.
     """
 
     backend: Any  # one of the host: it has the kernels for scores
@@ -88,10 +88,20 @@ class Predicted(WholeGradient):
         """This step's place in its window."""
         return self.step % self.depth
 
+    def _slice(self, step: int) -> tuple[int, int]:
+        """Where the slice of a step's window begins, and its length."""
+        lo = step // self.depth * self.length % (-(-len(self.acc) // self.length) * self.length)
+        return lo, min(self.length, len(self.acc) - lo)
+
     @property
     def _lo(self) -> int:
         """Where the slice of this window begins."""
-        return self.step // self.depth * self.length % (-(-len(self.acc) // self.length) * self.length)
+        return self._slice(self.step)[0]
+
+    @property
+    def _n(self) -> int:
+        """The length of this window's slice."""
+        return self._slice(self.step)[1]
 
     def _lesson_in(self, step: int) -> int:
         """Steps until the sample's gradients are first recorded; from 0 to -depth + 1 they are, at -depth is the lesson."""
@@ -100,11 +110,11 @@ class Predicted(WholeGradient):
     # Before and while gradients come
 
     def trouble(self, clock: Clock) -> str | None:
-        with contextlib.suppress(RuntimeError):  # what ended the thread is told below
+        super().trouble(clock)
+        with contextlib.suppress(PredictorError):  # what ended the thread is told below
             self._await(sum(step <= self.step for step, _ in self.due))
         clock.lap("predictor")
-        failure = self.background.failure
-        return None if failure is None else f"the predictor failed: {type(failure).__name__}: {failure}"
+        return self.background.trouble
 
     def _await(self, count: int) -> None:
         """Wait until so many of the results that are due next are here."""
@@ -183,24 +193,19 @@ class Predicted(WholeGradient):
 
     def _lesson(self) -> Lesson:
         values = self.acc[self.sample]
-        magnitude = np.abs(values)
-        gain = magnitude
-        if self.gradient is not None:
+        if self.gradient is None:
+            known, gain = widen(self._row(self.sampled, self.depth), BF16), np.abs(values)
+        else:
             slope = np.empty(len(values), dtype=np.float32)
             self.backend.gather(self.gradient.pointers, self.gradient.ends, self.gradient.kinds, self.sample, slope)
-            gain, self.gradient = np.nan_to_num(slope * values), None
-        return Lesson(self.step // self.every, self.sample, self.sampled, magnitude, gain)
+            known, gain, self.gradient = values, np.nan_to_num(slope * values), None
+        return Lesson(self.step // self.every, self.sample, self.sampled, np.abs(known), gain)
 
     def _draw(self, candidates: Ints) -> None:
         """Choose the sample of the next lesson."""
         generator = np.random.default_rng([*self.seed, 2, self.step // self.every])
         self.sample = draw(generator, self.layout.ends, SAMPLE, candidates)
         self.sampled = np.zeros((self.depth + 1) * len(self.sample), dtype=np.uint16)
-
-    @property
-    def _n(self) -> int:
-        """The length of this window's slice."""
-        return min(self.length, len(self.acc) - self._lo)
 
     def _row(self, rows: Halves, r: int) -> Halves:
         n = self._n if rows is self.rows else len(self.sample)
@@ -261,16 +266,18 @@ class Predicted(WholeGradient):
     def check(self, state: dict[str, Any]) -> None:
         """Raise ConfigurationError unless the state is of this vector and these nets."""
         self.nets.check({key: state[f"predictor.{key}"] for key in self.nets.state()})
-        n, counts = len(self.acc), np.asarray(state["pending.count"])
-        sample, places = np.asarray(state["sample"]), np.asarray(state["pending.lo"])
+        n, time, counts = len(self.acc), int(state["time"]), np.asarray(state["pending.count"])
+        sample, places, due = (np.asarray(state[key]) for key in ("sample", "pending.lo", "pending.due"))
         fits = (
             np.shape(state["scores"]) == (n,)
-            and int(state["time"]) >= 0
-            and len(state["recorded"]) % (self.depth + 1) == 0
-            and len(state["recorded"]) <= (self.depth + 1) * self.length
+            and np.shape(state["ranking"]) == (2,)
+            and all(int(np.max(state[key], initial=0)) <= MOST for key in ("scores", "pending.scores"))
+            and time >= 0
+            and len(state["recorded"]) == (self.depth + 1) * self._slice(time)[1]
             and len(state["sampled"]) == (self.depth + 1) * len(sample)
             and (not len(sample) or (sample[0] >= 0 and sample[-1] < n and (np.diff(sample) > 0).all()))
-            and len(places) == len(counts) == len(state["pending.due"])
+            and len(places) == len(counts) == len(due)
+            and (not len(due) or (time <= due[0] and due[-1] < time + self.delay and bool((np.diff(due) > 0).all())))
             and len(state["pending.ranking"]) == 2 * len(counts)
             and counts.sum() == len(state["pending.scores"])
             and bool(((places >= 0) & (places + counts <= n)).all())

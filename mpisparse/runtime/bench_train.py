@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable
@@ -142,9 +143,9 @@ def _result(trainer: Trainer) -> dict[str, Any]:
     times = [line["seconds"] for line in steps]
     phases = dict.fromkeys(phase for each in times for phase in each)
     return {
-        "train_loss": statistics.mean(line["loss"]["mean"] for line in last),
-        "test_loss": evaluation["loss"],
-        "metric": evaluation["metric"],
+        "train_loss": statistics.mean(_number(line["loss"]["mean"]) for line in last),
+        "test_loss": _number(evaluation["loss"]),
+        "metric": _number(evaluation["metric"]),
         "received_MB": trainer.received / 1e6,
         "of_dense": trainer.received / max(1.0, trainer.dense),
         "density": statistics.mean(line["density"] for line in steps),
@@ -155,6 +156,11 @@ def _result(trainer: Trainer) -> dict[str, Any]:
         "ms_a_step": 1e3 * trainer.seconds / trainer.step,
         **{f"{phase}_ms": 1e3 * statistics.median(t.get(phase, {"mean": 0.0})["mean"] for t in times) for phase in phases},
     }
+
+
+def _number(value: float | None) -> float:
+    """What the metrics say, where null is a number that was not finite."""
+    return math.nan if value is None else value
 
 
 def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""metrics.jsonl: one JSON object a line; only rank 0 writes."""
+"""metrics.jsonl: one JSON object a line, null for what is not finite; only rank 0 writes."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,20 @@ class MetricsFile:
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one line."""
-        self._file.write(json.dumps({"kind": kind, **fields}) + "\n")
+        self._file.write(json.dumps(finite({"kind": kind, **fields}), allow_nan=False) + "\n")
 
     def close(self) -> None:
         """Flush and close."""
         self._file.close()
+
+
+def finite(value: Any) -> Any:
+    """A value as JSON can say it: None in place of numbers that are not finite."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def spread(values: NDArray[np.float64]) -> dict[str, float]:

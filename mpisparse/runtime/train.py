@@ -43,9 +43,11 @@ def run(settings: Settings, stop: StopRequest) -> int:
     with open_output(settings):
         trainer = Trainer(settings, stop)
         try:
-            return trainer.train()
+            code = trainer.train()
         finally:
             trainer.close()
+        trainer.sync.close()
+        return code
 
 
 def open_output(settings: Settings) -> RankOutput:

@@ -90,8 +90,8 @@ class Predictive(Partitioned):
         layout, seed, key = parts.layout, (self.seed, parts.exchange.rank), RULES[self.rule]
         if self.validation is None:
             warnings.warn(
-                'scheme "predictive" without validation= learns to foretell the accumulator\'s magnitude, not what helps '
-                "most: pass a callable that returns the loss of a held-out batch",
+                'scheme "predictive" without validation= learns to foretell the accumulator\'s coming magnitude, not what '
+                "helps most: pass a callable that returns the loss of a held-out batch",
                 stacklevel=4,
             )
             validate = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from mpisparse.speculative.parcel import Delivery, Parcel, Result
 
@@ -45,7 +45,7 @@ class InFlight:
 
     def replace(self, results: Sequence[Result]) -> None:
         """Have these on the way and no others; what is on its way is waited for first, as the other ranks are in it too."""
-        self.results()
+        wait(self.waiting)
         self.waiting = deque(map(_arrived, results))
 
     def close(self) -> None:

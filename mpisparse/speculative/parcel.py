@@ -31,7 +31,10 @@ ARRAYS = {
 
 @dataclass(frozen=True)
 class Parcel:
-    """A rank's part of a step. loss and confidence: NaN where unknown; regions, counts and payloads are of rank 0, 1, ..."""
+    """A rank's part of a step. loss and confidence: NaN where unknown; regions, counts and payloads are of rank 0, 1, ...
+
+    trouble: why this rank cannot go on, where the status does not say it.
+    """
 
     step: int
     status: int
@@ -44,6 +47,7 @@ class Parcel:
     regions: list[Region]
     counts: list[int]
     payloads: list[Bytes]
+    trouble: str = ""
 
     def row(self) -> Bytes:
         """What every rank gets of it."""
@@ -127,7 +131,8 @@ class Delivery:
             loss, confidence, seconds, counts.sum(axis=1),
         )  # fmt: skip
         if table[:, 0].any():
-            result = replace(result, refused=tuple((int(status), int(detail)) for status, detail in table[:, :2]))
+            refused = tuple((int(status), int(detail)) for status, detail in table[:, :2])
+            result = replace(result, refused=refused, failure=_first(exchange.gather_texts(parcel.trouble)))
         elif (table[:, 2] == parcel.k).all():
             result = self._sum(parcel, counts, nbytes, result)
         return replace(result, nbytes_sent=exchange.nbytes_sent, nbytes_received=exchange.nbytes_received)
@@ -154,8 +159,7 @@ class Delivery:
                 index, mean = self._read(regions, gathered, starts, back[:, 1].tolist())
             except Exception as caught:
                 error = f"{type(caught).__name__}: {caught}"
-        texts = exchange.gather_texts(error)
-        failure = next((f"on rank {rank}: {text}" for rank, text in enumerate(texts) if text), "")
+        failure = _first(exchange.gather_texts(error))
         moved = int(nbytes.sum() + back[:, 0].sum() * (exchange.size - 1)) // exchange.size
         result = replace(result, failure=failure, overflow=bad, index=index, mean=mean, nbytes=moved)
         return result if self.codec.lossless else replace(result, left_index=served.index, left=served.left)
@@ -204,6 +208,11 @@ class Delivery:
         if not self.received:
             mean /= np.float32(self.exchange.size)
         return np.concatenate([NOTHING, *indices]), mean
+
+
+def _first(texts: list[str]) -> str:
+    """What the first rank that has something to say says."""
+    return next((f"on rank {rank}: {text}" for rank, text in enumerate(texts) if text), "")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpisparse.errors import ConfigurationError
+from mpisparse.errors import ConfigurationError, GradientError
+
+
+class NoLossError(ConfigurationError, GradientError):
+    """A policy has no losses to learn from; raised on all ranks together."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +104,9 @@ class Rule:
 class Learned:
     """A gradient bandit: shares are drawn by their preferences, which rise with the loss decrease per byte they gave.
 
-    A draw holds for a window of steps, longer if no loss was told in it; none in `patience` steps is an error. The reward of
-    a window is how much the mean loss fell since the one before, per byte (or second), as a multiple of the usual size of
-    that.
+    A draw holds for a window of steps, longer if no loss was told in it; none in `patience` steps is an error. Losses that
+    are not finite do not count. The reward of a window is how much the mean loss fell since the one before, per byte (or
+    second), as a multiple of the usual size of that.
     """
 
     SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -126,13 +130,13 @@ class Learned:
     def learn(self, seen: Seen) -> None:
         self.steps += 1
         self.cost += seen.seconds if self.per_second else float(seen.nbytes)
-        if seen.loss is not None:
+        if seen.loss is not None and math.isfinite(seen.loss):
             self.sum_loss += seen.loss
             self.losses += 1
         if self.steps >= self.WINDOW and self.losses:
             self._close()
         elif not self.losses and self.steps >= self.patience:
-            raise ConfigurationError(
+            raise NoLossError(
                 f'granularity="learned" has heard of no loss for {self.steps} steps; call sync.note_loss(loss.item()) '
                 "before each optimizer.step(), or pass a probe"
             )

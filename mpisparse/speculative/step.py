@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpisparse.agree import FINE, DensityDiffers, Inputs, Overflow, StepRefused
+from mpisparse.agree import BROKEN, FINE, DensityDiffers, Inputs, Overflow, StepRefused
 from mpisparse.baselines import shared_out
 from mpisparse.errors import ConfigurationError, GradientError
 from mpisparse.parts import Clock, Floats, Ints, Parts, Region, Speculation, imbalance
@@ -57,6 +57,15 @@ class _Ahead:
     filtered: Filtered
 
 
+@dataclass(frozen=True)
+class _Told:
+    """What this rank knows of its loss and how sure it is, NaN where nothing; trouble: what went wrong in asking."""
+
+    loss: float = math.nan
+    confidence: float = math.nan
+    trouble: str = ""
+
+
 class SpeculativeStep(Synchronous):
     """Two sets of weights, and results that are a fixed number of steps late."""
 
@@ -85,6 +94,7 @@ class SpeculativeStep(Synchronous):
         self._ahead: _Ahead | None = None
         self._used: NDArray[np.bool_] | None = None
         self._noted = self._probe_loss = math.nan
+        self._cause: Exception | None = None
         self._began = time.perf_counter()
 
     # The optimizer
@@ -113,14 +123,17 @@ class SpeculativeStep(Synchronous):
     def run(self, inputs: Inputs, clock: Clock) -> Stats:
         """Send this step's parcel and publish the mean that is due; collective over `staleness` steps."""
         if self.sets is not None and self.sets.swapped:
-            raise GradientError("the last optimizer.step() did not end: the global weights are still in the model")
+            raise RuntimeError(
+                f"r{self.parts.exchange.rank} | the global weights are in the model: optimizer.step() was called inside "
+                "global_weights(), or the last one did not end"
+            )
         self.scorer.accumulate(inputs, 0, 0, 0.0)
         clock.lap("accumulate")
-        probed = self._look(inputs)
+        told = self._ask(inputs)
         clock.lap("probe")
         filtered = self._filter(inputs)
         clock.lap("select")
-        parcel = self._parcel(inputs, filtered, probed)
+        parcel = self._parcel(inputs, filtered, told)
         clock.lap("feedback")
         if self.deferred:
             self.flight.send(parcel)
@@ -154,13 +167,27 @@ class SpeculativeStep(Synchronous):
         )  # fmt: skip
         return replace(stats, speculation=done, seconds=clock.seconds)
 
-    def _look(self, inputs: Inputs) -> bool:
-        """Probe the loss around the weights if it is time."""
-        if self.probe is None or self.step % self.rules.probe_every or inputs.status != FINE:
-            return False
+    def _ask(self, inputs: Inputs) -> _Told:
+        """The user's functions for loss and confidence; an error in one of them is this rank's, to be told to all."""
+        noted, self._noted = self._noted, math.nan
+        if inputs.status != FINE:
+            return _Told()
+        asked = "probe"
+        try:
+            probed = self._look()
+            asked = "confidence"
+            return _Told(probed if math.isnan(noted) else noted, self._confidence(noted))
+        except Exception as caught:
+            self._cause, inputs.status = caught, BROKEN
+            return _Told(trouble=f"{asked}(): {type(caught).__name__}: {caught}")
+
+    def _look(self) -> float:
+        """Probe the loss around the weights if it is time; NaN if it is not."""
+        if self.probe is None or self.step % self.rules.probe_every:
+            return math.nan
         self._probe_loss, diagonal = self.probe.run(self.step, self.parts.exchange.rank)
         self.influence.learn(diagonal)
-        return True
+        return self._probe_loss
 
     def _filter(self, inputs: Inputs) -> Filtered:
         share = self.policy.share(self.step)
@@ -169,7 +196,7 @@ class SpeculativeStep(Synchronous):
         self.influence.update(self.acc)
         return self.filter.run(self.influence.scores, inputs.k, share, self.step)
 
-    def _parcel(self, inputs: Inputs, filtered: Filtered, probed: bool) -> Parcel:
+    def _parcel(self, inputs: Inputs, filtered: Filtered, told: _Told) -> Parcel:
         """Encode what passed; what was not sent of it stays in the accumulator."""
         index, backend = filtered.index, self.parts.backend
         values = np.empty(len(index), dtype=np.float32)
@@ -183,17 +210,16 @@ class SpeculativeStep(Synchronous):
         self._ahead = _Ahead(index, sent, filtered)
         now = time.perf_counter()
         seconds, self._began = now - self._began if self.rules.timed else 0.0, now
-        loss = self._noted if not math.isnan(self._noted) else self._probe_loss if probed else math.nan
         return Parcel(
-            self.step, inputs.status, inputs.detail, inputs.k, ~inputs.unused, loss, self._confidence(), seconds,
-            self.regions, counts, payloads,
+            self.step, inputs.status, inputs.detail, inputs.k, ~inputs.unused, told.loss, told.confidence, seconds,
+            self.regions, counts, payloads, told.trouble,
         )  # fmt: skip
 
-    def _confidence(self) -> float:
+    def _confidence(self, noted: float) -> float:
         """By the callable, or exp(-loss) of the last probe, or of what was noted; NaN where nothing is known."""
         if self.confidence is not None:
             return float(self.confidence())
-        loss = self._noted if math.isnan(self._probe_loss) else self._probe_loss
+        loss = noted if math.isnan(self._probe_loss) else self._probe_loss
         return math.exp(-max(0.0, loss)) if not math.isnan(loss) else math.nan
 
     def _take(self, result: Result | None) -> None:
@@ -219,15 +245,14 @@ class SpeculativeStep(Synchronous):
 
     def _refuse(self, result: Result) -> None:
         """Raise, on all ranks alike, what kept a result from coming about."""
+        if result.failure:
+            raise GradientError(
+                f"r{self.parts.exchange.rank} | step {result.step} failed {result.failure}; load a saved state"
+            ) from self._cause
         if result.refused:
             raise StepRefused(result.refused)
         if len(set(result.ks)) > 1:
             raise DensityDiffers(list(result.ks))
-        if result.failure:
-            raise GradientError(
-                f"r{self.parts.exchange.rank} | the exchange of step {result.step} failed {result.failure}; "
-                "load a saved state"
-            )
         if result.overflow >= 0:
             raise Overflow(result.overflow)
 
@@ -277,6 +302,8 @@ class SpeculativeStep(Synchronous):
     def drain(self) -> Iterator[NDArray[np.bool_] | None]:
         if self.sets is None:
             return
+        inside = RuntimeError("synchronize() inside global_weights(): leave the block first") if self.sets.swapped else None
+        self.parts.exchange.raise_together(inside, RuntimeError)
         self.draining = True
         try:
             while (result := self.flight.oldest()) is not None:
@@ -306,6 +333,7 @@ class SpeculativeStep(Synchronous):
             "borders": [region.lo for region in self.regions],
             "policy": self.policy.state(),
             "probe_loss": self._probe_loss,
+            "noted": self._noted,
             "flight": [result.state() for result in self.flight.results()],
             "own": None if self.sets is None else self.sets.own(),
         }
@@ -313,6 +341,8 @@ class SpeculativeStep(Synchronous):
     def check(self, state: dict[str, Any]) -> None:
         """Raise ConfigurationError unless load() could take the state."""
         int(state["step"])
+        float(state["probe_loss"])
+        float(state["noted"])
         self.influence.check(state)
         self.policy.check(state["policy"])
         for packed in state["flight"]:
@@ -332,7 +362,8 @@ class SpeculativeStep(Synchronous):
         self.step = int(state["step"])
         self.influence.load(state)
         self.policy.load(state["policy"])
-        self._probe_loss, self._noted, self._ahead = float(state["probe_loss"]), math.nan, None
+        self._probe_loss, self._noted = float(state["probe_loss"]), float(state["noted"])
+        self._ahead = self._cause = None
         self.flight.replace([Result.of(packed) for packed in state["flight"]])
         n, size, borders = len(self.acc), self.parts.exchange.size, [int(lo) for lo in state["borders"]]
         if len(borders) == size:
@@ -343,9 +374,8 @@ class SpeculativeStep(Synchronous):
     def _check_global(self, digest: int) -> None:
         """Raise on all ranks unless the model holds the global weights that belong to a state."""
         assert self.sets is not None
-        self.sets.take_over()
         error = None
-        if self.sets.digest() != digest:
+        if self.sets.held() != digest:
             error = ConfigurationError(
                 "the model does not hold the global weights that this state was saved with; save model and optimizer inside "
                 "`with sync.global_weights():`, as checkpoint.save does, and load them before the state"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,7 @@ class TwoSets:
     @torch.no_grad()
     def take_over(self) -> None:
         """Make the global set what the model and the optimizer hold now; both sets are then alike."""
+        self.swapped = False
         self.weights = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype).copy_(p) for s, p in self._pairs()]
         self.state = []
         for slot, p in self._pairs():
@@ -82,21 +83,18 @@ class TwoSets:
     @contextlib.contextmanager
     def global_in_place(self) -> Iterator[None]:
         """Have the global set in the model and the optimizer for a while."""
-        if self.swapped:
-            yield
-            return
-        self.swap()
+        before = self.swapped
+        if not before:
+            self.swap()
         try:
             yield
         finally:
-            self.swap()
+            if self.swapped and not before:  # no state was loaded meanwhile
+                self.swap()
 
-    def digest(self) -> int:
-        """A checksum of the global weights."""
-        total = 0
-        for weight in self.weights:
-            total = zlib.crc32(weight.detach().as_strided((weight.numel(),), (1,)).view(torch.uint8).numpy().data, total)
-        return total
+    def held(self) -> int:
+        """A checksum of the weights that the model holds now."""
+        return _checksum(p.data for p in self.layout.params)
 
     # Validation and correction
 
@@ -123,13 +121,14 @@ class TwoSets:
         own, shared = flat(slot, p.data), flat(slot, self.weights[i])
         far = size = 0.0
         for a in range(0, len(own), PIECE):
-            far = max(far, float((own[a : a + PIECE] - shared[a : a + PIECE]).abs_().max()))
+            far = max(far, _largest((own[a : a + PIECE] - shared[a : a + PIECE]).abs_()))
             size = max(size, float(shared[a : a + PIECE].abs().max()))
         return far, size
 
     def _correct_layer(self, i: int, tolerance: Tolerance) -> Drift:
         before, size = self._distance(i)
-        if before <= (tolerance.value * size if tolerance.relative else tolerance.value) or math.isinf(tolerance.value):
+        within = before <= (tolerance.value * size if tolerance.relative else tolerance.value) and math.isfinite(before)
+        if within or math.isinf(tolerance.value):
             return Drift(before, before, 0)
         self._return(i)
         return Drift(before, 0.0, self.weights[i].numel())
@@ -142,14 +141,17 @@ class TwoSets:
         for a in range(0, len(own), PIECE):
             there = shared[a : a + PIECE]
             distance = (own[a : a + PIECE] - there).abs_()
-            most = float(distance.max())
+            most = _largest(distance)
             before = max(before, most)
             if math.isinf(tolerance.value) or (not tolerance.relative and most <= tolerance.value):
                 after = max(after, most)
                 continue
             fine = distance <= (there.abs() * tolerance.value if tolerance.relative else tolerance.value)
-            after = max(after, float(distance.mul_(fine).max()))
-            wrong.append(fine.logical_not_().nonzero().flatten().add_(a))
+            if math.isinf(most):
+                fine &= distance.isfinite()
+            off = fine.logical_not_()
+            after = max(after, float(distance.masked_fill_(off, 0.0).max()))
+            wrong.append(off.nonzero().flatten().add_(a))
         if not wrong:
             return Drift(before, after, 0)
         at = torch.cat(wrong)
@@ -181,11 +183,16 @@ class TwoSets:
     # State
 
     def own(self) -> dict[str, Any]:
-        """The rank's own set, live: weights in flat order and the optimizer's entries of every parameter."""
+        """The rank's own set, live, whichever the model holds: weights in flat order, the optimizer's entries of every
+        parameter, and a checksum of the global weights that it belongs to."""
+        params = self.layout.params
+        here = [p.data for p in params], [self.optimizer.state.get(p, {}) for p in params]
+        kept = self.weights, self.state
+        (weights, state), (shared, _) = (kept, here) if self.swapped else (here, kept)
         return {
-            "digest": self.digest(),
-            "weights": [flat(slot, p.data) for slot, p in self._pairs()],
-            "state": [dict(self.optimizer.state.get(p, {})) for p in self.layout.params],
+            "digest": _checksum(shared),
+            "weights": [flat(slot, weight) for slot, weight in zip(self.layout.slots, weights, strict=True)],
+            "state": [dict(entries) for entries in state],
         }
 
     @torch.no_grad()
@@ -210,3 +217,16 @@ class TwoSets:
         if [len(weights) for weights in own["weights"]] != sizes or len(own["state"]) != len(sizes):
             raise ConfigurationError("the rank's own weights in the state are not of this model")
         int(own["digest"])
+
+
+def _checksum(weights: Iterable[torch.Tensor]) -> int:
+    total = 0
+    for weight in weights:
+        total = zlib.crc32(weight.detach().as_strided((weight.numel(),), (1,)).view(torch.uint8).numpy().data, total)
+    return total
+
+
+def _largest(distance: torch.Tensor) -> float:
+    """The largest distance; one that is not a number is farther than any."""
+    most = float(distance.max())
+    return math.inf if math.isnan(most) else most

@@ -123,7 +123,39 @@ def test_a_slow_predictor_changes_no_bit(comm: MPI.Intracomm, monkeypatch: pytes
     assert everywhere(comm, ends[0] == ends[1])
 
 
-def test_a_predictor_that_dies_ends_the_next_step_everywhere(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("publish_after", [1, 2, 5])
+def test_scores_change_exactly_so_many_steps_after(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, publish_after: int
+) -> None:
+    """Whether the thread is slow or waited for; until the first lesson, in step 5, all scores are alike."""
+
+    def changes() -> list[int]:
+        model = small()
+        sync = make(model, publish_after=publish_after, comm=MPI.COMM_SELF)
+        scores = sync._step.scorer.tags  # type: ignore[attr-defined]
+        changed = []
+        for step in range(20):
+            before = scores.copy()
+            train(MPI.COMM_SELF, model, sync, range(step, step + 1))
+            if (scores != before).any():
+                changed.append(step)
+            if Nets.work is not slowly:
+                sync.state_dict()  # waits for the thread
+        sync.close()
+        return changed
+
+    expected = [*range(5 + publish_after, 20, 3)]  # slices are complete in steps 2, 5, 8, ...
+    fast = changes()
+    monkeypatch.setattr(Nets, "work", slowly)
+    slow = changes()
+    assert everywhere(comm, fast == slow == expected), (fast, slow)
+
+
+def test_a_predictor_that_dies_ends_the_next_step_everywhere(
+    comm: MPI.Intracomm, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor can its state be saved, or another be loaded in its place: all ranks are told."""
+
     def fail(*args: Any) -> None:
         raise ValueError("no net")
 
@@ -131,6 +163,8 @@ def test_a_predictor_that_dies_ends_the_next_step_everywhere(comm: MPI.Intracomm
         monkeypatch.setattr(Nets, "score", fail)
     model = small()
     sync = make(model)
+    state = sync.state_dict()
+    checkpoint.save(directory, step=0, model=model, sync=sync)
     train(comm, model, sync, range(3))
     deadline = time.monotonic() + 60
     while comm.rank == 0 and sync._step.scorer.background.failure is None:  # type: ignore[attr-defined]
@@ -140,6 +174,13 @@ def test_a_predictor_that_dies_ends_the_next_step_everywhere(comm: MPI.Intracomm
     loss_of(model, seeded(comm.rank, 3)).backward()
     message = raised(comm, RuntimeError, sync.step)
     assert message == "the predictor failed: ValueError: no net"
+    for kind, call in (
+        (checkpoint.CheckpointError, lambda: checkpoint.save(directory, step=3, model=model, sync=sync)),
+        (checkpoint.CheckpointError, lambda: checkpoint.begin_save(directory, step=3, model=model, sync=sync)),
+        (mpisparse.ConfigurationError, lambda: checkpoint.load(directory, model=model, sync=sync)),
+        (mpisparse.ConfigurationError, lambda: sync.load_state_dict(state)),
+    ):
+        assert message in raised(comm, kind, call)
     sync.close()
 
 
@@ -199,6 +240,45 @@ def test_all_ranks_change_k_in_the_same_step(comm: MPI.Intracomm) -> None:
     sync.close()
 
 
+def test_k_goes_on_as_it_would_have(comm: MPI.Intracomm, directory: Path) -> None:
+    """Stopped in the middle of a plateau, below the best metric; what is observed then moves k as it would have."""
+    metrics = [0.5, 0.9, 0.7, 0.7, 0.7, 0.95, 0.95, 0.95, 0.2]
+    middle = 4
+
+    def observed(model: nn.Module, sync: mpisparse.GradientSync, times: range) -> list[tuple[float, int, float]]:
+        seen = []
+        for i in times:
+            train(comm, model, sync, range(2 * i, 2 * i + 2))
+            sync.observe(metrics[i] + 0.01 * comm.rank)
+            seen.append((sync.stats.details["k_scale"], sync.k, sync.stats.density))
+        return seen
+
+    model = small()
+    sync = make(model)
+    observed(model, sync, range(middle))
+    checkpoint.save(directory, step=middle, model=model, sync=sync)
+    whole = observed(model, sync, range(middle, len(metrics)))
+    sync.close()
+    model = small()
+    sync = make(model)
+    checkpoint.load(directory, model=model, sync=sync)
+    assert everywhere(comm, observed(model, sync, range(middle, len(metrics))) == whole)
+    assert everywhere(comm, [round(scale, 3) for scale, _, _ in whole] == [1.0, 1.5, 1.0, 1.0, 1.5])
+    sync.close()
+
+
+def test_history_bytes(comm: MPI.Intracomm) -> None:
+    """Two bytes for each gradient and the accumulator, of a slice that is recorded, one under way, and the sample."""
+    model = small()
+    sync = make(model)
+    for step in range(9):
+        train(comm, model, sync, range(step, step + 1))
+        slices = 1 if step < 2 else 2
+        elements = slices * sync.residual.numel() + len(sync.state_dict()["step.sample"])
+        assert everywhere(comm, sync.stats.details["history_bytes"] == 2 * (3 + 1) * elements), step
+    sync.close()
+
+
 def test_validation_disturbs_nothing(comm: MPI.Intracomm) -> None:
     """Buffers, modes, gradients and random numbers are as if no validation took place; what it returns is checked."""
     torch.manual_seed(5)
@@ -222,6 +302,24 @@ def test_validation_disturbs_nothing(comm: MPI.Intracomm) -> None:
     sync.close()
 
 
+def test_which_hooks_validation_runs(comm: MPI.Intracomm) -> None:
+    """Those of modules and tensors, as any use of them does; not those that follow the accumulation into p.grad."""
+    model = small()
+    sync = make(model)
+    first = next(model.parameters())
+    ran: list[str] = []
+    first.register_hook(lambda _: ran.append("tensor"))
+    first.register_post_accumulate_grad_hook(lambda _: ran.append("accumulation"))
+    model[2].register_full_backward_hook(lambda *_: ran.append("module"))  # type: ignore[index]
+    for step in range(6):
+        model.zero_grad()
+        loss_of(model, seeded(comm.rank, step)).backward()
+        ran.clear()
+        sync.step()
+        assert everywhere(comm, ran == (["module", "tensor"] if step == 5 else [])), step
+    sync.close()
+
+
 @pytest.mark.parametrize(
     ("returned", "expected"),
     [
@@ -242,12 +340,23 @@ def test_what_validation_must_return(comm: MPI.Intracomm, returned: Any, expecte
     sync.close()
 
 
-def test_without_validation_a_warning_says_what_is_learned(comm: MPI.Intracomm) -> None:
-    model = small()
-    with pytest.warns(UserWarning, match="without validation= learns to foretell the accumulator's magnitude"):
-        sync = make(model, validation=None)
-    train(comm, model, sync, range(20))
-    assert everywhere(comm, sync.stats.details["ranking"] > 0.5)
+def test_without_validation_the_coming_magnitude_is_learned(comm: MPI.Intracomm) -> None:
+    """Gradients that keep their sign grow in the step of a lesson, others shrink: magnitudes before it do not tell which."""
+    model = nn.Linear(80, 50, bias=False)
+    with pytest.warns(UserWarning, match="without validation= learns to foretell the accumulator's coming magnitude"):
+        sync = make(model, validation=None, compensate="none")
+    generator = seeded(comm.rank, 0)
+    size, keeps = 1 + torch.rand(50, 80, generator=generator), torch.rand(50, 80, generator=generator) < 0.5
+    for step in range(51):
+        model.zero_grad()
+        sign = torch.where(keeps, 1.0, (-1.0) ** step)
+        growth = torch.where(keeps, 2.0, 0.5) if step % 6 == 5 else torch.ones(())
+        (model.weight * size * sign * growth).sum().backward()
+        sync.step()
+        if step == 8:
+            assert everywhere(comm, sync.stats.details["ranking"] == pytest.approx(0.5, abs=0.1))
+    assert everywhere(comm, sync.stats.details["ranking_by_magnitude"] == pytest.approx(0.5, abs=0.1))
+    assert everywhere(comm, sync.stats.details["ranking"] > 0.9)
     sync.close()
 
 
@@ -297,18 +406,28 @@ def test_options_are_checked(comm: MPI.Intracomm, options: dict[str, Any], expec
 
 def test_a_state_that_does_not_fit_is_refused(comm: MPI.Intracomm) -> None:
     model = small()
-    sync = make(model)
-    train(comm, model, sync, range(8))
+    sync = make(model, publish_after=5)
+    train(comm, model, sync, range(9))
     state = sync.state_dict()
-    damages: dict[str, Any] = {
-        "step.scores": torch.zeros(3, dtype=torch.uint8),
-        "step.predictor.nets": torch.zeros(3),
-        "step.sample": torch.tensor([10**9]),
-        "step.pending.lo": torch.tensor([-1]),
-        "step.demand.scale": "much",
-    }
-    for key, value in damages.items():
-        raised(comm, mpisparse.ConfigurationError, lambda key=key, value=value: sync.load_state_dict({**state, key: value}))
+    recorded, scores, pending = (state[f"step.{key}"] for key in ("recorded", "scores", "pending.scores"))
+    assert everywhere(comm, state["step.pending.due"].tolist() == [10, 13])
+    damages: list[tuple[str, Any]] = [
+        ("step.scores", torch.zeros(3, dtype=torch.uint8)),
+        ("step.scores", torch.full_like(scores, 255)),
+        ("step.predictor.nets", torch.zeros(3)),
+        ("step.sample", torch.tensor([10**9])),
+        ("step.pending.lo", torch.tensor([-1])),
+        ("step.pending.due", torch.tensor([13, 10])),
+        ("step.time", 12),
+        ("step.ranking", torch.zeros(3)),
+        ("step.recorded", recorded[: len(recorded) // 2]),
+        ("step.pending.scores", torch.full_like(pending, 255)),
+        ("step.demand.scale", "much"),
+    ]
+    for key, value in damages:
+        damaged = {**state, key: value}
+        raised(comm, mpisparse.ConfigurationError, lambda damaged=damaged: sync.load_state_dict(damaged))
+    sync.load_state_dict({**state, "step.scores": torch.full_like(scores, 254)})
     sync.load_state_dict(state)
-    train(comm, model, sync, range(8, 10))
+    train(comm, model, sync, range(9, 11))
     sync.close()

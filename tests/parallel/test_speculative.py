@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
 import math
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,9 @@ from torch import nn
 import mpisparse
 from mpisparse import checkpoint
 from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError
+from mpisparse.runtime import train
+from mpisparse.runtime.settings import Settings
+from mpisparse.runtime.signals import StopRequest
 
 Floats = NDArray[np.float32]
 
@@ -42,6 +47,7 @@ class Run:
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         mpisparse.attach(self.optimizer, self.sync)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.7)
+        self.noting = True
         self.gradient: Floats = np.empty(0, np.float32)
         self.published: torch.Tensor = torch.empty(0)
 
@@ -50,7 +56,8 @@ class Run:
         loss = loss_of(self.model, seeded(self.comm.rank, step))
         loss.backward()
         self.gradient = torch.cat([p.grad.reshape(-1) for p in self.model.parameters()]).numpy().copy()
-        self.sync.note_loss(loss.item())
+        if self.noting:
+            self.sync.note_loss(loss.item())
         self.optimizer.step()
         self.published = torch.cat(
             [torch.zeros(p.numel()) if p.grad is None else p.grad.reshape(-1).clone() for p in self.model.parameters()]
@@ -324,21 +331,42 @@ def test_conservation(comm: MPI.Intracomm, codec: str, path: str) -> None:
 
 
 def test_finishing(comm: MPI.Intracomm) -> None:
-    """synchronize() takes what is in flight into the global weights and makes every rank's own the same."""
+    """synchronize() takes what is in flight into the global weights, in order, and makes every rank's own the same."""
     run = Run(comm, staleness=2).train(0, 5)
-    twin = Run(comm, staleness=2).train(0, 5)
-    late = [torch.as_tensor(r["mean"]).double().sum() for r in twin.sync.state_dict()["step.flight"]]
+    twin = Set("sgd")
+    with run.sync.global_weights():
+        twin.model.load_state_dict(run.model.state_dict())
+        twin.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    flight = run.sync.state_dict()["step.flight"]
+    assert len(flight) == 2
+    for result in flight:
+        mean = np.zeros(run.sync.residual.numel(), np.float32)
+        mean[np.asarray(result["index"])] = np.asarray(result["mean"])
+        assert mean.any()
+        twin.step(mean, run.optimizer.param_groups[0]["lr"])
     run.sync.synchronize()
-    assert len(late) == 2
     assert run.sync.state_dict()["step.flight"] == []
+    states = [twin.optimizer.state[p]["momentum_buffer"] for p in twin.model.parameters()]
     own = bits(run.tensors())
+    assert everywhere(comm, own == bits([*twin.model.parameters(), *states]))
     with run.sync.global_weights():
         assert everywhere(comm, bits(run.tensors()) == own)
-    assert alike(comm, run.tensors())
-    with twin.sync.global_weights():
-        assert everywhere(comm, bits(twin.model.parameters()) != bits(run.model.parameters()))
     run.train(5, 8).close()
-    twin.close()
+
+
+def test_no_finishing_inside_global_weights(comm: MPI.Intracomm) -> None:
+    """Be it one rank's mistake, all refuse; nothing has changed, and the run goes on as if it had not been asked."""
+    run, plain = Run(comm).train(0, 4), Run(comm).train(0, 4)
+    with run.sync.global_weights() if comm.rank == comm.size - 1 else contextlib.nullcontext():
+        said = raised(comm, RuntimeError, run.sync.synchronize)
+        assert "synchronize() inside global_weights(): leave the block first" in said
+    with run.sync.global_weights():
+        assert "global weights are in the model" in raised(comm, RuntimeError, lambda: run.step(4))
+    for each in (run, plain):
+        each.train(4, 6).sync.synchronize()
+    assert everywhere(comm, run.bits() == plain.bits())
+    run.close()
+    plain.close()
 
 
 # However long messages take
@@ -503,11 +531,86 @@ def test_a_checkpoint_holds_the_global_weights(comm: MPI.Intracomm, directory: P
 
 
 def test_a_state_belongs_to_its_global_weights(comm: MPI.Intracomm) -> None:
-    run = Run(comm).train(0, 4)
-    state = run.sync.state_dict()
+    """A refusal changes nothing on any rank, also where only one rank's state does not fit."""
+    run, plain = Run(comm, "adam").train(0, 2), Run(comm, "adam").train(0, 4)
+    old = run.sync.state_dict()
+    state, before = run.train(2, 4).sync.state_dict(), run.bits()
     said = raised(comm, ConfigurationError, lambda: run.sync.load_state_dict(state))  # the model holds the rank's own
     assert "the model does not hold the global weights that this state was saved with" in said
+    assert everywhere(comm, run.bits() == before)
+    with run.sync.global_weights():
+        raised(comm, ConfigurationError, lambda: run.sync.load_state_dict(old if comm.rank == comm.size - 1 else state))
+    assert everywhere(comm, run.bits() == before)
+    assert everywhere(comm, run.train(4, 7).bits() == plain.train(4, 7).bits())
     run.close()
+    plain.close()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_saved_and_loaded_inside_global_weights(comm: MPI.Intracomm, directory: Path, optimizer: str) -> None:
+    """The state is the same inside as outside, and what is saved or loaded inside goes on bit by bit."""
+    whole, saved = Run(comm, optimizer).train(0, 9), Run(comm, optimizer).train(0, 6)
+    outside = saved.sync.state_dict()
+    with saved.sync.global_weights():
+        assert everywhere(comm, own_bits(saved.sync.state_dict()) == own_bits(outside))
+        checkpoint.save(directory, step=6, **subjects(saved))
+    resumed = Run(comm, optimizer).train(0, 2)
+    with resumed.sync.global_weights():
+        assert checkpoint.load(directory, **subjects(resumed)) == 6
+    for run in (saved, resumed):
+        assert everywhere(comm, run.train(6, 9).bits() == whole.bits())
+    for run in (whole, saved, resumed):
+        run.close()
+
+
+def own_bits(state: dict[str, Any]) -> bytes:
+    """What a state holds of the rank's own set, and of which global weights it says that is."""
+    own = state["step.own"]
+    entries = [v for s in own["state"] for _, v in sorted(s.items()) if isinstance(v, torch.Tensor)]
+    return bits([torch.tensor(own["digest"]), *own["weights"], *entries])
+
+
+@pytest.mark.parametrize("saved_at", [12, 13])
+def test_a_noted_loss_counts_once(comm: MPI.Intracomm, directory: Path, saved_at: int) -> None:
+    """Told every fourth step, before the checkpoint or after: the policy hears of it in that step only, and a resumed run
+    learns the same."""
+
+    def train(run: Run, first: int, last: int) -> Run:
+        for step in range(first, last):
+            run.noting = step % 4 == 0
+            run.step(step)
+        return run
+
+    options: dict[str, Any] = {"granularity": "learned", "largest": 10_000}
+    whole, saved, resumed = (Run(comm, **options) for _ in range(3))
+    losses = [
+        result["loss"] for step in range(16) for result in train(whole, step, step + 1).sync.state_dict()["step.flight"]
+    ]
+    assert [not math.isnan(loss) for loss in losses] == [step % 4 == 0 for step in range(16)]
+    train(saved, 0, saved_at)
+    saved.sync.note_loss(7.0)
+    checkpoint.save(directory, step=saved_at, **subjects(saved))
+    checkpoint.load(directory, **subjects(resumed))
+    for run in (saved, resumed):
+        run.noting = False
+        run.step(saved_at)
+        assert everywhere(comm, run.sync.state_dict()["step.flight"][-1]["loss"] == 7.0)
+        train(run, saved_at + 1, 24)
+    assert everywhere(comm, saved.bits() == resumed.bits())
+    assert everywhere(comm, repr(saved.sync._step.policy.state()) == repr(resumed.sync._step.policy.state()))
+    for run in (whole, saved, resumed):
+        run.close()
+
+
+def test_train_ends_its_exchange(comm: MPI.Intracomm, directory: Path) -> None:
+    """When the run is done no thread is left."""
+    stop = StopRequest()
+    try:
+        code = train.run(Settings(out=str(directory / "run"), scheme="speculative", steps=3, batch_size=4), stop)
+    finally:
+        stop.restore()
+    assert everywhere(comm, code == 0)
+    assert everywhere(comm, not any(thread.name.startswith("mpisparse-exchange") for thread in threading.enumerate()))
 
 
 # Refusals
@@ -544,6 +647,7 @@ def test_trouble_of_one_rank_is_all_ranks(comm: MPI.Intracomm) -> None:
         run.sync.density = 0.2 if last else 0.1
         run.step(3)
         assert "density must be the same on all ranks" in raised(comm, ConfigurationError, lambda: run.step(4))
+        must_be_loaded(run)
     run.close()
     run = Run(comm).train(0, 3)
     run.optimizer.zero_grad()
@@ -554,8 +658,18 @@ def test_trouble_of_one_rank_is_all_ranks(comm: MPI.Intracomm) -> None:
     run.close()
 
 
-def test_an_error_in_the_thread_is_raised_by_all(comm: MPI.Intracomm) -> None:
-    run = Run(comm).train(0, 3)
+def must_be_loaded(run: Run) -> None:
+    """What was sent is lost: neither a step nor the end may follow; collective."""
+    run.sync.density = 0.1
+    assert "damaged since an earlier error" in raised(run.comm, GradientError, lambda: run.step(90))
+    assert "damaged since an earlier error" in raised(run.comm, GradientError, run.sync.synchronize)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_error_in_the_thread_is_raised_by_all(comm: MPI.Intracomm, directory: Path, staleness: int) -> None:
+    """And a checkpoint takes the run back to before it."""
+    run = Run(comm, staleness=staleness).train(0, 3)
+    checkpoint.save(directory, step=3, **subjects(run))
     delivery = run.sync._step.flight.delivery
     run.sync._step.flight.results()  # what is in flight arrives before anything fails
 
@@ -564,10 +678,51 @@ def test_an_error_in_the_thread_is_raised_by_all(comm: MPI.Intracomm) -> None:
 
     if comm.rank == comm.size - 1:
         delivery._serve = fail
-    run.step(3)
-    said = raised(comm, GradientError, lambda: run.step(4))
-    assert f"the exchange of step 3 failed on rank {comm.size - 1}: MemoryError: no room" in said
+    said = raised(comm, GradientError, lambda: run.train(3, 4 + staleness))
+    assert f"step 3 failed on rank {comm.size - 1}: MemoryError: no room" in said
+    must_be_loaded(run)
+    run.sync._step.flight.results()
+    if comm.rank == comm.size - 1:
+        del delivery._serve
+    checkpoint.load(directory, **subjects(run))
+    whole = Run(comm, staleness=staleness).train(0, 6)
+    assert everywhere(comm, run.train(3, 6).sync.residual.equal(whole.sync.residual))
+    assert everywhere(comm, bits(run.tensors()) == bits(whole.tensors()))
     run.close()
+    whole.close()
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("name", ["probe", "confidence"])
+def test_an_error_in_the_users_function_is_raised_by_all(comm: MPI.Intracomm, name: str, staleness: int) -> None:
+    """No rank waits for the one whose function failed, and that one has its own error as the cause."""
+    calls = 0
+
+    def fail() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls >= 5 and comm.rank == comm.size - 1:
+            raise LookupError("no batch")
+        return loss_of(run.model, seeded(comm.rank, 99)) if name == "probe" else 0.5
+
+    run = Run(comm, granularity="rule", staleness=staleness, probe_every=1, **{name: fail})
+    failing = 2 if name == "probe" else 4  # a probe asks twice
+    run.train(0, failing + staleness)
+    said = raised(comm, GradientError, lambda: run.step(failing + staleness))
+    assert f"step {failing} failed on rank {comm.size - 1}: {name}(): LookupError: no batch" in said
+    must_be_loaded(run)
+    run.close()
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_policy_without_losses(comm: MPI.Intracomm, staleness: int) -> None:
+    run = Run(comm, granularity="learned", staleness=staleness, probe_every=1)
+    run.noting, run.sync._step.policy.patience = False, 12
+    said = raised(comm, ConfigurationError, lambda: run.train(0, 20))
+    assert "heard of no loss for 12 steps" in said
+    must_be_loaded(run)
+    run.close()
+    run.close()  # twice does no harm
 
 
 def test_sums_beyond_float32(comm: MPI.Intracomm) -> None:

@@ -13,7 +13,7 @@ import pytest
 from mpisparse import reference
 from mpisparse.device import load_backend
 from mpisparse.errors import ConfigurationError
-from mpisparse.predictive.background import Background
+from mpisparse.predictive.background import Background, PredictorError
 from mpisparse.predictive.demand import Demand
 from mpisparse.predictive.nets import Job, Lesson, Nets, Slice
 from mpisparse.predictive.sample import LEAST, draw
@@ -137,7 +137,7 @@ def test_results_come_in_the_order_of_jobs_and_failures_are_told() -> None:
         background.submit(job)
     assert [background.take() for _ in range(3)] == [0, 10, 20]
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="three"):
+        with pytest.raises(PredictorError, match="the predictor failed: ValueError: three"):
             background.take()
     background.close()
 

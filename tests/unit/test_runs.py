@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -24,6 +25,8 @@ import pytest
 
 from mpisparse.checkpoint import h5file, store, tree
 from mpisparse.runtime.cli import main
+from mpisparse.runtime.metrics import MetricsFile
+from mpisparse.runtime.report.read import read_runs
 
 TIMEOUT = 120.0  # seconds for a job; one takes about six
 STEPS = 120
@@ -185,8 +188,13 @@ def wait_for_step(job: Job, step: int) -> None:
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics; raises if one is no JSON."""
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    """The lines of a run's metrics; raises if one is no JSON, in which NaN is none."""
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=no_constant) for line in lines]
+
+
+def no_constant(token: str) -> None:
+    raise ValueError(f"{token} is no JSON")
 
 
 def last_step(out: Path) -> int:
@@ -501,6 +509,42 @@ def test_resume_of_speculation_and_what_its_metrics_tell(home: Path, tmp_path: P
     assert len({a["probe_loss"] for a in ahead}) == 6
     assert len({a["fine"] for a in ahead}) > 1
     assert [line["density"] > 0 for line in steps] == [False] + [True] * 23
+
+
+def test_prediction_on_two_ranks_and_what_its_metrics_tell(home: Path, tmp_path: Path) -> None:
+    """Before the first lesson there is no ranking; accuracies move k, which is told."""
+    out = tmp_path / "predictive"
+    options = ["--model", "tiny:model", "--data", "tiny:data", "--batch-size", "8", "--scheme", "predictive"]
+    options += ["--density", "0.1", "--option", "validate_every=6", "--eval-every", "8", "--steps", "48"]
+    job = Job(home, out, *options)
+    assert job.wait() == 0, job.output
+    lines = metrics(out)
+    steps = [line for line in lines if line["kind"] == "step"]
+    rankings = [line["details"]["ranking"] for line in steps]
+    assert rankings[:9] == [None] * 9  # the lesson of step 6 is published four steps later
+    assert all(0 <= ranking <= 1 for ranking in rankings[9:])
+    said = [(line["step"], line["text"]) for line in lines if line["kind"] == "event" and line["event"] == "k"]
+    assert said
+    for step, text in said[:-1] if said[-1][0] == 48 else said:
+        before, after = steps[step - 1], steps[step]
+        raised = after["set_density"] > before["set_density"]
+        assert text.startswith("raised from" if raised else "lowered from")
+        assert after["details"]["k_scale"] != before["details"]["k_scale"]
+    assert len(read_runs([out])[0].steps) == 48
+
+
+def test_what_is_not_finite_is_null_in_metrics(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    nothing = {"min": 0.5, "mean": math.inf, "max": math.nan}
+    file.write("step", step=1, loss=nothing, threshold=-math.inf, workloads=(3, 4), details={"ranking": math.nan})
+    file.close()
+    (line,) = metrics(tmp_path)
+    assert line["loss"] == {"min": 0.5, "mean": None, "max": None}
+    assert (line["threshold"], line["workloads"], line["details"]) == (None, [3, 4], {"ranking": None})
+    (run,) = read_runs([tmp_path])
+    assert run.steps["loss.min"].tolist() == [0.5]
+    assert math.isnan(run.steps["loss.mean"][0])
+    assert math.isnan(run.steps["threshold"][0])
 
 
 # Looked at

@@ -247,6 +247,19 @@ def test_the_learned_policy_needs_a_loss() -> None:
         policy.learn(seen(19))
 
 
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_losses_that_are_not_finite_teach_nothing(bad: float) -> None:
+    """A window with one is as it is without; the policy's state stays one that can be loaded."""
+    policy, twin = (Learned(seed=1, per_second=False, patience=100) for _ in range(2))
+    for step in range(60):
+        loss = 10.0 - 0.1 * step
+        policy.learn(seen(step, loss=bad if step % 7 == 3 else loss))
+        twin.learn(seen(step, loss=None if step % 7 == 3 else loss))
+    policy.check(policy.state())
+    assert policy.draws == 6
+    assert repr(policy.state()) == repr(twin.state())
+
+
 # Updates of single weights
 
 OPTIMIZERS: dict[str, Any] = {
@@ -348,6 +361,39 @@ def test_correction(per: str, relative: bool, value: float) -> None:
     assert drift.corrected == int(back.sum())
     assert drift.before == float(far.max())
     assert drift.after == float((now - shared).abs().max())
+
+
+@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize("per", ["weight", "layer"])
+@pytest.mark.parametrize(("mine", "shared"), [(math.nan, 0.5), (-math.inf, 0.5), (0.5, math.inf), (math.inf, math.inf)])
+def test_what_is_not_finite_returns(mine: float, shared: float, per: str, relative: bool) -> None:
+    """It is farther than any tolerance but infinity, beside which nothing returns."""
+    layout = Layout(make_parameters())
+    sets = TwoSets(layout, torch.optim.SGD(layout.params, lr=0.1))
+    sets.weights[1][0, 1, 0, 1] = shared
+    with torch.no_grad():
+        layout.params[1][0, 1, 0, 1] = mine
+    kept = sets.correct(Tolerance(math.inf, relative=relative, by_layer=per == "layer"))
+    assert (kept.before, kept.after, kept.corrected) == (math.inf, math.inf, 0)
+    drift = sets.correct(Tolerance(0.02, relative=relative, by_layer=per == "layer"))
+    assert (drift.before, drift.after) == (math.inf, 0.0)
+    assert drift.corrected == (1 if per == "weight" else layout.params[1].numel())
+    assert torch.equal(layout.params[1], sets.weights[1])
+
+
+def test_the_own_set_whichever_the_model_holds() -> None:
+    layout = Layout(make_parameters())
+    optimizer = torch.optim.Adam(layout.params)
+    sets = TwoSets(layout, optimizer)
+    LocalUpdate(layout, optimizer).apply(np.arange(60), np.ones(60, dtype=np.float32))
+    outside = sets.own()
+    with sets.global_in_place():
+        inside = sets.own()
+        assert sets.held() == outside["digest"] == inside["digest"]
+    assert sets.held() != outside["digest"]
+    assert all(map(torch.equal, outside["weights"], inside["weights"]))
+    assert repr(outside["state"]) == repr(inside["state"])
+    assert outside["state"][0]["exp_avg"] is inside["state"][0]["exp_avg"]
 
 
 def test_two_sets_are_two() -> None:
