@@ -18,7 +18,7 @@ Ints = NDArray[np.int64]
 PAPER_BLOCKS = 1024
 PAPER_ALIGN = 32
 BLOCKS_PER_RANK, MOST_BLOCKS = 256, 16_384
-ROOM = 256
+ROOM = 256  # of a part of mean weight
 
 
 def even_edges(n: int, blocks: int) -> Ints:
@@ -83,9 +83,9 @@ def best_borders(
     """Find the borders that make the heaviest part lightest, none longer than `longest` elements if given.
 
     work[p][b] is what block b would cost in partition p (its owner's count), times weights[p] if given, in units of their
-    mean; a part of little weight holds four times as much as others at most. A bound on the heaviest part is feasible if
-    filling the parts greedily up to it reaches the end; the least feasible bound is found by bisection. `longest` is
-    widened to what runs of whole blocks can always meet.
+    mean; a part of little weight holds four times as much as one of mean weight at most. A bound on the heaviest part is
+    feasible if filling the parts greedily up to it reaches the end; the least feasible bound is found by bisection.
+    `longest` is widened to what runs of whole blocks can always meet.
     """
     size, blocks = len(work), len(edges) - 1
     ends = edges.tolist()
@@ -109,7 +109,7 @@ def best_borders(
         return best_borders([np.diff(edges)] * size, edges, longest) if ends[-1] else even_borders(blocks, size)
     if len(distinct) == 1 and weights is None:  # no bound below an equal share is feasible
         low = -(-high // size)
-    while fill(high)[-1] < blocks:  # every part has less room than one of mean weight
+    while weights is not None and fill(high)[-1] < blocks:  # every part may have less room than one of mean weight
         high *= 2
     while low < high:
         middle = (low + high) // 2

@@ -95,6 +95,25 @@ def test_default_blocks(size: int, blocks: int) -> None:
     assert partition.default_blocks(size) == blocks
 
 
+@pytest.mark.parametrize(
+    ("weights", "shares"),
+    [([1, 1, 1], [20, 20, 20]), ([1, 2, 2], [30, 15, 15]), ([2, 1, 1], [12, 24, 24]), ([0, 7, 7], [47, 6, 6])],
+    ids=str,
+)
+def test_a_part_that_weighs_more_is_shorter(weights: list[int], shares: list[int]) -> None:
+    """Work is even: parts are as long as their weight allows, but four times as long as that of mean weight at most."""
+    work, edges = np.ones(60, dtype=np.int64), np.arange(61)
+    borders = partition.best_borders([work] * 3, edges, weights=weights)
+    assert borders[-1] == 60
+    assert np.abs(np.diff(borders) - shares).max() <= 1
+
+
+def test_parts_that_all_weigh_little_or_much_still_cover_everything() -> None:
+    work, edges = np.arange(50, dtype=np.int64), np.arange(51)
+    for weights in ([1, 10**9], [10**9, 1], [0, 0], [5, 5]):
+        assert partition.best_borders([work] * 2, edges, weights=weights)[-1] == 50
+
+
 @given(blocks=st.integers(0, 2000), size=st.integers(1, 70))
 def test_even_borders(blocks: int, size: int) -> None:
     borders = partition.even_borders(blocks, size)

@@ -27,7 +27,7 @@ class NextTokens:
         return (len(self._tokens) - 1) // self._length
 
     def _windows(self, indices: NDArray[Any], shifts: NDArray[Any] | int) -> NDArray[np.int64]:
-        """Cut out windows of one token more than the length tokens."""
+        """Cut out windows of the length and one token more."""
         starts = np.minimum(indices * self._length + shifts, len(self._tokens) - self._length - 1)
         windows: NDArray[np.int64] = self._tokens[starts[:, None] + self._offsets].astype(np.int64)
         return windows
