@@ -1,0 +1,72 @@
+"""A run of scheme speculative, as the tests of it start one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from numpy.typing import NDArray
+from ranks import bits, loss_of, seeded, small
+
+import mpisparse
+
+Floats = NDArray[np.float32]
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+}
+
+
+class Run:
+    """A small net, its optimizer, and a schedule of the learning rate."""
+
+    def __init__(self, comm: MPI.Intracomm, optimizer: str = "sgd", **options: Any) -> None:
+        self.comm = comm
+        self.model = small()
+        defaults = {"density": 0.1, "granularity": "fine"}
+        self.sync = mpisparse.GradientSync(self.model, scheme="speculative", comm=comm, **{**defaults, **options})
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        mpisparse.attach(self.optimizer, self.sync)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.7)
+        self.noting = True
+        self.gradient: Floats = np.empty(0, np.float32)
+        self.published: torch.Tensor = torch.empty(0)
+
+    def step(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        loss = loss_of(self.model, seeded(self.comm.rank, step))
+        loss.backward()
+        self.gradient = torch.cat([p.grad.reshape(-1) for p in self.model.parameters()]).numpy().copy()
+        if self.noting:
+            self.sync.note_loss(loss.item())
+        self.optimizer.step()
+        self.published = torch.cat(
+            [torch.zeros(p.numel()) if p.grad is None else p.grad.reshape(-1).clone() for p in self.model.parameters()]
+        )
+        self.scheduler.step()
+
+    def train(self, first: int, last: int) -> Run:
+        for step in range(first, last):
+            self.step(step)
+        return self
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Weights and optimizer state that the model computes with now."""
+        states = [self.optimizer.state[p] for p in self.model.parameters() if p in self.optimizer.state]
+        return [*self.model.parameters(), *(v for s in states for _, v in sorted(s.items()) if isinstance(v, torch.Tensor))]
+
+    def bits(self) -> bytes:
+        """Both sets, the residual, and what the scheme remembers."""
+        own = bits(self.tensors())
+        with self.sync.global_weights():
+            shared = bits(self.tensors())
+        state = self.sync.state_dict()
+        flight = [torch.as_tensor(v) for r in state["step.flight"] for v in (r["index"], r["mean"], r["left"])]
+        return b"#".join([own, shared, bits([self.sync.residual, state["step.mean.influence"], *flight])])
+
+    def close(self) -> None:
+        self.sync.close()
