@@ -158,7 +158,7 @@ class _Path:
         return {
             "codec": self.sync.options.codec,
             "received_MB": received / 1e6,
-            "bytes_per_element": received / selected,
+            "bytes_per_element": received / selected if selected else None,  # sidco may find nothing in small vectors
             "density": statistics.mean(s.density for s in self.notes),
             "sent_density": statistics.mean(s.sent_density for s in self.notes),
             "build_up": statistics.mean(s.build_up for s in self.notes),
