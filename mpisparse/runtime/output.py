@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "mpirun.hydra", "orterun", "prterun", "prun", "srun")
 DAEMONS = ("orted", "prted", "prte", "slurmstepd")  # of a launcher that is elsewhere; Hydra's is below its mpiexec
+REDIRECTS = ("--output", "--tag-output", "--timestamp-output", "--xml")  # mpirun writes files, or puts words before lines
 LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "MPI_LOCALNRANKS", "SLURM_STEP_ID")
 
 
@@ -25,7 +26,7 @@ def reaches_terminal(stream: TextIO) -> bool:
         return False
     for pid, name in _ancestors():
         if name in LAUNCHERS:
-            return _is_terminal(pid, stream.fileno())
+            return _is_terminal(pid, stream.fileno()) and not _redirects(pid)
         if name in DAEMONS:
             return False
     return not any(name in os.environ for name in LAUNCHED)
@@ -41,6 +42,15 @@ def _ancestors() -> Iterator[tuple[int, str]]:
             return
         yield pid, name
         pid = int(rest.split()[1])
+
+
+def _redirects(pid: int) -> bool:
+    """Tell whether a launcher was asked to do more with the ranks' output than to show it; yes, where that is not known."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return True
+    return any(word.startswith(REDIRECTS) for word in words)
 
 
 def _is_terminal(pid: int, descriptor: int) -> bool:

@@ -73,14 +73,14 @@ FOUND = (
 )
 
 
-def found(folder: Path, launcher: str, output: str, **variables: str) -> bool:
+def found(folder: Path, launcher: str, output: str, *words: str, **variables: str) -> bool:
     ours, theirs = pty.openpty()
     script = folder / launcher
     script.write_text(f'#!/bin/bash\n"{sys.executable}" -c "{FOUND}" >&{theirs}\nexit $?\n')
     script.chmod(0o755)
     targets = {"terminal": theirs, "pipe": subprocess.PIPE, "null": subprocess.DEVNULL}
     with subprocess.Popen(
-        [str(script)], env=environment(**variables), stdout=targets[output], stderr=subprocess.PIPE, text=True,
+        [str(script), *words], env=environment(**variables), stdout=targets[output], stderr=subprocess.PIPE, text=True,
         pass_fds=(theirs,),
     ) as job:  # fmt: skip
         _, errors = job.communicate(timeout=TIMEOUT)
@@ -99,6 +99,8 @@ def test_the_output_of_the_launcher_decides(tmp_path: Path, launcher: str) -> No
 def test_in_doubt_no_terminal(tmp_path: Path) -> None:
     assert found(tmp_path, "make", "pipe"), "it was not launched by anything: its own output decides"
     assert not found(tmp_path, "mpirun", "null"), "a device, but no terminal"
+    assert not found(tmp_path, "mpirun", "terminal", "--output", "tag"), "words before each line"
+    assert found(tmp_path, "mpirun", "terminal", "--out", "runs/x"), "an option of the program"
     assert not found(tmp_path, "prted", "terminal"), "a daemon: mpirun is on another host"
     assert not found(tmp_path, "unheard-of", "terminal", PMI_RANK="0"), "launched, but by whom is not known"
 
