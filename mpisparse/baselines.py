@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpisparse.agree import Found, Inputs, share_counts
+from mpisparse.agree import Inputs, share_counts
+from mpisparse.candidates import Found
 from mpisparse.errors import ConfigurationError
 from mpisparse.parts import Chosen, Clock, Parts, Region
 from mpisparse.rows import unite

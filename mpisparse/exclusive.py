@@ -8,21 +8,24 @@ from typing import Any
 
 import numpy as np
 
-from mpisparse.agree import Candidates, Found, Inputs, Scope, Search, Settled, Settlement, both, share_counts
+from mpisparse.agree import Inputs, share_counts
+from mpisparse.candidates import Found, count_ties, drop_ties
+from mpisparse.fill import ascending_shares, fill, is_short
 from mpisparse.parts import Chosen, Clock, Parts, imbalance
 from mpisparse.rows import unite
 from mpisparse.score import Magnitude
+from mpisparse.search import Candidates, Scope, Search, Settled, Settlement, both, not_poor
 from mpisparse.selector import ExclusiveSelector
 from mpisparse.threshold import TINY, Rungs
 
 BALANCED, DRAWS = 0.1, 3  # borders are drawn anew until the imbalance is at most so much, at most so often
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Last:
-    """What adapt() needs of the step that is being done."""
+    """What adapt() needs of the step that is being done; `settled` is None if it says nothing of the next threshold."""
 
-    settled: Settled[Found]
+    settled: Settled[Found] | None
     union: np.ndarray[Any, np.dtype[np.int64]]
     k: int
 
@@ -36,10 +39,12 @@ def settle_in_regions(
     draws = DRAWS if search.gathers else 1  # from sums much the same borders would come again
     for _ in range(draws if selector.in_step else 0):
         counts = search.block_counts(everywhere, settled.threshold, selector.edges)
-        selector.draw(counts, None if search.gathers else settled.workloads)
+        able = search.able if search.gathers else not_poor(settled.workloads)
+        selector.draw(counts, able, None if search.gathers else settled.workloads)
         mine, inside = search.inside(everywhere, selector.regions())
         settled = both(settled, search.settle(mine, settled.rungs, inside))
-        if imbalance(settled.workloads) <= BALANCED:
+        short = settled.workloads.sum() < search.k  # no borders help then, and candidates would be all there is
+        if imbalance(settled.workloads[able]) <= BALANCED or (short and settled.rungs[0] <= TINY):
             break
         if settled.rungs[0] < floor:  # selected again below: the next borders need candidates from there
             floor = settled.rungs[0]
@@ -73,27 +78,32 @@ class ExclusiveChooser:
 
     def choose(self, inputs: Inputs, clock: Clock) -> Chosen:
         """Accumulate, agree on a threshold, and unite what the ranks selected."""
-        exchange, backend = self.parts.exchange, self.parts.backend
+        exchange, backend, controller = self.parts.exchange, self.parts.backend, self.selector.controller
         scope, rungs = self.selector.scope(exchange.rank), self._rungs(inputs.k)
         found = self.scorer.accumulate(inputs, *(scope if len(rungs) else (0, 0)), float(rungs[0]) if len(rungs) else 0.0)
         clock.lap("accumulate")
-        settled = (self._settle if self.by_ladder else self._settle_percentile)(inputs, scope, rungs, found)
-        regions = self.selector.regions()
+        search = Settlement(exchange, backend, self.scorer, controller, inputs)
+        if self.by_ladder:
+            settled = settle_in_regions(search, self.selector, scope, rungs, found)
+        else:
+            settled = self._settle_percentile(search, inputs, scope, rungs, found)
+        regions, fills = self.selector.regions(), self.by_ladder and controller.holds
+        filled = fill(search, scope, settled, regions, self.step) if fills else settled
         clock.lap("agree")
         union, tags = unite(
-            exchange, backend, settled.found, settled.threshold, regions, settled.workloads.tolist(), self.scorer.tags
+            exchange, backend, filled.found, filled.threshold, regions, filled.workloads.tolist(), self.scorer.tags
         )
         if tags is not None:
             self.scorer.heard(union, tags)
         clock.lap("unite")
-        self.last = _Last(settled, union, inputs.k)
-        return Chosen(union, regions, settled.workloads, settled.threshold, settled.reselected, settled.refined)
+        self.last = _Last(None if fills and is_short(search, settled) else settled, union, inputs.k)
+        return Chosen(union, regions, filled.workloads, filled.threshold, filled.reselected, filled.refined)
 
     def adapt(self) -> None:
         """Go on to the next step: its controller, blocks and borders."""
         assert self.last is not None
         settled, controller = self.last.settled, self.selector.controller
-        if self.last.k < self.n:
+        if settled is not None and self.last.k < self.n:
             controller = controller.after(settled.rungs, settled.total, settled.rung, self.last.k)
         self.selector.adapt(self.last.union, controller)
         self.last = None
@@ -101,20 +111,16 @@ class ExclusiveChooser:
     def _rungs(self, k: int) -> Rungs:
         return self.selector.controller.ladder(k) if k < self.n else np.zeros(1, dtype=np.float32)
 
-    def _settle(self, inputs: Inputs, scope: tuple[int, int], rungs: Rungs, found: Found) -> Settled[Found]:
-        parts, selector = self.parts, self.selector
-        settlement = Settlement(parts.exchange, parts.backend, self.scorer, selector.controller, inputs)
-        return settle_in_regions(settlement, selector, scope, rungs, found)
-
-    def _settle_percentile(self, inputs: Inputs, scope: tuple[int, int], rungs: Rungs, found: Found) -> Settled[Found]:
+    def _settle_percentile(
+        self, search: Settlement, inputs: Inputs, scope: tuple[int, int], rungs: Rungs, found: Found
+    ) -> Settled[Found]:
         """A threshold by the scores in the ranks' regions, and what reaches it in the masked vector."""
-        exchange, backend = self.parts.exchange, self.parts.backend
+        exchange = self.parts.exchange
         if self.exact:
             rungs = np.array([self._percentile(inputs.k, scope)], dtype=np.float32)
             settled = Settled(found, rungs, 0, np.array([inputs.k]), np.zeros(exchange.size, dtype=np.int64))
         else:
-            settlement = Settlement(exchange, backend, self.scorer, self.selector.controller, inputs)
-            settled = settlement.settle(scope, rungs, found)
+            settled = search.settle(scope, rungs, found)
         selected = self.masked(*scope, settled.threshold)
         if self.exact and self.masked == self.scorer.select:
             selected = self._first_of_equals(inputs.k, selected, settled.threshold)
@@ -131,13 +137,11 @@ class ExclusiveChooser:
     def _first_of_equals(self, k: int, selected: Found, threshold: float) -> Found:
         """Of elements that just reach the threshold, only so many in ascending order that k are selected."""
         exchange, backend = self.parts.exchange, self.parts.backend
-        index, magnitude = backend.to_host(selected.index), backend.to_host(selected.magnitude)
-        equal = magnitude == np.float32(threshold)
-        rows = exchange.allgather(np.array([len(equal), np.count_nonzero(equal)], dtype=np.int64))
+        on_host = selected.on_host(backend)
+        rows = exchange.allgather(count_ties(on_host, threshold))
         order = [r.rank for r in self.selector.regions()]
-        room = k - int((rows[:, 0] - rows[:, 1]).sum()) - int(rows[order[: order.index(exchange.rank)], 1].sum())
-        kept = ~equal | (np.cumsum(equal) <= room)
-        return Found(backend.from_host(index[kept]), backend.from_host(magnitude[kept]))
+        shares = ascending_shares(rows[order, 1], k - int(rows[:, 0].sum()))
+        return drop_ties(on_host, threshold, int(shares[order.index(exchange.rank)]), 0).on_device(backend)
 
     def state(self) -> dict[str, Any]:
         """What the next choice depends on."""

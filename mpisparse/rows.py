@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from mpisparse.agree import Found
     from mpisparse.backend import Backend
+    from mpisparse.candidates import Found
     from mpisparse.exchange import Exchange
     from mpisparse.parts import Region
 

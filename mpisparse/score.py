@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpisparse.agree import Found, Inputs
+from mpisparse.agree import Inputs
+from mpisparse.candidates import Found
 from mpisparse.errors import ConfigurationError, GradientError
 from mpisparse.flat import add_sparse_, in_order, zeros
 from mpisparse.threshold import FIRST_GROWTH

@@ -25,6 +25,7 @@ Ints = NDArray[np.int64]
 PARTITIONERS = ("best", "paper", "static")
 FRACTION = 8  # bits behind the point of the moving average
 SMOOTHING = 2  # it moves by 2^-2 of the difference at each step
+SWEEP = 16  # every so many steps partitions are even, so that each rank selects everywhere in turn
 READS_PER_SELECTED = 128  # elements that one can read in the time that handling a selected one takes
 
 
@@ -41,7 +42,7 @@ class ExclusiveSelector:
         self.size = size
         self.partitioner = partitioner
         self.reads_region = reads_region
-        self.in_step = partitioner == "best" and not reads_region and size > 1
+        self.draws = partitioner == "best" and not reads_region and size > 1
         if partitioner == "paper":
             self.blocks = blocks or partition.PAPER_BLOCKS
             self.edges = partition.paper_edges(n, self.blocks)
@@ -54,27 +55,48 @@ class ExclusiveSelector:
         self.step = 0
         self.backend: Any = host  # of the indices that adapt() is given
 
+    @property
+    def sweeps(self) -> bool:
+        """Tell whether this step's partitions are even ones.
+
+        Balanced borders depend on what ranks have, and may keep a rank away from elements that no other has for ever.
+        """
+        return self.partitioner == "best" and self.size > 1 and self.step % SWEEP == SWEEP - 1
+
+    @property
+    def in_step(self) -> bool:
+        """Tell whether this step's borders are drawn in it."""
+        return self.draws and not self.sweeps
+
+    @property
+    def turn(self) -> int:
+        """How far the partitions have rotated over ranks; those of sweeps among themselves."""
+        return self.step // SWEEP if self.sweeps else self.step
+
     def regions(self) -> list[Region]:
         """The regions of this step in ascending order."""
         bounds = self.edges[self.borders].tolist()
-        return [Region(partition.owner(p, self.step, self.size), bounds[p], bounds[p + 1]) for p in range(self.size)]
+        return [Region(partition.owner(p, self.turn, self.size), bounds[p], bounds[p + 1]) for p in range(self.size)]
 
     def scope(self, rank: int) -> tuple[int, int]:
         """Where a rank collects candidates: everywhere if borders are still to be drawn, else in its own region."""
         if self.in_step:
             return 0, int(self.edges[-1])
-        mine = partition.partition_of(rank, self.step, self.size)
+        mine = partition.partition_of(rank, self.turn, self.size)
         lo, hi = self.edges[self.borders[mine : mine + 2]].tolist()
         return lo, hi
 
-    def draw(self, counts: Sequence[Ints], loads: Ints | None = None) -> None:
-        """Set this step's borders by every rank's block counts (in rank order).
+    def draw(self, counts: Sequence[Ints], able: Ints, loads: Ints | None = None) -> None:
+        """Set this step's borders by every rank's block counts (in rank order); only able ranks get a part.
 
-        Where these are only what all have together, `loads` are what each would select everywhere.
+        Where the counts are only what all have together, `loads` are what each would select everywhere.
         """
-        owners = [partition.owner(p, self.step, self.size) for p in range(self.size)]
-        weights = None if loads is None else [int(loads[owner]) for owner in owners]
-        self.borders = partition.best_borders([counts[owner] for owner in owners], self.edges, weights=weights)
+        owners = [partition.owner(p, self.turn, self.size) for p in range(self.size)]
+        chosen = np.isin(owners, able)
+        sharing = [owner for owner, takes_part in zip(owners, chosen, strict=True) if takes_part]
+        weights = None if loads is None else [int(loads[owner]) for owner in sharing]
+        borders = partition.best_borders([counts[owner] for owner in sharing], self.edges, weights=weights)
+        self.borders = borders[np.cumsum([0, *chosen])]
 
     def adapt(self, union: Ints, controller: Controller) -> None:
         """Go on to the next step, with borders by the indices that all ranks selected unless they are drawn in it."""
@@ -82,13 +104,23 @@ class ExclusiveSelector:
         if self.partitioner == "paper":
             loads = partition.block_counts(union, self.edges[self.borders], self.backend.search)
             self.borders = partition.paper_borders(self.borders, loads, self.edges, self.blocks)
-        elif self.in_step:
-            self.edges = partition.worked_edges(int(self.edges[-1]), self.blocks, union, self.backend.pick)
-            self.borders = partition.even_borders(len(self.edges) - 1, self.size)
-        elif self.partitioner == "best" and self.size > 1:
+        elif self.partitioner == "best" and self.size > 1 and not self.draws:
             self._smooth(partition.block_counts(union, self.edges, self.backend.search))
-            self.borders = self._balanced()
         self.step += 1
+        if self.partitioner == "best" and self.size > 1:
+            self._prepare(union)
+
+    def _prepare(self, union: Ints) -> None:
+        """Set the coming step's borders; where they are drawn in it, its blocks."""
+        n = int(self.edges[-1])
+        if self.sweeps:
+            self.edges = partition.even_edges(n, self.blocks)
+        elif self.draws:
+            self.edges = partition.worked_edges(n, self.blocks, union, self.backend.pick)
+        if self.sweeps or self.draws:
+            self.borders = partition.even_borders(len(self.edges) - 1, self.size)
+        else:
+            self.borders = self._balanced()
 
     def _smooth(self, counts: Ints) -> None:
         """Average the work over recent steps in fixed point: the same integers on any machine."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,8 +39,13 @@ class Choice:
 
 
 class Controller(Protocol):
-    """Density control, as data in and data out; `after` returns the controller of the next step."""
+    """Density control, as data in and data out; `after` returns the controller of the next step.
 
+    `holds`: it selects k in every step, so that ties beyond k are dropped and a shortage is topped up (mpisparse.fill).
+    """
+
+    @property
+    def holds(self) -> bool: ...
     def ladder(self, k: int) -> Rungs: ...
     def choose(self, rungs: Rungs, counts: Counts, k: int) -> Choice: ...
     def locate(self, histogram: Counts, k: int) -> Rungs: ...
@@ -71,7 +76,10 @@ def is_close(count: int, k: int) -> bool:
 
 
 def choose_rung(rungs: Rungs, counts: Counts, k: int) -> Choice:
-    """Take the rung that gives k, or narrow the ladder to the two around it."""
+    """Take the rung that gives k, or narrow the ladder to the two around it.
+
+    Where no float lies between these two, elements are tied at the lower one: it is taken, and selects more than k.
+    """
     if len(rungs) == 0 or (counts[0] < k and not is_close(int(counts[0]), k) and rungs[0] > TINY):
         return Choice()
     best = nearest_rung(counts, k)
@@ -82,7 +90,7 @@ def choose_rung(rungs: Rungs, counts: Counts, k: int) -> Choice:
     high = float(rungs[below + 1]) if below + 1 < len(rungs) else HUGE
     finer = spread(low, high)
     if len(finer) == 1 or (len(finer) == 2 and below + 1 < len(rungs)):
-        return Choice(rung=best if counts[best] else below)
+        return Choice(rung=below)
     return Choice(finer=finer)
 
 
@@ -115,6 +123,8 @@ class TailAware:
     last_k: int = 0
     steps: int = 0
     prior: float = FIRST_GROWTH
+
+    holds: ClassVar[bool] = True
 
     def ladder(self, k: int) -> Rungs:
         if self.threshold <= 0.0:
@@ -167,6 +177,8 @@ class Paper:
     threshold: float = 0.0
     prior: float = 0.0
 
+    holds: ClassVar[bool] = False
+
     def ladder(self, k: int) -> Rungs:
         start = 1.0 / (2.0 * math.sqrt(k))
         return np.array([self.threshold or start], dtype=np.float32)
@@ -199,6 +211,8 @@ class Fixed:
 
     threshold: float = 0.0
     prior: float = 0.0
+
+    holds: ClassVar[bool] = False
 
     def ladder(self, k: int) -> Rungs:
         return np.array([self.threshold] if self.threshold > 0.0 else [], dtype=np.float32)

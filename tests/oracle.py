@@ -136,17 +136,69 @@ class Oracle:
         for p, (lo, hi) in enumerate(pairwise(bounds)):
             mine = self.acc[self._owner(p)][lo:hi]
             picked.append(lo + np.flatnonzero(np.abs(mine) >= found.threshold))
+        picked, level = self._fill(k, picked, float(found.threshold))
         union = np.concatenate(picked)
         published = self._publish(union, self._reduce(picked))
-        if k < self.n:
+        if k < self.n and not self.short:
             self.controller = self.controller.after(found.rungs, found.total, found.rung, k)
         self._rebalance(union)
-        self.t += 1
         workloads = tuple(len(index) for index in picked)
-        return Result(published, [acc.copy() for acc in self.acc], float(found.threshold), workloads, tuple(bounds))
+        return Result(published, [acc.copy() for acc in self.acc], level, workloads, tuple(bounds))
+
+    def _fill(self, k: int, picked: list[Ints], level: float) -> tuple[list[Ints], float]:
+        """What the partitions select, brought to k: topped up by what other ranks have, and without ties beyond k."""
+        self.short = False
+        slack = max(1.0, 0.01 * k)
+        total = sum(map(len, picked))
+        if self.settings.controller != "tail" or k >= self.n or (total and abs(total - k) <= slack):
+            return picked, level
+        height = np.zeros(self.n, np.float32)  # by what an element is chosen: its owner's value where that is enough
+        for p, (lo, hi) in enumerate(pairwise(self.edges[self.borders].tolist())):
+            height[lo:hi] = np.abs(self.acc[self._owner(p)][lo:hi])
+        if total < k:
+            self.short = True
+            height[:] = 0
+            for acc in self.acc:
+                largest = np.argsort(-np.abs(acc), kind="stable")[:k]
+                height[largest] = np.maximum(height[largest], np.abs(acc[largest]))
+            height[np.concatenate(picked)] = threshold.HUGE
+            rungs, counts = threshold.spread(threshold.TINY, threshold.HUGE), None
+            ordered = np.sort(height)
+            while True:
+                counts = self.n - np.searchsorted(ordered, rungs)
+                choice = self.controller.choose(rungs, counts, k)
+                if choice.rung is not None:
+                    break
+                rungs = choice.finer
+            level = float(rungs[choice.rung])
+        parts = [lo + np.flatnonzero(height[lo:hi] >= np.float32(level)) for lo, hi in pairwise(self._bounds())]
+        if sum(map(len, parts)) - k <= slack:
+            return parts, level
+        return self._without_ties(k, parts, height, np.float32(level)), level
+
+    def _bounds(self) -> list[int]:
+        return self.edges[self.borders].tolist()
+
+    def _without_ties(self, k: int, parts: list[Ints], height: Floats, level: np.float32) -> list[Ints]:
+        """Of what equals the level, a share for each rank, in rank order; which ones depends on the step."""
+        ties = [part[height[part] == level] for part in parts]
+        by_rank = sorted(range(self.size), key=self._owner)
+        room, every = k - sum(len(part) - len(tie) for part, tie in zip(parts, ties, strict=True)), sum(map(len, ties))
+        kept, before = list(parts), 0
+        for p in by_rank:
+            upto = before + len(ties[p])
+            share = upto * room // every - before * room // every
+            taken = [ties[p][(self.t * share + i) % len(ties[p])] for i in range(share)]
+            kept[p] = np.sort(np.concatenate([parts[p][height[parts[p]] > level], np.array(taken, dtype=np.int64)]))
+            before = upto
+        return kept
+
+    @property
+    def _sweeps(self) -> bool:
+        return self.settings.partitioner == "best" and self.size > 1 and self.t % 16 == 15
 
     def _owner(self, p: int) -> int:
-        return (p - self.t) % self.size
+        return (p - (self.t // 16 if self._sweeps else self.t)) % self.size
 
     def _reduce(self, picked: list[Ints]) -> Floats:
         """The mean of what the ranks send; they keep the rest, and a partition's owner what it does not send back."""
@@ -176,30 +228,50 @@ class Oracle:
     def _settle(self, k: int) -> Found:
         """The threshold for the partitions of this step; where they are drawn in it, from all ranks' counts everywhere."""
         rungs = self.controller.ladder(k) if k < self.n else np.zeros(1, np.float32)
-        if not self.draws_in_step:
+        if not self.draws_in_step or self._sweeps:
             return self._search(rungs, self._regions(), k, sum_counts)
-        found = self._search(rungs, [(0, self.n)] * self.size, k, harmonic_mean, k * self.size)
+        self.able = list(range(self.size))
+        found = self._search(rungs, [(0, self.n)] * self.size, k, self._foretell, everywhere=True)
         for _ in range(3):
             above = [partition.block_counts(np.flatnonzero(np.abs(acc) >= found.threshold), self.edges) for acc in self.acc]
-            self.borders = partition.best_borders([above[self._owner(p)] for p in range(self.size)], self.edges)
+            sharing = [p for p in range(self.size) if self._owner(p) in self.able]
+            inner = partition.best_borders([above[self._owner(p)] for p in sharing], self.edges)
+            self.borders = np.array([inner[sum(q < p for q in sharing)] for p in range(self.size + 1)])
             found = self._search(found.rungs, self._regions(), k, sum_counts)
-            if max(found.workloads) * self.size / max(1, sum(found.workloads)) - 1 <= 0.1:
+            loads = [found.workloads[rank] for rank in self.able]
+            if max(loads) * len(loads) / max(1, sum(loads)) - 1 <= 0.1:
+                break
+            if sum(found.workloads) < k and found.rungs[0] <= threshold.TINY:
                 break
         return found
+
+    def _foretell(self, counts: list[Ints]) -> Ints:
+        return harmonic_mean([counts[rank] for rank in self.able])
+
+    def _leave_poor_ranks_out(self, k: int) -> None:
+        """Those without whom the rest reaches k at most two octaves below the magnitude that k have on average."""
+        tails = [np.bincount(abs_bits(acc) >> 20, minlength=2048)[::-1].cumsum()[::-1] for acc in self.acc]
+        at = max([1, *np.flatnonzero(np.sum(tails, axis=0) >= k * self.size).tolist()])
+        ranked = sorted(range(self.size), key=lambda rank: tails[rank][at])
+        for poor in range(self.size):
+            able = ranked[poor:]
+            if harmonic_mean([tails[rank] for rank in able])[max(1, at - 16)] >= k:
+                self.able = sorted(able)
+                return
 
     def _regions(self) -> Scopes:
         """Where each rank selects, by rank."""
         bounds = self.edges[self.borders].tolist()
-        mine = [(self.t + rank) % self.size for rank in range(self.size)]
+        mine = [next(p for p in range(self.size) if self._owner(p) == rank) for rank in range(self.size)]
         return [(bounds[p], bounds[p + 1]) for p in mine]
 
     def _search(
-        self, rungs: Rungs, scopes: Scopes, k: int, foretell: Callable[[list[Ints]], Ints], wanted: int = 0
+        self, rungs: Rungs, scopes: Scopes, k: int, foretell: Callable[[list[Ints]], Ints], everywhere: bool = False
     ) -> Found:
         """Count and let the controller choose: a rung, a finer ladder, or one placed by a histogram, wanting ever more."""
         parts = [acc[lo:hi] for acc, (lo, hi) in zip(self.acc, scopes, strict=True)]
         magnitudes = [np.sort(np.abs(part)) for part in parts]
-        wanted = wanted or k
+        wanted = 0
         while True:
             counts = [len(m) - np.searchsorted(m, rungs) for m in magnitudes]
             total = foretell(counts)
@@ -209,7 +281,14 @@ class Oracle:
             if choice.finer is not None:
                 rungs = choice.finer
                 continue
-            bits = np.concatenate(parts).view(np.uint32) & 0x7FFFFFFF
+            if not wanted and everywhere:
+                self._leave_poor_ranks_out(k)
+                if len(self.able) < self.size and len(rungs):
+                    wanted = k * len(self.able)
+                    continue
+            sharing = self.able if everywhere else range(self.size)
+            wanted = wanted or k * (len(self.able) if everywhere else 1)
+            bits = abs_bits(np.concatenate([parts[rank] for rank in sharing]))
             rungs = self.controller.locate(np.bincount(bits >> 20, minlength=2048), wanted)
             wanted *= 2
 
@@ -225,6 +304,15 @@ class Oracle:
             self.work = now if self.work is None else self.work + (now - self.work) // 4
             cost = 128 * self.work + 256 * np.diff(self.edges)
             self.borders = partition.best_borders([cost] * self.size, self.edges, math.ceil(2 * self.n / self.size))
+        self.t += 1
+        if self._sweeps:
+            self.edges = partition.even_edges(self.n, self.blocks)
+            self.borders = partition.even_borders(len(self.edges) - 1, self.size)
+
+
+def abs_bits(values: Floats) -> NDArray[np.uint32]:
+    """The bits of magnitudes, which are in the order of the magnitudes."""
+    return values.view(np.uint32) & np.uint32(0x7FFFFFFF)
 
 
 def sum_counts(counts: list[Ints]) -> Ints:

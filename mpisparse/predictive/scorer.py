@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpisparse.agree import Found, Inputs
+from mpisparse.agree import Inputs
+from mpisparse.candidates import Found
 from mpisparse.errors import ConfigurationError
 from mpisparse.flat import Gradients, Layout, in_order, zeros
 from mpisparse.predictive.background import Background, PredictorError

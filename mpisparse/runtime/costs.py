@@ -16,7 +16,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Message:
-    """One collective call: its kind, and the bytes that each rank puts in."""
+    """One collective call: its kind, and the bytes that each rank puts in; of a "route", a table from rank to rank."""
 
     kind: str
     nbytes: Ints
@@ -24,12 +24,16 @@ class Message:
     def sent(self) -> Ints:
         """Bytes that each rank sends to others, by the rules of `mpisparse.exchange`."""
         size = len(self.nbytes)
+        if self.kind == "route":
+            return np.asarray(self.nbytes.sum(axis=1) - self.nbytes.diagonal())
         if self.kind == "alltoallv":  # nbytes are what every rank sends to rank r
             return np.asarray(self.nbytes.sum() - self.nbytes)
         return self._reduced() if self.kind == "allreduce" else self.nbytes * (size - 1)
 
     def received(self) -> Ints:
         """Bytes that each rank receives from others."""
+        if self.kind == "route":
+            return np.asarray(self.nbytes.sum(axis=0) - self.nbytes.diagonal())
         if self.kind == "alltoallv":
             return self.nbytes * (len(self.nbytes) - 1)
         return self._reduced() if self.kind == "allreduce" else np.asarray(self.nbytes.sum() - self.nbytes)
@@ -52,6 +56,10 @@ class Log:
     def add(self, kind: str, nbytes: int | Sequence[int]) -> None:
         """Note a message; one number is the same for all ranks."""
         self.messages.append(Message(kind, np.broadcast_to(np.asarray(nbytes, dtype=np.int64), (self.size,))))
+
+    def add_route(self, table: Ints) -> None:
+        """Note a message of table[r][q] bytes from every rank r to every rank q."""
+        self.messages.append(Message("route", table))
 
     def sent(self) -> Ints:
         """Bytes sent by each rank."""

@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpisparse.agree import Found, Search, block_count_type, harmonic
 from mpisparse.baselines import CyclicTopK, Picker, TopK, merged, shared_out
+from mpisparse.candidates import Found, count_ties, drop_ties, largest, merge
 from mpisparse.codecs import CODECS
 from mpisparse.device import load_backend
 from mpisparse.errors import ConfigurationError, check_choice
 from mpisparse.exclusive import settle_in_regions
+from mpisparse.fill import fill, is_short
 from mpisparse.parts import Region, imbalance
 from mpisparse.rows import nbytes_of
 from mpisparse.runtime.costs import Log
@@ -30,6 +31,7 @@ from mpisparse.runtime.synthetic import Source, worker_gradient
 from mpisparse.schemes import SCHEMES, configure
 from mpisparse.schemes.partitioned import Exdyna
 from mpisparse.score import Magnitude
+from mpisparse.search import Search, block_count_type, harmonic
 from mpisparse.selector import ExclusiveSelector
 from mpisparse.step import spans_of
 from mpisparse.threshold import Controller, Rungs
@@ -126,7 +128,7 @@ class VirtualSearch(Search[Scopes, list[Found]]):
         rows = np.stack([self.backend.tail_counts(f.magnitude, rungs) for f in found])
         if self.gathers:
             self.log.add("allgather", HEADER + COUNT * len(rungs))
-            return harmonic(rows) if everywhere else rows.sum(axis=0), lambda rung: rows[:, rung]
+            return harmonic(rows[self.able]) if everywhere else rows.sum(axis=0), lambda rung: rows[:, rung]
         self.log.add("allgather", HEADER)
         self.log.add("allreduce", 8 * len(rungs))
 
@@ -143,6 +145,11 @@ class VirtualSearch(Search[Scopes, list[Found]]):
         for worker, (lo, hi) in enumerate(scope):
             total += self.backend.histogram(self.acc.read(worker, lo, hi), 0, hi - lo)
         return total
+
+    def histograms(self, scope: Scopes) -> Ints:
+        self.log.add("allgather", 8 * HISTOGRAM_BINS)
+        reads = ((self.acc.read(worker, lo, hi), hi - lo) for worker, (lo, hi) in enumerate(scope))
+        return np.stack([self.backend.histogram(values, 0, count) for values, count in reads])
 
     def select(self, scope: Scopes, floor: float) -> list[Found]:
         return [self._select(worker, lo, hi, floor) for worker, (lo, hi) in enumerate(scope)]
@@ -161,7 +168,30 @@ class VirtualSearch(Search[Scopes, list[Found]]):
 
     def inside(self, found: list[Found], regions: list[Region]) -> tuple[Scopes, list[Found]]:
         mine = by_rank(regions)
-        return [(r.lo, r.hi) for r in mine], [f.within(self.backend, r.lo, r.hi) for f, r in zip(found, mine, strict=True)]
+        return [(r.lo, r.hi) for r in mine], [
+            f.within(np.searchsorted, r.lo, r.hi) for f, r in zip(found, mine, strict=True)
+        ]
+
+    def tied(self, found: list[Found], threshold: float) -> Ints:
+        self.log.add("allgather", 16)
+        return np.stack([count_ties(f, threshold) for f in found])
+
+    def cut(self, found: list[Found], threshold: float, shares: Ints, turn: int) -> list[Found]:
+        return [drop_ties(f, threshold, int(share), turn) for f, share in zip(found, shares, strict=True)]
+
+    def nominate(self, found: list[Found], threshold: float, regions: list[Region]) -> list[Found]:
+        owners = by_rank(regions)
+        every = (largest(self.backend, self.acc.read(worker, 0, self.n), self.k) for worker in range(self.size))
+        rows = [[nominated.within(np.searchsorted, r.lo, r.hi) for r in owners] for nominated in every]
+        table = np.array([[len(part.index) for part in row] for row in rows], dtype=np.int64)
+        self.log.add("allgather", 8 * self.size)
+        self.log.add_route(8 * table)
+        self.log.add_route(4 * table)
+        together = []
+        for own, parts in zip(found, zip(*rows, strict=True), strict=True):
+            index, magnitude = (np.concatenate([getattr(part, key) for part in parts]) for key in ("index", "magnitude"))
+            together.append(merge(own.reaching(threshold), Found(index, magnitude)))
+        return together
 
 
 class TimedSelector(ExclusiveSelector):
@@ -169,9 +199,9 @@ class TimedSelector(ExclusiveSelector):
 
     seconds = 0.0
 
-    def draw(self, counts: Sequence[Ints], loads: Ints | None = None) -> None:
+    def draw(self, counts: Sequence[Ints], able: Ints, loads: Ints | None = None) -> None:
         start = time.perf_counter()
-        super().draw(counts, loads)
+        super().draw(counts, able, loads)
         self.seconds += time.perf_counter() - start
 
     def adapt(self, union: Ints, controller: Controller) -> None:
@@ -240,7 +270,7 @@ class ExclusiveSimulator(Simulator):
             self.n, size, controller=options.controller, partitioner=options.partitioner, blocks=options.blocks,
             reads_region=options.accumulate == "backward", prior=Magnitude.prior,
         )  # fmt: skip
-        if self.selector.in_step and 4 * self.n * size <= KEPT:
+        if self.selector.draws and 4 * self.n * size <= KEPT:
             self.acc.keep()
 
     def choose(self, log: Log) -> Choice:
@@ -252,11 +282,13 @@ class ExclusiveSimulator(Simulator):
         found = search.select(scopes, float(rungs[0])) if len(rungs) else [NOTHING] * self.size
         settled = settle_in_regions(search, selector, scopes, rungs, found)
         regions = selector.regions()
-        log.add("allgatherv", [nbytes_of(r.hi - r.lo, int(settled.workloads[r.rank])) for r in by_rank(regions)])
-        union = np.concatenate([reaching(settled.found[r.rank], settled.threshold) for r in regions])
-        after = controller.after(settled.rungs, settled.total, settled.rung, k) if k < self.n else controller
-        selector.adapt(union, after)
-        return Choice(union, regions, settled.workloads, settled.threshold, selector.seconds)
+        filled = fill(search, scopes, settled, regions, selector.step) if controller.holds else settled
+        log.add("allgatherv", [nbytes_of(r.hi - r.lo, int(filled.workloads[r.rank])) for r in by_rank(regions)])
+        union = np.concatenate([filled.found[r.rank].reaching(filled.threshold).index for r in regions])
+        if k < self.n and not (controller.holds and is_short(search, settled)):
+            controller = controller.after(settled.rungs, settled.total, settled.rung, k)
+        selector.adapt(union, controller)
+        return Choice(union, regions, filled.workloads, filled.threshold, selector.seconds)
 
 
 class UnionSimulator(Simulator):
@@ -290,11 +322,6 @@ NOTHING = Found(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32))
 def by_rank(regions: list[Region]) -> list[Region]:
     """Regions in the order of their ranks."""
     return sorted(regions, key=lambda region: region.rank)
-
-
-def reaching(found: Found, threshold: float) -> Ints:
-    """The candidates that reach the threshold."""
-    return found.index[found.magnitude >= np.float32(threshold)]
 
 
 def simulator(scheme: str, source: Source, size: int, density: float, **options: Any) -> Simulator:

@@ -13,7 +13,7 @@ from ranks import PATHS, bits, lawful_steps, published, seeded, train_lawfully
 from torch import nn
 
 import mpisparse
-from mpisparse import agree
+from mpisparse import search
 from mpisparse.exchange import Exchange
 from mpisparse.runtime.synthetic import GivenModel
 
@@ -268,7 +268,7 @@ def test_the_users_communicator_is_left_to_the_user(comm: MPI.Intracomm) -> None
 def test_the_way_of_many_ranks_keeps_the_laws(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, path: str, codec: str
 ) -> None:
-    monkeypatch.setattr(agree, "GATHERED_RANKS", 0)
+    monkeypatch.setattr(search, "GATHERED_RANKS", 0)
     model = small()
     sync = mpisparse.GradientSync(model, density=0.1, accumulate=path, codec=codec)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -286,14 +286,14 @@ def test_the_way_of_many_ranks_keeps_the_laws(
 def test_the_way_of_many_ranks_chooses_the_same(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where borders do not depend on it, whether ladders are gathered or summed does not change what is selected."""
     usual, _ = train(comm.rank, density=0.1, accumulate="backward")
-    monkeypatch.setattr(agree, "GATHERED_RANKS", 0)
+    monkeypatch.setattr(search, "GATHERED_RANKS", 0)
     summed, _ = train(comm.rank, density=0.1, accumulate="backward")
     assert usual == summed
 
 
 def test_many_ranks_are_balanced_by_their_sums(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is large lies in a tenth of the vector, elsewhere in each step: only borders drawn in it can follow."""
-    monkeypatch.setattr(agree, "GATHERED_RANKS", 0)
+    monkeypatch.setattr(search, "GATHERED_RANKS", 0)
     n, worst = 20_000, []
     source = Wandering(n, comm.size)
     model = GivenModel.of(source, comm.rank)
@@ -325,7 +325,7 @@ class Wandering:
 
 
 def test_many_ranks_refuse_together_too(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agree, "GATHERED_RANKS", 0)
+    monkeypatch.setattr(search, "GATHERED_RANKS", 0)
     model = small()
     sync = mpisparse.GradientSync(model, density=0.1)
     loss = loss_of(model, seeded(comm.rank, 0))

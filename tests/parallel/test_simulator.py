@@ -7,13 +7,25 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
+from numpy.typing import NDArray
 from ranks import everywhere
 
 import mpisparse
-from mpisparse import agree
+from mpisparse import search
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.simulator import simulator
 from mpisparse.runtime.synthetic import GivenModel, Synthetic
+
+
+class Apart(Synthetic):
+    """Each rank has gradients in a share of the vector only, and in the first share they are all equal."""
+
+    def gradient(self, rank: int, step: int) -> NDArray[np.float32]:
+        values = super().gradient(rank, step).copy()
+        share = np.arange(len(values)) * self.ranks // len(values)
+        values[share != self.ranks - 1 - rank] = 0.0
+        return np.where(share == 0, np.sign(values), values)
+
 
 CASES: list[dict[str, Any]] = [
     {"scheme": "exdyna"},
@@ -27,13 +39,15 @@ CASES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("gathered", [16, 0], ids=["few", "many"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("source_of", "case"), [*((Synthetic, case) for case in CASES), *((Apart, case) for case in CASES[:2])], ids=str
+)
 def test_real_and_simulated_steps_are_equal(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any], gathered: int
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, source_of: type[Synthetic], case: dict[str, Any], gathered: int
 ) -> None:
-    monkeypatch.setattr(agree, "GATHERED_RANKS", gathered)
+    monkeypatch.setattr(search, "GATHERED_RANKS", gathered)
     options = {"density": 0.01, **case}
-    source = Synthetic(30_001, comm.size)
+    source = source_of(30_001, comm.size)
     model = GivenModel.of(source, comm.rank)
     sync = mpisparse.GradientSync(model, **options)
     virtual = simulator(source=source, size=comm.size, **options)

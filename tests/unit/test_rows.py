@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mpisparse import device
-from mpisparse.agree import Found
+from mpisparse.candidates import Found
 from mpisparse.parts import Region
 from mpisparse.rows import ROW, unite
 from mpisparse.step import spans_of

@@ -1,0 +1,203 @@
+"""Ranks whose gradients lie in different places: every step still selects k elements, and no element waits for ever."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mpi4py import MPI
+from numpy.typing import NDArray
+from oracle import Oracle, Settings
+from ranks import PATHS, alike
+from torch import nn
+
+import mpisparse
+from mpisparse import search
+
+Floats = NDArray[np.float32]
+N = 3000
+SCHEMES: dict[str, dict[str, Any]] = {
+    "exdyna": {},
+    "momentum": {"codec": "fp32"},
+    "predictive": {"codec": "fp32", "history": 3, "validate_every": 6, "publish_after": 2},
+}
+
+
+def places(rank: int, size: int) -> NDArray[np.int64]:
+    """Which rank an element belongs to if the vector is shared out contiguously."""
+    return np.arange(N) * size // N
+
+
+def only(chosen: Any) -> Floats:
+    """One where chosen, else zero."""
+    mask = np.zeros(N, dtype=np.float32)
+    mask[chosen] = 1.0
+    return mask
+
+
+PLACEMENTS: dict[str, Callable[[int, int], Floats]] = {
+    "alike": lambda rank, size: only(slice(None)),
+    "one rank has nothing": lambda rank, size: only(slice(None) if rank or size == 1 else []),
+    "one rank has all": lambda rank, size: only(slice(None) if rank == size - 1 else []),
+    "one rank has ten": lambda rank, size: only(slice(None) if rank else np.arange(1000, 1100, 10)),
+    "shares in order": lambda rank, size: only(places(rank, size) == rank),
+    "shares in reverse": lambda rank, size: only(places(rank, size) == size - 1 - rank),
+    "every so many": lambda rank, size: only(np.arange(N) % size == rank),
+    "three each": lambda rank, size: only(np.array([500, 1500, 2500]) + 7 * rank),
+    "nothing at all": lambda rank, size: only([]),
+    "one rank has next to nothing": lambda rank, size: only(slice(None)) * np.float32(1.0 if rank or size == 1 else 1e-20),
+    "both ends, and one that nobody else has": lambda rank, size: (
+        only(np.arange(N) != N // 2) if rank else only([*range(300), N // 2, *range(N - 300, N)]) * np.float32(20)
+    ),
+}  # fmt: skip
+all_placements = pytest.mark.parametrize("placement", PLACEMENTS)
+
+
+def magnitudes(rank: int, step: int, tied: bool = False) -> Floats:
+    """A gradient everywhere: of random signs, and of random magnitudes unless tied."""
+    draw = np.random.default_rng([rank, step])
+    values = draw.choice([-1.0, 1.0], N) * (1.0 if tied else draw.uniform(0.5, 1.0, N))
+    return values.astype(np.float32)
+
+
+class Vector(nn.Module):
+    """One parameter, whose gradient is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(N))
+
+    def give(self, gradient: Floats) -> None:
+        self.zero_grad()
+        torch.autograd.backward(self.w, torch.from_numpy(gradient.copy()))
+
+
+def make(scheme: str, path: str, density: float) -> tuple[Vector, mpisparse.GradientSync]:
+    model = Vector()
+    options = dict(SCHEMES[scheme])
+    if scheme == "predictive":
+        options["validation"] = lambda: (model.w - 1).square().sum()
+    return model, mpisparse.GradientSync(model, scheme=scheme, density=density, accumulate=path, **options)
+
+
+def nonzero_anywhere(comm: MPI.Intracomm, values: Floats) -> int:
+    """Elements that are not zero on any rank; collective."""
+    mine = (values != 0).astype(np.uint8)
+    comm.Allreduce(MPI.IN_PLACE, mine, op=MPI.MAX)
+    return int(mine.sum())
+
+
+def step_and_compare(comm: MPI.Intracomm, model: Vector, sync: mpisparse.GradientSync, gradient: Floats) -> tuple[int, int]:
+    """Do a step; how many elements were selected, and how many should have been."""
+    wanted = min(sync.k, nonzero_anywhere(comm, sync.residual.numpy() + gradient))
+    model.give(gradient)
+    sync.step()
+    return sync.stats.selected, wanted
+
+
+def held(pairs: list[tuple[int, int]]) -> bool:
+    """Tell whether all counts are within 5 % of what is wanted, or one element."""
+    return all(abs(selected - wanted) <= max(1.0, 0.05 * wanted) for selected, wanted in pairs)
+
+
+@all_placements
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("path", PATHS)
+def test_the_density_is_held(comm: MPI.Intracomm, scheme: str, path: str, placement: str) -> None:
+    mask = PLACEMENTS[placement](comm.rank, comm.size)
+    for density, tied in ((0.02, False), (0.4, False), (0.02, True))[: 3 if scheme == "exdyna" else 1]:
+        model, sync = make(scheme, path, density)
+        gradients = [mask * magnitudes(comm.rank, step, tied) for step in range(8)]
+        pairs = [step_and_compare(comm, model, sync, gradient) for gradient in gradients]
+        sync.close()
+        assert held(pairs), (density, tied, pairs)
+
+
+@all_placements
+@pytest.mark.parametrize("path", PATHS)
+def test_many_ranks_hold_the_density(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, path: str, placement: str
+) -> None:
+    """The way of more than 16 ranks, taken by few."""
+    monkeypatch.setattr(search, "GATHERED_RANKS", 0)
+    mask = PLACEMENTS[placement](comm.rank, comm.size)
+    model, sync = make("exdyna", path, 0.05)
+    pairs = [step_and_compare(comm, model, sync, mask * magnitudes(comm.rank, step)) for step in range(8)]
+    sync.close()
+    assert held(pairs), pairs
+
+
+@settings(derandomize=True, database=None, deadline=None, max_examples=12)
+@given(seed=st.integers(0, 2**32), runs=st.integers(1, 6), density=st.sampled_from([0.001, 0.01, 0.1, 0.6]))
+@pytest.mark.parametrize("path", PATHS)
+def test_the_density_is_held_wherever_gradients_lie(
+    comm: MPI.Intracomm, path: str, seed: int, runs: int, density: float
+) -> None:
+    """Every rank has a few runs of elements, anywhere, of any scale; they move once in the middle."""
+    pairs = []
+    model, sync = make("exdyna", path, density)
+    for step in range(6):
+        draw = np.random.default_rng([seed, comm.rank, step // 3])
+        mask = np.zeros(N, dtype=np.float32)
+        for _ in range(runs):
+            start, length = draw.integers(0, N), int(np.exp(draw.uniform(0, np.log(N))))
+            mask[start : start + length] = 10.0 ** draw.integers(-3, 3)
+        pairs.append(step_and_compare(comm, model, sync, mask * magnitudes(comm.rank, step)))
+    sync.close()
+    assert held(pairs), pairs
+
+
+@all_placements
+@pytest.mark.parametrize(("scheme", "path"), [("exdyna", "step"), ("exdyna", "backward"), ("momentum", "step")])
+def test_every_element_is_sent_and_training_converges(comm: MPI.Intracomm, scheme: str, path: str, placement: str) -> None:
+    """Ranks pull what they have towards one. All of it must get as near as with dense gradients."""
+    mask = PLACEMENTS[placement](comm.rank, comm.size)
+    pulled = comm.allreduce(mask) / comm.size
+    model, sync = make(scheme, path, 0.1)
+    rate, steps = 0.05 / max(float(pulled.max()), 0.01), 80 + 16 * comm.size
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    sent = np.zeros(N, dtype=bool)
+    for _ in range(steps):
+        model.give(mask * (model.w.detach().numpy() - 1))
+        sync.step()
+        assert model.w.grad is not None
+        sent |= model.w.grad.numpy() != 0
+        optimizer.step()
+    same = alike(comm, model.parameters())
+    sync.close()
+    distance, dense = model.w.detach().numpy() - 1, (1 - rate * pulled) ** steps
+    assert same
+    assert sent[pulled > 1e-6].all(), np.flatnonzero((pulled > 1e-6) & ~sent)
+    assert not sent[pulled == 0].any()
+    assert (distance**2).mean() <= (dense**2).mean() + 0.1  # it began at 1
+
+
+@pytest.mark.parametrize(("path", "tied"), [("step", False), ("step", True), ("backward", False)])
+@all_placements
+def test_steps_equal_the_oracle(comm: MPI.Intracomm, placement: str, path: str, tied: bool) -> None:
+    """Twenty steps: among them one in which partitions are even."""
+    options = Settings(density=0.05, accumulate=path)
+    masks = [PLACEMENTS[placement](rank, comm.size) for rank in range(comm.size)]
+    oracle, wrong = Oracle(N, comm.size, options), []
+    model = Vector()
+    sync = mpisparse.GradientSync(model, **dataclasses.asdict(options))
+    for step in range(20):
+        expected = oracle.step([mask * magnitudes(rank, step, tied) for rank, mask in enumerate(masks)])
+        model.give(masks[comm.rank] * magnitudes(comm.rank, step, tied))
+        sync.step()
+        assert model.w.grad is not None
+        alike_ = {
+            "published": model.w.grad.numpy().tobytes() == expected.published.tobytes(),
+            "residual": sync.residual.numpy().tobytes() == expected.residuals[comm.rank].tobytes(),
+            "threshold": sync.stats.threshold == expected.threshold,
+            "borders": sync.stats.borders == expected.borders,
+        }
+        wrong += [(step, name) for name, same in alike_.items() if not same]
+    sync.close()
+    assert not wrong
