@@ -1,6 +1,7 @@
 """Sparse, error-compensated gradient exchange over MPI for torch models.
 
-Importing this package starts no MPI and touches no GPU; the first use of GradientSync starts MPI.
+Importing this package starts no MPI and touches no GPU. Names are imported on first use; the first use of GradientSync,
+checkpoint or exchange starts MPI.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from mpisparse import checkpoint, codecs, device, errors, exchange, schemes
     from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError
     from mpisparse.optimizer import attach
     from mpisparse.step import Stats
@@ -24,6 +26,8 @@ _HOMES = {
     "attach": "optimizer",
 }
 
+_MODULES = ("checkpoint", "codecs", "device", "errors", "exchange", "schemes")
+
 __all__ = [
     "ConfigurationError",
     "GradientError",
@@ -32,14 +36,22 @@ __all__ = [
     "Stats",
     "__version__",
     "attach",
+    "checkpoint",
+    "codecs",
+    "device",
+    "errors",
+    "exchange",
+    "schemes",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _HOMES and name not in _MODULES:
         raise AttributeError(f"module 'mpisparse' has no attribute {name!r}")
     import importlib
 
+    if name in _MODULES:
+        return importlib.import_module(f"mpisparse.{name}")
     return getattr(importlib.import_module(f"mpisparse.{_HOMES[name]}"), name)
 
 

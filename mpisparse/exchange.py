@@ -1,4 +1,4 @@
-"""Messages between ranks: the only module that imports mpi4py.
+"""Messages between ranks: the only module that imports mpi4py, but for the benches, which time plain MPI.
 
 Importing it starts MPI (mpi4py initialises on import of MPI), so the package imports it late. All methods of Exchange
 are collective unless they say otherwise. A message larger than `segment_nbytes` travels in several rounds, so that no

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import mpisparse
 from mpisparse.errors import ConfigurationError
 from mpisparse.exchange import end_job_on_uncaught_exception
-from mpisparse.runtime.bench_sync import start_gloo
+from mpisparse.runtime.bench_sync import moves_weights, start_gloo
 from mpisparse.runtime.bench_train import Case
 from mpisparse.runtime.schedule import Order, Position
 from mpisparse.runtime.settings import Settings
@@ -59,6 +59,18 @@ def run(plan: Plan) -> int:
     reason = start_gloo(comm)
     if reason is not None:
         raise ConfigurationError(f"DDP needs torch with gloo between all ranks: {reason}")
+    try:
+        contenders = _race(plan, comm)
+    finally:
+        torch.distributed.destroy_process_group()
+    if comm.rank == 0:
+        parameters = sum(p.numel() for p in contenders[0].model.parameters())
+        _publish(plan, comm.size, parameters, contenders)
+    return 0
+
+
+def _race(plan: Plan, comm: MPI.Intracomm) -> list[_Contender]:
+    """Train all in turn; collective."""
     model, data, task = build_together(plan.settings)
     contenders = _contenders(plan, model, task)
     order, position = Order(len(data.train), plan.settings.seed), Position()
@@ -67,11 +79,11 @@ def run(plan: Plan) -> int:
         for contender in contenders:
             torch.manual_seed(1_000_003 * step + comm.rank)  # the same dropout for all
             contender.step(comm, *batch)
+    for contender in contenders:
+        if contender.sync is not None:
+            contender.sync.close()
     comm.Barrier()
-    torch.distributed.destroy_process_group()
-    if comm.rank == 0:
-        _publish(plan, comm.size, sum(p.numel() for p in model.parameters()), contenders)
-    return 0
+    return contenders
 
 
 def _check(settings: Settings) -> None:
@@ -126,7 +138,8 @@ class _Contender:
         self.seconds.append(comm.allreduce(seconds, MPI.MAX))
         self.losses.append(comm.allreduce(loss.item()) / comm.size)
         if self.sync is not None:
-            self.exchanging.append(exchanging)
+            inside = moves_weights(self.sync)  # then it exchanges in the optimizer's step
+            self.exchanging.append(sum(self.sync.stats.seconds.values()) if inside else exchanging)
             self.received.append(self.sync.stats.bytes_received)
             self.densities.append(self.sync.stats.density)
 
@@ -153,8 +166,12 @@ def _contenders(plan: Plan, model: torch.nn.Module, task: Task) -> list[_Contend
     for text in plan.cases:
         case, own = Case.parse(text), copy.deepcopy(model)
         sync = mpisparse.GradientSync(own, scheme=case.scheme, **case.values)
-        contender = _Contender(text, own, plan, task, sync.step)
+        contender = _Contender(text, own, plan, task)
         contender.sync = sync
+        if moves_weights(sync):
+            mpisparse.attach(contender.optimizer, sync)
+        else:
+            contender.exchange = sync.step
         contenders.append(contender)
     return contenders
 

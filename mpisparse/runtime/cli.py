@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mpisparse import __version__
 from mpisparse.errors import ConfigurationError
+from mpisparse.names import SCHEMES
 from mpisparse.runtime import sbatch, slurm
 from mpisparse.runtime.settings import add_arguments, resolve
 from mpisparse.runtime.signals import StopRequest, ignore
@@ -49,7 +50,9 @@ def _add_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -
     sync = benches.add_parser("sync", help="a whole step against dense all-reduce over MPI and gloo; run it under mpirun")
     _add_common(sync)
     sync.add_argument("--density", type=_density, default=0.001, help="share of elements selected (default %(default)s)")
-    sync.add_argument("--scheme", nargs="+", default=["exdyna"], metavar="NAME", help="one or several; default exdyna")
+    sync.add_argument(
+        "--scheme", nargs="+", default=["exdyna"], metavar="NAME", help=f"of {', '.join(SCHEMES)}; default exdyna"
+    )
     sync.add_argument("--codec", help="fp32, fp16, bf16 or int8 (default: the scheme's); momentum sends momentum-CODEC")
     sync.add_argument("--path", nargs="+", choices=("step", "backward"), default=["step", "backward"], help="default: both")
     _add_gradients(sync)

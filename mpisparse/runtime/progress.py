@@ -1,6 +1,6 @@
 """What a person sees while it trains: a live bar on a terminal, plain lines elsewhere; rank 0 only, unless ranks have logs.
 
-mpirun puts a pipe between a rank and the terminal; MPISPARSE_PROGRESS=bar|plain overrides what is found.
+mpirun stands between a rank and the terminal (see mpisparse.runtime.output); MPISPARSE_PROGRESS=bar|plain overrides.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import os
 import sys
 import time
 from typing import Any, Protocol
+
+from mpisparse.runtime.output import reaches_terminal
 
 PLAIN_SECONDS = 5.0
 
@@ -77,9 +79,9 @@ def make_progress(rank: int, total: int, start: int, *, log_ranks: bool = False)
     """The progress display for a rank; plain lines on every rank if each has a log."""
     if log_ranks:
         return Plain(total, rank)
-    wanted = os.environ.get("MPISPARSE_PROGRESS") or ("bar" if sys.stdout.isatty() else "plain")
     if rank:
         return Silent()
+    wanted = os.environ.get("MPISPARSE_PROGRESS") or ("bar" if reaches_terminal(sys.stdout) else "plain")
     return Bar(total, start) if wanted == "bar" else Plain(total)
 
 

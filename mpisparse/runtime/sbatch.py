@@ -17,6 +17,11 @@ from mpisparse.runtime.signals import INTERRUPTED
 from mpisparse.runtime.slurm import PMI, output, parse_time
 
 NAMES = {"openmpi": "Open MPI", "mpich": "MPICH", "intel": "Intel MPI", "cray": "Cray MPICH"}
+# Nothing is exported for GPUs: an MPI built for them takes their memory unasked, another may end in MPI_Init if asked to.
+GPU_MEMORY = (
+    "# MPI takes GPU memory if it was built to; otherwise selected values go through host memory (see mpisparse doctor)"
+)
+CRAY_GPU_MEMORY = "# export MPICH_GPU_SUPPORT_ENABLED=1  # only if mpi4py was built with craype-accel-*: else MPI_Init fails"
 SIGNAL_SECONDS = (30, 300)  # before the limit: at least, at most
 
 
@@ -138,12 +143,7 @@ def _environment(request: Request) -> list[str]:
     else:
         lines.append("export SRUN_CPUS_PER_TASK=$OMP_NUM_THREADS  # srun does not take it from sbatch since Slurm 22.05")
     if request.gpus_per_node:
-        lines += [
-            "# MPI reads and writes GPU memory, if it was built to; a variable of another MPI does no harm",
-            "export OMPI_MCA_opal_cuda_support=true OMPI_MCA_accelerator=cuda  # Open MPI 4 with CUDA; 5",
-            "export MPIR_CVAR_ENABLE_GPU=1                                     # MPICH",
-            "export MPICH_GPU_SUPPORT_ENABLED=1                                # Cray MPICH; load craype-accel-* too",
-        ]
+        lines += [GPU_MEMORY, *([CRAY_GPU_MEMORY] if request.choice.kind == "cray" else [])]
     if request.container is not None:
         lines.append("# Inside the container there is no squeue: say when the job ends")
         lines.append(

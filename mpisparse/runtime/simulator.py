@@ -28,7 +28,7 @@ from mpisparse.parts import Region, imbalance
 from mpisparse.rows import nbytes_of
 from mpisparse.runtime.costs import Log
 from mpisparse.runtime.synthetic import Source, worker_gradient
-from mpisparse.schemes import configure
+from mpisparse.schemes import SCHEMES, configure
 from mpisparse.schemes.partitioned import Exdyna
 from mpisparse.score import Magnitude
 from mpisparse.search import Search, block_count_type, harmonic
@@ -326,7 +326,12 @@ def by_rank(regions: list[Region]) -> list[Region]:
 
 def simulator(scheme: str, source: Source, size: int, density: float, **options: Any) -> Simulator:
     """The simulator of a scheme by name."""
-    check_choice("scheme to simulate", scheme, SIMULATED)
+    check_choice("scheme", scheme, SCHEMES)
+    if scheme not in SIMULATED:
+        raise ConfigurationError(
+            f'scheme "{scheme}" has no simulator, with which bench scaling compares real ranks; '
+            f"choose from: {', '.join(SIMULATED)}, and dense without options"
+        )
     chosen = configure(scheme, density=density, **options)
     if isinstance(chosen, Exdyna):
         return ExclusiveSimulator(source, size, chosen)

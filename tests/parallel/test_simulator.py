@@ -67,5 +67,5 @@ def test_real_and_simulated_steps_are_equal(
 def test_what_it_does_not_know_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="leave the other options as they are"):
         simulator("exdyna", Synthetic(100, 2), 2, 0.1, codec="int8")
-    with pytest.raises(ConfigurationError, match="unknown scheme to simulate 'dgc'"):
+    with pytest.raises(ConfigurationError, match='scheme "dgc" has no simulator'):
         simulator("dgc", Synthetic(100, 2), 2, 0.1)

@@ -122,6 +122,12 @@ def test_public_names() -> None:
         "Stats",
         "__version__",
         "attach",
+        "checkpoint",
+        "codecs",
+        "device",
+        "errors",
+        "exchange",
+        "schemes",
     }
     assert names <= set(dir(mpisparse))
     assert dir(mpisparse) == sorted(mpisparse.__all__)
@@ -140,6 +146,24 @@ assert mpisparse.schemes.configure("exdyna", density=0.5).density == 0.5
 assert "mpi4py.MPI" not in sys.modules, "importing mpisparse.schemes starts MPI"
 assert "mpisparse.exchange" not in sys.modules
 """
+
+
+# What starts MPI comes last, and each name before those whose import brings it along
+FIRST_USE = """
+import sys
+import mpisparse
+for name in ("errors", "codecs", "device", "exchange", "schemes", "checkpoint"):
+    assert f"mpisparse.{name}" in sys.modules or name not in vars(mpisparse)
+    assert ("mpi4py.MPI" in sys.modules) == (name in ("schemes", "checkpoint")), name
+    assert getattr(mpisparse, name) is sys.modules[f"mpisparse.{name}"]
+assert all(getattr(mpisparse, name) is not None for name in mpisparse.__all__)
+assert mpisparse.checkpoint.save and mpisparse.device.local_device and mpisparse.exchange.local_rank() == 0
+assert not sys.modules["torch"].cuda.is_initialized(), "a GPU was touched"
+"""
+
+
+def test_names_are_there_on_first_use() -> None:
+    subprocess.run([sys.executable, "-c", FIRST_USE], check=True, timeout=300)
 
 
 def test_importing_starts_no_mpi() -> None:

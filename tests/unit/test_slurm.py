@@ -95,6 +95,14 @@ def test_mpirun_gets_usr1_for_term() -> None:
     assert "|| code=85" in text, "mpirun returns 0 when Slurm ends its daemons"
 
 
+def test_a_gpu_script_leaves_gpu_memory_to_mpi(capsys: pytest.CaptureFixture[str]) -> None:
+    """Open MPI's variables end in MPI_Init where it was built without CUDA, Cray's where its GPU library is not linked."""
+    for kind in sbatch.NAMES:
+        text = printed(f"--gpus-per-node 2 --mpi {kind} --launcher srun -- train", capsys)
+        assert not re.search(r"^[^#]*\b(OMPI_|PRTE_|MPIR_|MPICH_)", text, re.MULTILINE), text
+        assert ("# export MPICH_GPU_SUPPORT_ENABLED=1" in text) == (kind == "cray")
+
+
 def test_a_script_is_filled_in(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(
         "--nodes 3 --gpus-per-node 2 --time 20 --account abc --partition p --job-name j --restarts 4 "
@@ -151,6 +159,42 @@ def test_needs_no_mpi_and_no_torch(tmp_path: Path) -> None:
     environment = {**os.environ, "MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
     done = subprocess.run([sys.executable, "-c", check], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def exported(script: str, folder: Path) -> dict[str, str]:
+    """What a script's export and unset lines make of this environment, less what is as before."""
+    program(folder, "squeue", "2030-01-01T00:00:00")
+    lines = [line for line in script.splitlines() if line.startswith(("export ", "unset "))]
+    before = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "1"}
+    done = subprocess.run(
+        ["bash", "-ec", "\n".join([*lines, "env -0"])], env=before, capture_output=True, text=True, check=True
+    )
+    after = dict(pair.split("=", 1) for pair in done.stdout.split("\0") if pair)
+    return {name: value for name, value in after.items() if before.get(name) != value and name != "_"}
+
+
+def test_mpi_starts_with_what_each_script_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """GPU scripts for every MPI too. Scripts that export the same are started once."""
+    scripts = {path.name: path.read_text() for path in FOLDER.glob("*.sbatch")}
+    for kind in sbatch.NAMES:
+        words = f"{COMMON} --gpus-per-node 2 --mpi {kind} --launcher srun {TRAIN}"
+        scripts[f"GPUs, {kind}"] = printed(words, capsys)
+    named: dict[frozenset[tuple[str, str]], list[str]] = {}
+    for name, text in scripts.items():
+        named.setdefault(frozenset(exported(text, tmp_path).items()), []).append(name)
+    assert len(named) > 1, "nothing is exported, or it was not found"
+    pythons = [sys.executable, *filter(None, [os.environ.get("MPISPARSE_MPICH_PYTHON")])]
+    check = "from mpi4py import MPI; world = MPI.COMM_WORLD; n = world.allreduce(1); world.rank or print(f'{n} ranks')"
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    allowed |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    for variables, names in named.items():
+        for python in pythons:
+            words = [str(Path(python).with_name("mpirun")), "-n", "2", python, "-c", check]
+            environment = {**os.environ, **allowed, **dict(variables)}
+            done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300, check=False)
+            said = f"{python} with the environment of {', '.join(names)}: {done.stdout + done.stderr}"
+            assert done.returncode == 0, said
+            assert "2 ranks" in done.stdout, said
 
 
 # The launcher

@@ -1,0 +1,268 @@
+"""Snippets of README and docs do what they say: each is run as printed, or is listed here with the reason why not.
+
+README's Python goes on from snippet to snippet and needs nothing else. That of docs has, in a namespace of its own for each
+snippet, the user's names that GIVEN holds. Lines of shell run in this process on one rank, `mpirun -n N` or not, but for
+train.py, which runs as printed. What is not run, and every command in the text, is still parsed by the real parser.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import itertools
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mpisparse
+from mpisparse.errors import ConfigurationError
+from mpisparse.runtime.bench_train import Case
+from mpisparse.runtime.cli import COMMANDS, main, parser
+from mpisparse.runtime.settings import resolve
+from mpisparse.schemes import configure
+
+ROOT = Path(__file__).parents[2]
+PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TIMEOUT = 300.0  # seconds, for a job that takes a few
+
+BIG = "takes minutes on 25 million elements; test_bench.py runs it small"
+LONG = "trains for minutes; test_bench.py runs it short"
+INSTALLS = "installs packages"
+SLURM = "needs Slurm: see tests/slurm"
+LAB = "needs root and two emulated hosts; test_bench.py runs it on this one"
+NOT_RUN = {
+    "bin/quickstart": "sets up an environment of its own",
+    "bin/test": "runs this test",
+    "pip install 'mpisparse[mpi] @ .'": INSTALLS,
+    "pip install .": INSTALLS,
+    "pip install 'mpisparse[cuda13]'": INSTALLS,
+    "python3 -m venv '~/mpisparse/.venv' '&&' . '~/mpisparse/.venv/bin/activate'": INSTALLS,
+    "sbatch job.sbatch": SLURM,
+    "sbatch --test-only job.sbatch": SLURM,
+    "srun --nodes 2 --ntasks-per-node 2 --mpi=pmix mpisparse doctor": SLURM,
+    "tail -f 'mpisparse-*.log'": "does not end",
+    "h5dump -n RUN/checkpoints/step-00000020/rank-0000.h5": "a tool of HDF5, which h5py does not bring",
+    "mpirun -n 4 mpisparse train --device cuda": "needs GPUs",
+    "mpirun -n 2 mpisparse bench sync": BIG,
+    "mpirun -n 2 mpisparse bench kernels": BIG,
+    "mpirun -n 2 mpisparse bench checkpoint": BIG,
+    "mpirun -n 4 mpisparse bench train": LONG,
+    "mpirun -n 4 mpisparse bench ablation": LONG,
+    "mpirun -n 2 mpisparse bench sparse-models": LONG,
+    "mpirun -n 8 mpisparse bench scaling": LONG,
+    "bin/netlab with 2 1gbit -- mpisparse bench sync": LAB,
+    "bin/netlab with 2 16mbit -- mpisparse bench overlap --density 0.5 --batch-size 96": LAB,
+    "bin/netlab with 2 1gbit -- mpisparse bench ddp": LAB,
+}
+STANDS_FOR = {"RANKS": "2", "RATE": "1gbit", "B": "64", "[settings]": ""}  # in commands within the text
+
+
+def snippets(page: str, *kinds: str) -> list[str]:
+    """The fenced blocks of these kinds on a page."""
+    return [text for kind, text in FENCED.findall(PAGES[page]) if kind in kinds]
+
+
+def commands(page: str) -> list[list[str]]:
+    """The lines of shell on a page, as words."""
+    lines = "\n".join(snippets(page, "", "bash", "sh")).replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def ours(words: list[str]) -> list[str] | None:
+    """What follows `mpisparse` in a command, less a redirection; None if it is not one of ours."""
+    for at, (word, following) in enumerate(itertools.pairwise(words)):
+        if word == "mpisparse" and following in COMMANDS:
+            rest = words[at + 1 :]
+            return rest[: rest.index(">")] if ">" in rest else rest
+    return None
+
+
+def check(words: list[str]) -> None:
+    """Parse a command, and look at its settings and cases; raises if it is wrong."""
+    if "--help" in words:
+        words = [word for word in words if word != "--help"]
+    args = parser().parse_args(words)
+    if args.command == "train" and args.config is None:
+        resolve(vars(args))
+    for text in getattr(args, "cases", []):
+        case = Case.parse(text)
+        configure(case.scheme, **case.values)
+    for scheme in getattr(args, "scheme", []) if args.command == "bench" else []:
+        configure(scheme)
+
+
+# Python
+
+
+class Net(torch.nn.Sequential):
+    """A user's model."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 4))
+
+
+def given() -> dict[str, Any]:
+    """The user's names in snippets of docs."""
+    model = Net()
+
+    def batch() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(8, 20), torch.randint(4, (8,))
+
+    def loss_of(pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model(pair[0]), pair[1])
+
+    held_out = batch()
+    return {
+        "torch": torch, "mpisparse": mpisparse, "Net": Net, "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loss": torch.nn.functional.cross_entropy,
+        "loss_of": loss_of, "held_out_inputs": held_out[0], "held_out_targets": held_out[1], "some_batch": batch(),
+        "my_shard": lambda rank, size: [batch() for _ in range(3)], "accuracy": 0.5,
+        "evaluate": lambda model: model(held_out[0]),
+    }  # fmt: skip
+
+
+def execute(text: str, names: dict[str, Any], where: str) -> None:
+    exec(compile(text, where, "exec"), names)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of its own, and the package as after `import mpisparse` alone, without modules that others imported."""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name, value in vars(mpisparse).items() if isinstance(value, types.ModuleType)]:
+        monkeypatch.delattr(mpisparse, name)
+    return tmp_path
+
+
+def test_python_of_the_readme_runs_from_top_to_bottom(here: Path) -> None:
+    names: dict[str, Any] = {"__name__": "snippet"}
+    texts = snippets("README.md", "python")
+    assert len(texts) >= 2
+    for text in texts:
+        execute(text, names, "README.md")
+    assert names["sync"].stats.step == names["step"] == 99
+    assert (here / "checkpoints" / "step-00000099").is_dir()
+    names["sync"].close()
+
+
+DOCS = [(page, number) for page in PAGES if page != "README.md" for number in range(len(snippets(page, "python")))]
+
+
+@pytest.mark.parametrize(("page", "number"), DOCS)
+def test_python_of_docs_runs(here: Path, page: str, number: int) -> None:
+    text, names = snippets(page, "python")[number], given()
+    ends = contextlib.nullcontext()
+    if "local_device(" in text and not torch.cuda.is_available():
+        ends = pytest.raises(ConfigurationError, match="finds no CUDA device")  # type: ignore[assignment]
+    with ends:
+        execute(text, names, page)
+    if "sync" in names:
+        names["sync"].close()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_names_of_the_package_in_python_are_there(page: str, here: Path) -> None:
+    """Also those behind the line at which a snippet ends where there is no GPU."""
+    for text in snippets(page, "python"):
+        for node in ast.walk(ast.parse(text)):
+            chain: list[str] = []
+            while isinstance(node, ast.Attribute):
+                chain.insert(0, node.attr)
+                node = node.value
+            if isinstance(node, ast.Name) and node.id == "mpisparse":
+                found: Any = mpisparse
+                for name in chain:
+                    found = getattr(found, name)
+
+
+# Shell
+
+MODELS = """
+import torch
+
+def build(sizes):
+    return torch.nn.Linear(4, 2)
+"""
+FILES = """
+import torch
+
+def open_sets():
+    inputs = torch.randn(100, 4, generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.TensorDataset(inputs, (inputs.sum(1) > 0).long())
+    return data, data
+"""
+
+
+@pytest.fixture
+def workplace(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory with the files that commands name: a text, a package, a run, a script; programs are on PATH."""
+    (here / "mypackage").mkdir()
+    for name, text in (("__init__", ""), ("nets", MODELS), ("files", FILES)):
+        (here / "mypackage" / f"{name}.py").write_text(text)
+    (here / "corpus.txt").write_text("".join(f"{n} times {n} is {n * n}. " for n in range(220)))
+    (here / "train.py").write_text(snippets("README.md", "python")[0])
+    monkeypatch.setenv("MPISPARSE_PROGRESS", "plain")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.syspath_prepend(str(here))
+    assert main(["train", "--steps", "2", "--batch-size", "4", "--out", "RUN"]) == 0
+    shutil.copytree("RUN", "runs/other")
+    yield here
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mypackage"]:
+        del sys.modules[name]
+
+
+def mpirun(words: list[str]) -> None:
+    """Run a command as it is, where this environment's mpirun and Python are the first on PATH."""
+    allowed = {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_mpi_yield_when_idle": "1",
+    }  # fmt: skip
+    done = subprocess.run(words, env={**os.environ, **allowed}, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
+def test_lines_of_shell_run(page: str, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in commands(page):
+        if shlex.join(words) in NOT_RUN:
+            continue
+        command, into = ours(words), words[words.index(">") + 1] if ">" in words else None
+        capsys.readouterr()
+        if words[-2:] == ["python", "train.py"]:
+            mpirun(words)
+        else:
+            assert command is not None, f"{page}: {shlex.join(words)!r} can be neither run nor is it in NOT_RUN"
+            assert main(command) == 0, f"{page}: {shlex.join(words)}\n{capsys.readouterr().err}"
+        if into is not None:
+            Path(into).write_text(capsys.readouterr().out)
+            subprocess.run(["bash", "-n", into], check=True)
+
+
+def test_what_is_not_run_is_still_printed() -> None:
+    printed = {shlex.join(words) for page in PAGES for words in commands(page)}
+    assert set(NOT_RUN) <= printed
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_are_parsed(page: str) -> None:
+    """Those in blocks, run or not, and those within the text."""
+    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", FENCED.sub("", PAGES[page]))]
+    inline = [[STANDS_FOR.get(word, word) for word in shlex.split(span)] for span in spans if "mpisparse " in span]
+    for words in [*commands(page), *inline]:
+        rest = ours([word for word in words if word])
+        if rest is not None and rest != ["slurm"]:
+            try:
+                check(rest)
+            except (SystemExit, ConfigurationError) as error:
+                pytest.fail(f"{page}: {shlex.join(words)}: {error}")
