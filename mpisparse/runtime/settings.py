@@ -61,6 +61,7 @@ class Settings:
     driver: str | None = _setting(None, "mpio: checkpoints of one file, by parallel HDF5 (default: two files a rank)")
     keep: int = _setting(2, "checkpoints to keep")
     resume: str = _setting("auto", "auto, never, or a directory with checkpoints")
+    wait_for_lock: bool = _setting(False, "wait until a run that has the directory ends, instead of refusing to start")
     tensorboard: bool = _setting(False, "write TensorBoard events to the run's directory")
     record_gradients: int | None = _setting(None, "write the gradients of so many steps, the first or next, for bench")
     log_ranks: bool = _setting(False, "a log for each rank in the run's directory")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,15 @@ import mpisparse
 from mpisparse import checkpoint
 from mpisparse.checkpoint import onefile, store
 from mpisparse.device import local_device
-from mpisparse.errors import CheckpointError, ConfigurationError
+from mpisparse.errors import CheckpointError, ConfigurationError, LockError
 from mpisparse.exchange import Exchange, end_job_on_uncaught_exception, library, local_rank
 from mpisparse.parts import Clock
 from mpisparse.runtime import slurm
 from mpisparse.runtime.evaluate import evaluate, reached
+from mpisparse.runtime.lock import RunLock, take
 from mpisparse.runtime.metrics import MetricsFile, step_fields
 from mpisparse.runtime.output import RankOutput
-from mpisparse.runtime.progress import facts_of, human_bytes, make_progress, own_facts
+from mpisparse.runtime.progress import Progress, Silent, facts_of, human_bytes, make_progress, own_facts
 from mpisparse.runtime.recording import Recorder
 from mpisparse.runtime.schedule import Order, Position, density_at, lr_factor
 from mpisparse.runtime.settings import Settings, to_toml
@@ -68,6 +70,20 @@ class Trainer:
     """One run: its objects, where it is, and what it writes."""
 
     def __init__(self, settings: Settings, stop: StopRequest) -> None:
+        self.lock = lock_together(settings, stop)  # first of all: nothing is read or written beside another run
+        self.metrics: MetricsFile | None = None
+        self.progress: Progress = Silent()
+        self.writer: Any = None
+        self.saving: checkpoint.Saving | None = None
+        try:
+            self._set_up(settings, stop)
+        except BaseException:
+            self.close()
+            raise
+
+    # Setting up
+
+    def _set_up(self, settings: Settings, stop: StopRequest) -> None:
         self.settings = settings
         self.stop = stop
         self.model, self.data, self.task = build_together(settings)
@@ -92,7 +108,6 @@ class Trainer:
         self.out = Path(settings.out)
         self.resumed = self._resume()
         self.total = self._total_steps()
-        self.saving: checkpoint.Saving | None = None
         self.saved: checkpoint.Saving | None = None
         self.metrics = self._open_metrics()
         self.progress = make_progress(self.sync.rank, self.total, self.step, log_ranks=settings.log_ranks)
@@ -103,8 +118,6 @@ class Trainer:
             self.recorder = Recorder(self.out, self.model, count=count, scheme=settings.scheme)
         watches = self.sync.rank == 0 and settings.stop_before > 0
         self.deadline = slurm.Deadline(slurm.end_time() if watches else None, settings.stop_before)
-
-    # Setting up
 
     def make_sync(self) -> mpisparse.GradientSync:
         """The exchange that the settings name; collective."""
@@ -181,6 +194,9 @@ class Trainer:
         self.sync.check_together(error)
         if mode == "never":
             return False
+        if self.lock is not None:
+            with contextlib.suppress(OSError):  # what killed runs left; should it stay, the next checkpoint tells
+                store.sweep(self.checkpoints)
         begun = self.sync.agree_any(bool(store.found(self.checkpoints)))  # then it goes on from its own
         source = self.checkpoints if named is None or begun else named
         extra: dict[str, Any] = {}
@@ -234,6 +250,8 @@ class Trainer:
         self._event(
             "resume" if self.resumed else "start", f"{self.sync.size} ranks, {self.sync.residual.numel():,} parameters"
         )
+        if self.lock is not None and self.lock.taken_from:
+            self._event("lock", f"taken over from {self.lock.taken_from}, which no longer runs")
         self.model.train()
         while self.step < self.total and not self.done:
             asked = self._one_step()
@@ -315,9 +333,12 @@ class Trainer:
     def _report(self, loss: float, lr: float, seconds: dict[str, float]) -> bool:
         """Gather what ranks have to say of a step, write it on rank 0, finish a checkpoint that is written; collective."""
         stats = self.sync.stats
-        flags = (self.deadline.near() or self.stop.asked, self.saving is None or self.saving.written)
+        lost = self.lock is not None and self.lock.lost
+        flags = (2 if lost else self.deadline.near() or self.stop.asked, self.saving is None or self.saving.written)
         row = [*flags, loss, stats.bytes_sent, stats.bytes_received, *(seconds.get(phase, 0.0) for phase in PHASES)]
         rows = self.sync.gather_floats(np.array(row, dtype=np.float64))
+        if bool((rows[:, 0] > 1).any()):
+            self._check_lock()
         self.seconds += float(rows[:, 5:].sum(axis=1).max())
         dense = 2 * 4 * self.sync.residual.numel() * (self.sync.size - 1) // self.sync.size
         self.received += float(rows[:, 4].mean())
@@ -365,6 +386,7 @@ class Trainer:
     def _checkpoint(self, *, wait: bool) -> None:
         """Begin a checkpoint, and finish it unless it may be written in the background; collective."""
         self._finish_saving()
+        self._check_lock()
         extra: dict[str, Any] = {"epoch": self.position.epoch, "offset": self.position.offset, "seconds": self.seconds}
         extra |= {"received": self.received, "dense": self.dense, "metric": self.metric}
         background = self.settings.background and not wait
@@ -385,6 +407,7 @@ class Trainer:
         """Make the checkpoint that is being written whole, if there is one; collective. A full disk does not end the run."""
         if self.saving is None:
             return
+        self._check_lock()
         saving, self.saving = self.saving, None
         try:
             self._event("checkpoint", str(saving.finish()))
@@ -392,6 +415,10 @@ class Trainer:
         except CheckpointError as error:
             self.failed = True
             self._event("checkpoint failed", str(error))
+
+    def _check_lock(self) -> None:
+        """Raise LockError on all ranks if another run has taken the directory over; collective."""
+        self.sync._exchange.raise_together(self.lock.loss() if self.lock is not None else None, LockError)
 
     def _finish(self) -> None:
         saved = f"{human_bytes(self.received)} received a rank"
@@ -410,12 +437,25 @@ class Trainer:
                 self.writer.add_scalar(name, value, self.step)
 
     def close(self) -> None:
-        """Close files and the bar; local."""
+        """Close files and the bar, and give the directory free; local."""
         self.progress.close()
+        if self.saving is not None:  # there was an error
+            self.saving.abandon()
         if self.metrics is not None:
             self.metrics.close()
         if self.writer is not None:
             self.writer.close()
+        if self.lock is not None:
+            self.lock.release()
+
+
+def lock_together(settings: Settings, stop: StopRequest) -> RunLock | None:
+    """Take the lock of the run's directory, which rank 0 holds for all; collective."""
+    exchange = Exchange()
+    try:
+        return take(Path(settings.out), exchange, stop, wait=settings.wait_for_lock)
+    finally:
+        exchange.close()
 
 
 def build_together(settings: Settings) -> tuple[torch.nn.Module, Data, Task]:

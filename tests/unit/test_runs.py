@@ -27,6 +27,7 @@ from mpisparse.checkpoint import h5file, store, tree
 from mpisparse.runtime.cli import main
 from mpisparse.runtime.metrics import MetricsFile
 from mpisparse.runtime.report.read import read_runs
+from mpisparse.runtime.train import Trainer
 
 TIMEOUT = 120.0  # seconds for a job; one takes about six
 STEPS = 120
@@ -329,6 +330,57 @@ def test_killed_at_any_moment_and_resumed_gives_the_same_bits(home: Path, refere
             losses.setdefault(line["step"], set()).add(line["loss"]["mean"])
     assert sorted(losses) == list(range(1, STEPS + 1))
     assert all(len(seen) == 1 for seen in losses.values()), "a step that was done again had another loss"
+
+
+# Two at once
+
+
+@pytest.mark.filterwarnings("ignore:the number of threads")
+def test_a_second_run_in_the_directory_is_refused_or_waits(home: Path, reference: Path) -> None:
+    out, alias = home / "shared", home / "shared-too"
+    alias.symlink_to(out)
+    command = [*OPTIONS, "--steps", str(STEPS), "--checkpoint-every", "1"]
+    first = Job(home, out, *command)
+    wait_until((out / "lock").exists, first)
+    owner = json.loads((out / "lock").read_text())["owner"]
+    second = Job(home, alias, *command)
+    assert train(out, *command, "--wait-for-lock") == 0, "it finds all done"
+    assert first.wait() == 0, first.output
+    assert second.wait() == 75, second.output
+    assert second.output.count(f"is in use by process {owner['pid']} on {owner['host']}") == 1, second.output
+    steps = [line["step"] for line in metrics(out) if line["kind"] == "step"]
+    assert steps == list(range(1, STEPS + 1))
+    assert main(["inspect", "--verify", str(out)]) == 0
+    assert len(store.found(out / "checkpoints")) == 2
+    assert not unfinished(out)
+    assert not (out / "lock").exists()
+    assert_same_end(out, reference)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_run_whose_directory_was_taken_over_writes_no_more(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], background: bool
+) -> None:
+    """As if it was suspended for long, and another host took it for dead."""
+    one_step = Trainer._one_step
+    other = '{"owner": {"host": "node9", "kernel": "x", "pid": 5, "start": 6, "job": "", "restart": 0}, "since": "now"}'
+
+    def step(self: Trainer) -> bool:
+        if self.step == 4:
+            (self.out / "lock").unlink()
+            (self.out / "lock").write_text(other)
+        return one_step(self)
+
+    monkeypatch.setattr(Trainer, "_one_step", step)
+    options = [*OPTIONS, "--steps", "9", "--checkpoint-every", "1", "--keep", "9", *(["--background"] if background else [])]
+    assert train(tmp_path, *options) == 75
+    said = capsys.readouterr().err
+    assert "was taken over by process 5 on node9" in said
+    kept = [store.read_manifest(path).step for path in store.found(tmp_path / "checkpoints")]
+    assert kept[0] < 5, "what was done after the takeover is not kept"
+    assert not unfinished(tmp_path)
+    assert (tmp_path / "lock").read_text() == other, "the other's lock stays"
+    assert last_step(tmp_path) <= 5
 
 
 # Asked to stop
