@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from mpisparse.runtime.output import RankOutput
 from mpisparse.runtime.progress import Progress, Silent, facts_of, human_bytes, make_progress, own_facts
 from mpisparse.runtime.recording import Recorder
 from mpisparse.runtime.schedule import Order, Position, density_at, lr_factor
-from mpisparse.runtime.settings import Settings, to_toml
+from mpisparse.runtime.settings import FIXED, Settings, differences, read_file, to_toml
 from mpisparse.runtime.signals import INTERRUPTED, StopRequest
 from mpisparse.runtime.workloads import Data, Task, build
 from mpisparse.schemes import takes
@@ -106,6 +108,8 @@ class Trainer:
         self.sync.check_together(onefile.lacking() if settings.driver is not None else None)
         self._seed(settings.seed * 1_000_003 + self.sync.rank + 1)
         self.out = Path(settings.out)
+        self.changes: list[str] = []  # of settings, each with the step from which on it holds
+        self.changed_now: list[str] = []
         self.resumed = self._resume()
         self.total = self._total_steps()
         self.saved: checkpoint.Saving | None = None
@@ -180,7 +184,9 @@ class Trainer:
 
     def _resume(self) -> bool:
         """Take up where a checkpoint left off, as --resume says; collective."""
-        mode = self.settings.resume
+        mode, forced = self.settings.resume, False
+        if mode == "force" or mode.startswith("force:"):
+            mode, forced = mode.removeprefix("force").removeprefix(":") or "auto", True
         named = None if mode in ("auto", "never") else Path(mode)
         if named is not None and (named / "checkpoints").is_dir():
             named = named / "checkpoints"
@@ -200,6 +206,7 @@ class Trainer:
         begun = self.sync.agree_any(bool(store.found(self.checkpoints)))  # then it goes on from its own
         source = self.checkpoints if named is None or begun else named
         extra: dict[str, Any] = {}
+        set_here = [{key: group[key] for key in self.optimizer.defaults} for group in self.optimizer.param_groups]
         step = checkpoint.load(source, model=self.model, optimizer=self.optimizer, sync=self.sync, extra=extra)
         if step is None:
             missing = None if mode == "auto" else ConfigurationError(f"{source} has no whole checkpoint to resume from")
@@ -214,7 +221,47 @@ class Trainer:
         self.metric = None if extra["metric"] is None else float(extra["metric"])
         self.done = self.metric is not None and reached(self.metric, self.settings.target, self.task)
         self.sync.density = self.density
+        changed = self._changed_settings(source, extra, forced=forced)
+        if forced:
+            for group, own in zip(self.optimizer.param_groups, set_here, strict=True):
+                group.update(own)
+            if "seed" in changed:
+                self._seed(self.settings.seed * 1_000_003 + self.sync.rank + 1)
         return True
+
+    def _changed_settings(self, source: Path, extra: dict[str, Any], *, forced: bool) -> dict[str, tuple[Any, Any]]:
+        """Compare the settings with those of the checkpoint and note what has changed; collective.
+
+        Raises on all ranks for those that the checkpoint would override, unless forced.
+        """
+        saved = extra.get("settings")
+        changed = differences(saved if isinstance(saved, dict) else self._guessed_settings(source), self.settings)
+        error: ConfigurationError | None = None
+        for name, (before, now) in changed.items():
+            if name in FIXED and not forced and error is None:
+                error = ConfigurationError(
+                    f"{source} was written with {name} {before}, this run has {now}; pass "
+                    f"--{name.replace('_', '-')} {before}, or --resume {self._force()} to go on with {now}"
+                )
+        self.sync.check_together(error)
+        self.changed_now = [
+            f"from step {self.step} on: {name} {json.dumps(now)}, before {json.dumps(before, default=str)}"
+            for name, (before, now) in changed.items()
+        ]
+        self.changes = [*map(str, extra.get("changes") or ()), *self.changed_now]
+        return changed
+
+    def _force(self) -> str:
+        return "force" if self.settings.resume == "auto" else f"force:{self.settings.resume}"
+
+    def _guessed_settings(self, source: Path) -> dict[str, Any]:
+        """Settings of a checkpoint that tells none: those in the restored optimizer, and a seed in the run's config.toml."""
+        group = self.optimizer.param_groups[0]
+        known: dict[str, Any] = {name: group[name] for name in ("momentum", "weight_decay") if name in group}
+        with contextlib.suppress(ConfigurationError):
+            config = read_file(source.parent / "config.toml")
+            known |= {"seed": config["seed"]} if "seed" in config else {}
+        return known
 
     def _open_metrics(self) -> MetricsFile | None:
         error: ConfigurationError | None = None
@@ -222,7 +269,7 @@ class Trainer:
         if self.sync.rank == 0:
             try:
                 self.out.mkdir(parents=True, exist_ok=True)
-                (self.out / "config.toml").write_text(to_toml(self.settings), encoding="utf-8")
+                (self.out / "config.toml").write_text(to_toml(self.settings, self.changes), encoding="utf-8")
                 metrics = MetricsFile(self.out / "metrics.jsonl")
             except OSError as caught:
                 error = ConfigurationError(f"cannot write to {self.out}: {caught.strerror}")
@@ -250,6 +297,8 @@ class Trainer:
         self._event(
             "resume" if self.resumed else "start", f"{self.sync.size} ranks, {self.sync.residual.numel():,} parameters"
         )
+        for change in self.changed_now:
+            self._event("settings", change)
         if self.lock is not None and self.lock.taken_from:
             self._event("lock", f"taken over from {self.lock.taken_from}, which no longer runs")
         self.model.train()
@@ -389,6 +438,7 @@ class Trainer:
         self._check_lock()
         extra: dict[str, Any] = {"epoch": self.position.epoch, "offset": self.position.offset, "seconds": self.seconds}
         extra |= {"received": self.received, "dense": self.dense, "metric": self.metric}
+        extra |= {"settings": dataclasses.asdict(self.settings), "changes": self.changes}
         background = self.settings.background and not wait
         try:
             self.saving = checkpoint.begin_save(

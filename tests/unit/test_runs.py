@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 
+from mpisparse import checkpoint
 from mpisparse.checkpoint import h5file, store, tree
 from mpisparse.runtime.cli import main
 from mpisparse.runtime.metrics import MetricsFile
@@ -484,9 +485,12 @@ def copied(single: Path, tmp_path: Path) -> Path:
         (["--model", "tiny:wide"], ["is of another model", "body.0.weight [16, 12]", "body.0.weight [17, 12]"]),
         (["--codec", "int8"], ["saved with codec='fp32'", "codec='int8'"]),
         (["--resume", "/nowhere"], ["there is no directory /nowhere"]),
+        (["--momentum", "0.5"], ["was written with momentum 0.9, this run has 0.5", "--momentum 0.9", "--resume force"]),
+        (["--weight-decay", "0.5"], ["with weight_decay 0.01, this run has 0.5", "--weight-decay 0.01"]),
+        (["--seed", "4", "--momentum", "0.5"], ["with seed 3, this run has 4", "--seed 3"]),
         (["--batch-size", "1000"], ["a step takes 2000 examples, the data has 200", "--batch-size"]),
     ],
-    ids=["never", "scheme", "model", "codec", "nowhere", "batch"],
+    ids=["never", "scheme", "model", "codec", "nowhere", "momentum", "weight_decay", "seed", "batch"],
 )
 def test_refused(copied: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: list[str]) -> None:
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
@@ -497,6 +501,105 @@ def test_refused(copied: Path, capsys: pytest.CaptureFixture[str], options: list
     said = capsys.readouterr().err
     assert all(word in said for word in words), said
     assert {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()} == before
+
+
+def optimizer_group(out: Path) -> dict[str, Any]:
+    """What the optimizer of a run's newest checkpoint was set to."""
+    manifest = store.read_manifest(newest(out))
+    arrays: h5file.Arrays = {}
+    text = ""
+    for record in manifest.files:
+        if record.name.startswith("shared"):
+            own, texts = h5file.read_file(newest(out) / record.name, record)
+            arrays, text = arrays | own, texts.get("state", text)
+    (group,) = tree.unflatten(text, arrays)["optimizer"]["param_groups"]
+    return dict(group)
+
+
+def said_of_settings(out: Path) -> list[str]:
+    return [line["text"] for line in metrics(out) if line.get("event") == "settings"]
+
+
+@pytest.mark.parametrize(("setting", "before", "now"), [("momentum", 0.9, 0.0), ("weight_decay", 0.01, 0.5)])
+def test_forced_settings_of_the_optimizer_hold(
+    copied: Path, tmp_path: Path, setting: str, before: float, now: float
+) -> None:
+    options = [*OPTIONS, "--steps", "7", f"--{setting.replace('_', '-')}", str(now)]
+    assert train(copied, *options, "--resume", "force") == 0
+    assert optimizer_group(copied)[setting] == now
+    assert optimizer_group(copied)["nesterov"] == (setting != "momentum" or now > 0)
+    note = f"from step 6 on: {setting} {now}, before {before}"
+    assert said_of_settings(copied) == [note]
+    config = (copied / "config.toml").read_text()
+    assert config.startswith(f"# {note}\n")
+    assert f"\n{setting} = {now}\n" in config
+    unforced = Path(shutil.copytree(copied, tmp_path / "unforced"))
+    assert train(unforced, *options) == 0, "from then on they are the run's own"
+    assert (unforced / "config.toml").read_text().startswith(f"# {note}\n")
+    assert train(unforced, *OPTIONS, "--steps", "7") == 2
+    forced = losses_and_weights(copied)
+    shutil.rmtree(newest(copied))
+    assert train(copied, *OPTIONS, "--steps", "7") == 0
+    loss, weights = losses_and_weights(copied)
+    assert (loss == forced[0], weights != forced[1]) == (True, True), "the forced value changed the step and nothing else"
+
+
+def losses_and_weights(out: Path) -> tuple[float, bytes]:
+    """The loss of the last step, which was taken before its update, and the newest checkpoint's replicated state."""
+    loss = [line["loss"]["mean"] for line in metrics(out) if line["kind"] == "step"][-1]
+    return loss, b"".join(contents(newest(out))["shared"][1].values())
+
+
+def test_a_forced_seed_holds_and_is_resumed_to_the_last_bit(copied: Path, tmp_path: Path) -> None:
+    options = [*OPTIONS, "--seed", "4", "--steps", "8", "--checkpoint-every", "7", "--keep", "9"]
+    parts, same = tmp_path / "parts", tmp_path / "same"
+    shutil.copytree(copied, same)
+    assert train(copied, *options, "--resume", "force") == 0
+    assert said_of_settings(copied) == ["from step 6 on: seed 4, before 3"]
+    shutil.rmtree(newest(Path(shutil.copytree(copied, parts))))
+    assert train(parts, *options) == 0
+    assert_same_end(parts, copied, steps=8)
+    assert train(same, *OPTIONS, "--steps", "8", "--resume", "force") == 0
+    assert said_of_settings(same) == [], "nothing is forced that is the same"
+    ended, other = contents(newest(same)), contents(newest(copied))
+    assert ended["rank-0000.h5"][1]["own/2"] != other["rank-0000.h5"][1]["own/2"], "the generators were seeded anew"
+    assert losses_and_weights(same)[0] != losses_and_weights(copied)[0]
+
+
+def test_what_takes_effect_anyway_is_said_and_not_refused(copied: Path) -> None:
+    assert train(copied, *OPTIONS, "--steps", "7", "--lr", "0.01", "--schedule", "constant") == 0
+    assert said_of_settings(copied) == [
+        "from step 6 on: lr 0.01, before 0.05",
+        'from step 6 on: schedule "constant", before "cosine"',
+    ]
+    assert [line["lr"] for line in metrics(copied) if line["kind"] == "step"][-1] == 0.01
+    assert train(copied, *OPTIONS, "--steps", "8") == 0
+    notes = [line for line in (copied / "config.toml").read_text().splitlines() if line.startswith("#")]
+    assert len(notes) == 4, "what was changed before stays"
+
+
+def test_another_runs_checkpoint_can_be_forced_too(single: Path, tmp_path: Path) -> None:
+    options = [*OPTIONS, "--steps", "7", "--momentum", "0.5"]
+    assert train(tmp_path / "new", *options, "--resume", str(single)) == 2
+    assert train(tmp_path / "new", *options, "--resume", f"force:{single}") == 0
+    assert optimizer_group(tmp_path / "new")["momentum"] == 0.5
+
+
+def test_checkpoints_of_versions_that_stored_no_settings_are_compared_too(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def without(*args: Any, extra: dict[str, Any], **kwargs: Any) -> Any:
+        return begin_save(*args, extra={k: v for k, v in extra.items() if k not in ("settings", "changes")}, **kwargs)
+
+    begin_save = checkpoint.begin_save
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "begin_save", without)
+        assert train(tmp_path, *OPTIONS, "--steps", "2") == 0
+    for setting, value in (("momentum", "0.5"), ("weight-decay", "0.5"), ("seed", "4")):
+        assert train(tmp_path, *OPTIONS, "--steps", "3", f"--{setting}", value) == 2
+        assert f"was written with {setting.replace('-', '_')} " in capsys.readouterr().err
+    assert train(tmp_path, *OPTIONS, "--steps", "3", "--momentum", "0.5", "--seed", "4", "--resume", "force") == 0
+    assert len(said_of_settings(tmp_path)) == 2
 
 
 # Going well
