@@ -78,8 +78,12 @@ def begin(directory: Path, step: int) -> Path:
     me = this_process()
     place = directory / f"{UNFINISHED}{name_of(step)}-{me.kernel}-{me.pid}-{me.start}-{secrets.token_hex(4)}"
     place.mkdir()
-    now = place.stat().st_mtime  # by the file server's clock, as are those it is compared with
-    _retire(directory, [p for p in directory.glob(f"{UNFINISHED}*") if p != place and _left(p, me, now)])
+    try:
+        now = place.stat().st_mtime  # by the file server's clock, as are those it is compared with
+        _retire(directory, [p for p in directory.glob(f"{UNFINISHED}*") if p != place and _left(p, me, now)])
+    except OSError:
+        discard(place)
+        raise
     return place
 
 

@@ -2,29 +2,70 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import platform
 import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-class Both:
-    """Writes to two streams; all else is the first one's."""
 
-    def __init__(self, first: TextIO, second: TextIO) -> None:
-        self.first, self.second = first, second
+class SteadyOutput:
+    """Writes to a stream, and to a log if there is one; all else is the stream's.
+
+    What finds no room on a full disk is dropped, with one warning. Output must not end a run.
+    """
+
+    def __init__(self, stream: TextIO, log: TextIO | None = None) -> None:
+        self.stream, self.log = stream, log
+        self.warned = False
 
     def write(self, text: str) -> int:
-        self.second.write(text)
-        return self.first.write(text)
+        for target in self._targets():
+            self._attempt(target, partial(target.write, text))
+        return len(text)
 
     def flush(self) -> None:
-        self.second.flush()
-        self.first.flush()
+        for target in self._targets():
+            self._attempt(target, target.flush)
+
+    def _targets(self) -> list[TextIO]:
+        return [self.stream] if self.log is None else [self.log, self.stream]
+
+    def _attempt(self, target: TextIO, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            if not self.warned:
+                self.warned = True
+                name = getattr(target, "name", "output")
+                warnings.warn(f"{name}: {error.strerror}; output is dropped until there is room", stacklevel=4)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.first, name)
+        return getattr(self.stream, name)
+
+
+def give_up(stream: TextIO) -> None:
+    """Flush a stream for the last time; what finds no room is dropped, or Python would end with an exit code of its own."""
+    try:
+        stream.flush()
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        kept, nowhere = os.dup(stream.fileno()), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        stream.flush()
+        os.dup2(kept, stream.fileno())
+        os.close(kept)
+        os.close(nowhere)
 
 
 class RankOutput:
@@ -50,20 +91,23 @@ class RankOutput:
             os.dup2(target, 1)
             if self.log is None:
                 os.close(target)
+        sys.stdout = SteadyOutput(self.stdout, self.log if not self.rank else None)
+        sys.stderr = SteadyOutput(self.stderr, self.log)
         if self.log is not None:
             cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-            self.log.write(f"rank {self.rank} on {platform.node()}, process {os.getpid()}, cores {cores}\n")
-            sys.stderr = Both(sys.stderr, self.log)
-            if not self.rank:
-                sys.stdout = Both(sys.stdout, self.log)
+            opening = f"rank {self.rank} on {platform.node()}, process {os.getpid()}, cores {cores}\n"
+            SteadyOutput(self.log).write(opening)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        sys.stdout.flush()
         sys.stdout = self.stdout
+        give_up(self.stdout)
         if self.saved >= 0:
             os.dup2(self.saved, 1)
             os.close(self.saved)
-        if error is None and self.log is not None:  # an error's traceback is printed later: leave its way into the log
+        if self.log is None:
             sys.stderr = self.stderr
-            self.log.close()
+        elif error is None:  # an error's traceback is printed later: leave its way into the log
+            sys.stderr = self.stderr
+            with contextlib.suppress(OSError):
+                self.log.close()

@@ -20,9 +20,10 @@ from mpisparse.errors import CheckpointError, ConfigurationError, LockError
 from mpisparse.exchange import Exchange, end_job_on_uncaught_exception, library, local_rank
 from mpisparse.parts import Clock
 from mpisparse.runtime import slurm
+from mpisparse.runtime.board import Board
 from mpisparse.runtime.evaluate import evaluate, reached
 from mpisparse.runtime.lock import RunLock, take
-from mpisparse.runtime.metrics import MetricsFile, step_fields
+from mpisparse.runtime.metrics import MetricsFile, step_fields, write_whole
 from mpisparse.runtime.output import RankOutput
 from mpisparse.runtime.progress import Progress, Silent, facts_of, human_bytes, make_progress, own_facts
 from mpisparse.runtime.recording import Recorder
@@ -75,7 +76,7 @@ class Trainer:
         self.lock = lock_together(settings, stop)  # first of all: nothing is read or written beside another run
         self.metrics: MetricsFile | None = None
         self.progress: Progress = Silent()
-        self.writer: Any = None
+        self.writer: Board | None = None
         self.saving: checkpoint.Saving | None = None
         try:
             self._set_up(settings, stop)
@@ -269,22 +270,20 @@ class Trainer:
         if self.sync.rank == 0:
             try:
                 self.out.mkdir(parents=True, exist_ok=True)
-                (self.out / "config.toml").write_text(to_toml(self.settings, self.changes), encoding="utf-8")
+                write_whole(self.out / "config.toml", to_toml(self.settings, self.changes))
                 metrics = MetricsFile(self.out / "metrics.jsonl")
             except OSError as caught:
                 error = ConfigurationError(f"cannot write to {self.out}: {caught.strerror}")
         self.sync.check_together(error)
         return metrics
 
-    def _open_tensorboard(self) -> Any:
+    def _open_tensorboard(self) -> Board | None:
         if not self.settings.tensorboard:
             return None
         error, writer = None, None
         if self.sync.rank == 0:
             try:
-                from torch.utils.tensorboard import SummaryWriter
-
-                writer = SummaryWriter(str(self.out / "tensorboard"))
+                writer = Board(self.out / "tensorboard")
             except ImportError:
                 error = ConfigurationError("--tensorboard needs the extra: pip install 'mpisparse[tensorboard]'")
         self.sync.check_together(error)
@@ -483,8 +482,7 @@ class Trainer:
 
     def _tensorboard(self, values: dict[str, float]) -> None:
         if self.writer is not None:
-            for name, value in values.items():
-                self.writer.add_scalar(name, value, self.step)
+            self.writer.add(values, self.step)
 
     def close(self) -> None:
         """Close files and the bar, and give the directory free; local."""

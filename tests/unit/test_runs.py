@@ -6,6 +6,7 @@ Jobs of two ranks are started under the mpirun beside the running Python; one ra
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import itertools
 import json
@@ -16,7 +17,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -427,6 +430,94 @@ def test_an_error_on_one_rank_ends_all_and_is_shown(home: Path, data: str, says:
     assert job.wait() not in (0, 85), job.output
     assert says in job.output
     assert "Traceback (most recent call last)" in job.output or data == "refused_on_rank_1"
+
+
+# A full disk
+
+
+class SmallDisk:
+    """A file system of its own in memory; fill() leaves no page of it free."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def fill(self) -> None:
+        with open(self.place / "filler", "ab", buffering=0) as filler, contextlib.suppress(OSError):
+            while filler.write(bytes(1 << 16)):
+                pass
+
+    def empty(self) -> None:
+        (self.place / "filler").unlink()
+
+
+class SaidToBeFull:
+    """A directory in which nothing can be written while it is said to be full."""
+
+    def __init__(self, place: Path, patch: pytest.MonkeyPatch) -> None:
+        self.place, self.patch = place, patch
+
+    def fill(self) -> None:
+        def no_room(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        self.patch.setattr(checkpoint, "write_file", no_room)
+        self.patch.setattr(MetricsFile, "_append", no_room)
+
+    def empty(self) -> None:
+        self.patch.undo()
+
+
+@pytest.fixture(params=["small", "said"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SmallDisk | SaidToBeFull]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    if request.param == "said":
+        with pytest.MonkeyPatch.context() as patch:
+            yield SaidToBeFull(place, patch)
+        return
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small tmpfs: {mounted.stderr.strip()}")
+    yield SmallDisk(place)
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_costs_metrics_and_checkpoints_and_not_the_run(
+    home: Path, disk: SmallDisk | SaidToBeFull, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    """Full from before step 5 until before step 10."""
+    out, one_step, failing = disk.place / "run", Trainer._one_step, []
+
+    def step(self: Trainer) -> bool:
+        self._finish_saving()
+        for thread in threading.enumerate():
+            if thread.name == store.REMOVER:
+                thread.join()
+        if 4 <= self.step < 9:
+            disk.fill()
+        if self.step == 9:
+            failing.extend(path.name for path in (out / "checkpoints").iterdir() if path.name.startswith("."))
+            disk.empty()
+        return one_step(self)
+
+    monkeypatch.setattr(Trainer, "_one_step", step)
+    options = ["--steps", "12", "--checkpoint-every", "1", "--log-ranks", *(["--background"] if background else [])]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert train(out, *OPTIONS, *options) == 0
+    assert not [name for name in failing if name.startswith(store.UNFINISHED)]
+    assert not unfinished(out)
+    assert len([each for each in told if "metrics are dropped" in str(each.message)]) == 1
+    lines = metrics(out)
+    steps = [line["step"] for line in lines if line["kind"] == "step"]
+    assert steps[:4] == [1, 2, 3, 4]
+    assert steps[-3:] == [10, 11, 12]
+    assert len(steps) < 12
+    assert any(line["event"] == "metrics dropped" for line in lines if line["kind"] == "event")
+    assert newest(out).name == store.name_of(12)
+    assert main(["inspect", "--verify", str(out)]) == 0
+    assert "end: 12 steps" in (out / "logs" / "rank-0000.log").read_text()
 
 
 # On another number of ranks; one rank runs here
