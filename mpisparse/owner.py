@@ -30,7 +30,10 @@ class Owner:
 
     def runs(self) -> bool | None:
         """Tell whether the process lives; None if that cannot be seen from here."""
-        return None if self.kernel != kernel() else start_of(self.pid) == self.start
+        if self.kernel != kernel():
+            return None
+        started = start_of(self.pid)
+        return None if started is None and hidden(self.pid) else started == self.start
 
     def precedes(self, other: Owner) -> bool:
         """Tell whether this is an earlier start of the other's requeued job."""
@@ -67,3 +70,14 @@ def start_of(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def hidden(pid: int) -> bool:
+    """Tell whether there is a process that /proc does not show: another user's, where it is mounted with hidepid."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return not Path(f"/proc/{pid}").exists()
+    except (ProcessLookupError, OverflowError):
+        pass
+    return False

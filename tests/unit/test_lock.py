@@ -162,6 +162,16 @@ def test_a_later_process_of_the_same_number_is_another() -> None:
     assert dataclasses.replace(me, kernel="another").runs() is None
 
 
+def test_a_process_of_another_user_that_is_not_shown_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(pid: int, number: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    unseen = dataclasses.replace(this_process(), pid=2**30)  # more than any process has
+    assert unseen.runs() is False
+    monkeypatch.setattr(os, "kill", kill)
+    assert unseen.runs() is None
+
+
 def test_an_owner_on_another_host_is_alive_when_it_beats(tmp_path: Path, exchange: Exchange, quick: None) -> None:
     held = RunLock(tmp_path)
     assert held.attempt()
