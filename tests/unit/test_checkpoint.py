@@ -425,7 +425,7 @@ def test_manifest_comes_back_and_its_digest_counts(tmp_path: Path) -> None:
     path = complete(tmp_path, 20)
     manifest = store.read_manifest(path)
     assert (manifest.step, manifest.ranks, manifest.model, manifest.origin) == (20, 1, ("w [1] float32",), {"torch": "x"})
-    assert manifest.record("rank-0000.h5") == h5file.FileRecord("rank-0000.h5", 1, "abc")
+    assert manifest.record("rank-0000.h5") == h5file.FileRecord("rank-0000.h5", 2, "abc")
     with pytest.raises(Damaged, match="lists no file"):
         manifest.record("rank-0001.h5")
     body = json.loads((path / store.MANIFEST).read_text())
