@@ -9,10 +9,17 @@ from collections.abc import Iterable
 class ConfigurationError(ValueError):
     """An option has a value it cannot have, or the ranks were given different ones.
 
-    `repeated`: rank 0 raises the same, and says it for all.
+    `repeated`: rank 0 raises the same, and says it for all. `exit_code`: what a command that ends with it returns.
     """
 
     repeated = False
+    exit_code = 2
+
+
+class LockError(ConfigurationError):
+    """Another run has the directory; raised on all ranks together."""
+
+    exit_code = 75  # EX_TEMPFAIL: the same command may succeed later
 
 
 class GradientError(RuntimeError):

@@ -84,6 +84,13 @@ class Saving:
             )
         return self._directory / store.name_of(self._manifest.step)
 
+    def abandon(self) -> None:
+        """Wait for this rank's files, and on rank 0 remove what is unfinished; local. For a run that ends in an error."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._exchange.rank == 0:
+            store.discard(self._place)
+
     def _complete(self, reports: list[dict[str, Any]], errors: list[str]) -> str:
         """On rank 0: name the checkpoint, or remove it; returns what went wrong."""
         try:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
 import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mpisparse.checkpoint.h5file import Damaged, FileRecord
+from mpisparse.checkpoint.h5file import Damaged, FileRecord, inside
+from mpisparse.owner import Owner, this_process
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 REMOVER = "mpisparse-remove"
 UNFINISHED, REPLACED, RETIRED = ".unfinished-", ".replaced-", ".retired-"
+OWNED = re.compile(r"step-\d+-([0-9a-f]+)-(\d+)-(\d+)-[0-9a-f]+")  # ends the name of an unfinished one
+IDLE_SECONDS = 3600  # nothing was written for so long to one of another host: its run is taken for dead
 
 
 @dataclass(frozen=True)
@@ -62,21 +69,58 @@ def sync_directory(path: Path) -> None:
 
 
 def begin(directory: Path, step: int) -> Path:
-    """Make the place where the files of a checkpoint are written, and begin to remove what killed runs left."""
+    """Make the place where the files of a checkpoint are written, and begin to remove what dead runs left.
+
+    Its name tells whose it is, so that two runs in one directory neither share a place nor remove each other's.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     recover(directory)
-    left = list(directory.glob(f"{UNFINISHED}*"))
-    for path in left:
-        path.rename(_retired(path))
-    if left:
-        _remove_retired(directory)
-    place = directory / f"{UNFINISHED}{name_of(step)}"
+    me = this_process()
+    place = directory / f"{UNFINISHED}{name_of(step)}-{me.kernel}-{me.pid}-{me.start}-{secrets.token_hex(4)}"
     place.mkdir()
+    try:
+        now = place.stat().st_mtime  # by the file server's clock, as are those it is compared with
+        _retire(directory, [p for p in directory.glob(f"{UNFINISHED}*") if p != place and _left(p, me, now)])
+    except OSError:
+        discard(place)
+        raise
     return place
 
 
+def sweep(directory: Path) -> None:
+    """Begin to remove all unfinished checkpoints; for the one run that holds the directory's lock."""
+    _retire(directory, list(directory.glob(f"{UNFINISHED}*")))
+
+
+def _left(place: Path, me: Owner, now: float) -> bool:
+    """Tell whether nobody writes to an unfinished checkpoint any more: its process is gone, or is this one, which has begun
+    the next. Of a process on another host that is not known; it is given an hour without a write."""
+    named = OWNED.fullmatch(place.name.removeprefix(UNFINISHED))
+    if named is None:
+        return True  # of a version that named no owner
+    kernel, pid, start = named[1], int(named[2]), int(named[3])
+    if (kernel, pid, start) == (me.kernel, me.pid, me.start):
+        return True
+    runs = Owner("", kernel, pid, start).runs()
+    return not runs if runs is not None else now - _last_write(place) > IDLE_SECONDS
+
+
+def _last_write(place: Path) -> float:
+    times = [0.0]
+    for path in (place, *place.glob("*")):
+        with contextlib.suppress(FileNotFoundError):
+            times.append(path.stat().st_mtime)
+    return max(times)
+
+
 def complete(directory: Path, place: Path, manifest: Manifest, keep: int | None) -> Path:
-    """Write the manifest, flush, and give the checkpoint its name; then remove the oldest beyond `keep` whole ones."""
+    """Write the manifest, flush, and give the checkpoint its name; then remove the oldest beyond `keep` whole ones.
+
+    Raises OSError, with all older ones in place, if a listed file is not there in full.
+    """
+    lacking = missing(place, manifest)
+    if lacking:
+        raise OSError(lacking)
     body = {"format": FORMAT, **asdict(manifest)}
     text = json.dumps({**body, "sha256": _digest(body)}, indent=1)
     with open(place / MANIFEST, "w") as file:
@@ -85,20 +129,49 @@ def complete(directory: Path, place: Path, manifest: Manifest, keep: int | None)
         os.fsync(file.fileno())
     sync_directory(place)
     target = directory / name_of(manifest.step)
-    replaced = directory / f"{REPLACED}{target.name}"
-    if target.exists():
-        target.rename(replaced)
-    place.rename(target)
+    replaced = _rename_over(place, target)
     sync_directory(directory)
-    for old in ([replaced] if replaced.exists() else []) + _expired(directory, target, keep):
-        old.rename(_retired(old))
-    _remove_retired(directory)
+    _retire(directory, replaced + _expired(directory, target, keep))
     return target
 
 
-def _retired(path: Path) -> Path:
-    """A name for what is to be removed; not that of something else whose removal is still going on."""
-    return next(p for n in range(10**6) if not (p := path.with_name(f"{RETIRED}{n}-{path.name}")).exists())
+def missing(path: Path, manifest: Manifest) -> str:
+    """What a checkpoint lacks: a listed file that is not there, or has another size. Empty if it lacks nothing."""
+    for record in manifest.files:
+        whole, _ = inside(path / record.name)
+        try:
+            with open(whole, "rb") as file:  # opened, because a network file system may remember an old size
+                nbytes = os.fstat(file.fileno()).st_size
+        except OSError as error:
+            return f"{whole} cannot be read: {error.strerror}"
+        if nbytes != record.nbytes:
+            return f"{whole} has {nbytes:,} bytes, {record.nbytes:,} were written"
+    return ""
+
+
+def _rename_over(place: Path, target: Path) -> list[Path]:
+    """Give a directory its name; returns what had it before, which another run may give back or replace meanwhile."""
+    replaced: list[Path] = []
+    while True:
+        try:
+            place.rename(target)
+            return replaced
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                recover(target.parent)
+                raise
+        aside = target.with_name(f"{REPLACED}{target.name}-{secrets.token_hex(4)}")
+        with contextlib.suppress(FileNotFoundError):
+            target.rename(aside)
+            replaced.append(aside)
+
+
+def _retire(directory: Path, paths: list[Path]) -> None:
+    """Take directories out of sight, and begin to remove them; what another run removed already is passed over."""
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(path.with_name(f"{RETIRED}{secrets.token_hex(4)}-{path.name.lstrip('.')}"))
+    _remove_retired(directory)
 
 
 def _remove_retired(directory: Path) -> None:
@@ -117,26 +190,27 @@ def _expired(directory: Path, newest: Path, keep: int | None) -> list[Path]:
             continue
         if left <= 0:
             expired.append(path)
-        left -= _has_manifest(path)
+        left -= is_whole(path)
     return expired
 
 
-def _has_manifest(path: Path) -> bool:
+def is_whole(path: Path) -> bool:
+    """Tell whether a checkpoint's manifest is what was written and lists only files that are there in full."""
     try:
-        read_manifest(path)
+        return not missing(path, read_manifest(path))
     except Damaged:
         return False
-    return True
 
 
 def recover(directory: Path) -> None:
     """Give a checkpoint its name back that was being replaced when the run was killed."""
-    for replaced in directory.glob(f"{REPLACED}*"):
-        target = directory / replaced.name.removeprefix(REPLACED)
+    for replaced in directory.glob(f"{REPLACED}step-*"):
+        target = directory / "-".join(replaced.name.removeprefix(REPLACED).split("-")[:2])
         if target.exists():
             shutil.rmtree(replaced, ignore_errors=True)
         else:
-            replaced.rename(target)
+            with contextlib.suppress(FileNotFoundError):  # another run did
+                replaced.rename(target)
 
 
 def discard(place: Path) -> None:

@@ -201,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigurationError as error:
         if not _said_by_another(error):
             print(f"mpisparse {args.command}: {error}", file=sys.stderr)
-        code = 2
+        code = error.exit_code
     finally:
         if argv is None and code:
             ignore()  # srun and mpirun end all ranks when the first one leaves so: each is to leave with its own exit code

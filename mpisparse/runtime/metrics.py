@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +16,73 @@ from numpy.typing import NDArray
 
 
 class MetricsFile:
-    """Appends lines; a line that a killed run left unfinished is cut off first."""
+    """Appends whole lines; one that a killed run left unfinished is cut off first.
+
+    A line that cannot be written, on a full disk for example, is dropped, with one warning. The first that can be written
+    again follows an event that tells how many are missing.
+    """
 
     def __init__(self, path: Path) -> None:
-        if path.exists():
-            content = path.read_bytes()
-            whole = content.rfind(b"\n") + 1
-            if whole < len(content):
-                with open(path, "r+b") as file:
-                    file.truncate(whole)
-        self._file = open(path, "a", buffering=1)  # noqa: SIM115 - closed by close()
+        self._path = path
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+        content = path.read_bytes()
+        self._end = content.rfind(b"\n") + 1  # of the last whole line
+        self._torn = self._end < len(content)
+        self._dropped = 0
+        self._why = ""
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one line."""
-        self._file.write(json.dumps(finite({"kind": kind, **fields}), allow_nan=False) + "\n")
+        """Append one line, or drop it."""
+        lines: list[dict[str, Any]] = [{"kind": kind, **fields}]
+        if self._dropped:
+            place: dict[str, Any] = {key: fields[key] for key in ("step", "time") if key in fields}
+            lines.insert(0, {"kind": "event", **place, "event": "metrics dropped", "text": f"{self._dropped}: {self._why}"})
+        text = "".join(json.dumps(finite(line), allow_nan=False) + "\n" for line in lines)
+        try:
+            self._append(text.encode())
+            self._dropped = 0
+        except OSError as error:
+            if not self._why:
+                self._why = error.strerror or str(error)
+                warnings.warn(f"{self._path}: {self._why}; metrics are dropped until they can be written", stacklevel=2)
+            self._dropped += 1
+
+    def _append(self, text: bytes) -> None:
+        """Write all of a text, or leave the file as it was."""
+        if self._torn:
+            self._cut()
+        self._torn, begin = True, os.fstat(self._file.fileno()).st_size
+        self._end = begin
+        try:
+            view = memoryview(text)
+            while view:
+                view = view[self._file.write(view) :]
+            self._torn = False
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._cut()
+            raise
+
+    def _cut(self) -> None:
+        """Cut off what was written of a line."""
+        os.ftruncate(self._file.fileno(), self._end)
+        self._torn = False
 
     def close(self) -> None:
-        """Flush and close."""
-        self._file.close()
+        """Close."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file's content, whole or not at all."""
+    draft = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def finite(value: Any) -> Any:

@@ -2,88 +2,70 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import platform
-import stat
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "mpirun.hydra", "orterun", "prterun", "prun", "srun")
-DAEMONS = ("orted", "prted", "prte", "slurmstepd")  # of a launcher that is elsewhere; Hydra's is below its mpiexec
-REDIRECTS = ("--output", "--tag-output", "--timestamp-output", "--xml")  # mpirun writes files, or puts words before lines
-LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "MPI_LOCALNRANKS", "SLURM_STEP_ID")
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def reaches_terminal(stream: TextIO) -> bool:
-    """Tell whether a person sees what this rank writes to the stream; where that is in doubt, no. Local.
+class SteadyOutput:
+    """Writes to a stream, and to a log if there is one; all else is the stream's.
 
-    Open MPI's mpirun gives ranks a pseudo-terminal whatever its own output is, so that isatty() says nothing: the output
-    of the launcher itself is looked at. A launcher on another host is out of sight.
+    What finds no room on a full disk is dropped, with one warning. Output must not end a run.
     """
-    if not stream.isatty():
-        return False
-    for pid, name in _ancestors():
-        if name in LAUNCHERS:
-            return _is_terminal(pid, stream.fileno()) and not _redirects(pid)
-        if name in DAEMONS:
-            return False
-    return not any(name in os.environ for name in LAUNCHED)
 
-
-def _ancestors() -> Iterator[tuple[int, str]]:
-    """Number and name of the processes above this one, nearest first."""
-    pid = os.getppid()
-    while pid:
-        try:
-            name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
-        except OSError:
-            return
-        yield pid, name
-        pid = int(rest.split()[1])
-
-
-def _redirects(pid: int) -> bool:
-    """Tell whether a launcher was asked to do more with the ranks' output than to show it; yes, where that is not known."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return True
-    return any(word.startswith(REDIRECTS) for word in words)
-
-
-def _is_terminal(pid: int, descriptor: int) -> bool:
-    """Tell whether a descriptor of another process is a terminal; no, where that may not be known."""
-    path = f"/proc/{pid}/fd/{descriptor}"
-    try:
-        if not stat.S_ISCHR(os.stat(path).st_mode):
-            return False
-        opened = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        return os.isatty(opened)
-    finally:
-        os.close(opened)
-
-
-class Both:
-    """Writes to two streams; all else is the first one's."""
-
-    def __init__(self, first: TextIO, second: TextIO) -> None:
-        self.first, self.second = first, second
+    def __init__(self, stream: TextIO, log: TextIO | None = None) -> None:
+        self.stream, self.log = stream, log
+        self.warned = False
 
     def write(self, text: str) -> int:
-        self.second.write(text)
-        return self.first.write(text)
+        for target in self._targets():
+            self._attempt(target, partial(target.write, text))
+        return len(text)
 
     def flush(self) -> None:
-        self.second.flush()
-        self.first.flush()
+        for target in self._targets():
+            self._attempt(target, target.flush)
+
+    def _targets(self) -> list[TextIO]:
+        return [self.stream] if self.log is None else [self.log, self.stream]
+
+    def _attempt(self, target: TextIO, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            if not self.warned:
+                self.warned = True
+                name = getattr(target, "name", "output")
+                warnings.warn(f"{name}: {error.strerror}; output is dropped until there is room", stacklevel=4)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.first, name)
+        return getattr(self.stream, name)
+
+
+def give_up(stream: TextIO) -> None:
+    """Flush a stream for the last time; what finds no room is dropped, or Python would end with an exit code of its own."""
+    try:
+        stream.flush()
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        kept, nowhere = os.dup(stream.fileno()), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        stream.flush()
+        os.dup2(kept, stream.fileno())
+        os.close(kept)
+        os.close(nowhere)
 
 
 class RankOutput:
@@ -109,20 +91,23 @@ class RankOutput:
             os.dup2(target, 1)
             if self.log is None:
                 os.close(target)
+        sys.stdout = SteadyOutput(self.stdout, self.log if not self.rank else None)
+        sys.stderr = SteadyOutput(self.stderr, self.log)
         if self.log is not None:
             cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-            self.log.write(f"rank {self.rank} on {platform.node()}, process {os.getpid()}, cores {cores}\n")
-            sys.stderr = Both(sys.stderr, self.log)
-            if not self.rank:
-                sys.stdout = Both(sys.stdout, self.log)
+            opening = f"rank {self.rank} on {platform.node()}, process {os.getpid()}, cores {cores}\n"
+            SteadyOutput(self.log).write(opening)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        sys.stdout.flush()
         sys.stdout = self.stdout
+        give_up(self.stdout)
         if self.saved >= 0:
             os.dup2(self.saved, 1)
             os.close(self.saved)
-        if error is None and self.log is not None:  # an error's traceback is printed later: leave its way into the log
+        if self.log is None:
             sys.stderr = self.stderr
-            self.log.close()
+        elif error is None:  # an error's traceback is printed later: leave its way into the log
+            sys.stderr = self.stderr
+            with contextlib.suppress(OSError):
+                self.log.close()

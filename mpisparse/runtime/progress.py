@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any, Protocol
 
-from mpisparse.runtime.output import reaches_terminal
+from mpisparse.runtime.terminal import reaches_terminal
 
 PLAIN_SECONDS = 5.0
 

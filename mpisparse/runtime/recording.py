@@ -51,14 +51,14 @@ class Recorder:
 
     def record(self, step: int) -> Path:
         """Write every rank's gradient of a step; collective. Raises CheckpointError on all ranks if one could not."""
-        rank, error = self.exchange.rank, ""
-        place = self.directory / f"{store.UNFINISHED}{store.name_of(step)}"
+        rank, error, made = self.exchange.rank, "", ""
         try:
             if rank == 0:
-                store.begin(self.directory, step)
+                made = str(store.begin(self.directory, step))
         except OSError as caught:
             error = str(caught)
         self._raise_together(error)
+        place = Path(self.exchange.gather_texts(made)[0])
         record: FileRecord | None = None
         try:
             record = write_file(place / store.rank_file(rank), self._arrays(), {})

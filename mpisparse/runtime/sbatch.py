@@ -162,6 +162,8 @@ def _start(request: Request) -> list[str]:
         words += ['\\\n  "${settings[@]}"', "--out", '"runs/$SLURM_JOB_NAME-$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID"']
     elif not any(word.partition("=")[0] in ("--out", "--config") for word in request.words):
         words += ["\\\n  --out", '"runs/$SLURM_JOB_NAME-$SLURM_JOB_ID"']
+    if not any(word in ("--wait-for-lock", "--no-wait-for-lock") for word in request.words):
+        words.append("--wait-for-lock")  # a requeued job may overlap with the end of its predecessor
     words.append('"$@"')
     if request.container is not None:
         gpus = "--nv " if request.gpus_per_node else ""

@@ -19,6 +19,11 @@ from mpisparse.runtime.workloads.catalogue import MODELS
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "cosine", "step")
+FIXED = ("seed", "momentum", "weight_decay")  # a checkpoint brings its own: a run goes on with others only by force
+ASIDE = (
+    "out", "epochs", "steps", "target", "log_every", "checkpoint_every", "background", "driver", "keep", "resume",
+    "wait_for_lock", "tensorboard", "record_gradients", "log_ranks", "stop_before",
+)  # fmt: skip # how long a run goes on and what it writes, not what its steps compute
 
 
 def _setting(default: Any, text: str) -> Any:
@@ -60,7 +65,8 @@ class Settings:
     background: bool = _setting(False, "write checkpoints while training goes on")
     driver: str | None = _setting(None, "mpio: checkpoints of one file, by parallel HDF5 (default: two files a rank)")
     keep: int = _setting(2, "checkpoints to keep")
-    resume: str = _setting("auto", "auto, never, or a directory with checkpoints")
+    resume: str = _setting("auto", "auto, force (as auto, with other settings than before), never, or a directory")
+    wait_for_lock: bool = _setting(False, "wait until a run that has the directory ends, instead of refusing to start")
     tensorboard: bool = _setting(False, "write TensorBoard events to the run's directory")
     record_gradients: int | None = _setting(None, "write the gradients of so many steps, the first or next, for bench")
     log_ranks: bool = _setting(False, "a log for each rank in the run's directory")
@@ -214,9 +220,19 @@ def _typed(path: Path, name: str, value: Any) -> Any:
     return value
 
 
-def to_toml(settings: Settings) -> str:
-    """The settings as a TOML file that gives the same settings."""
-    lines, tables = [], []
+def differences(saved: dict[str, Any], settings: Settings) -> dict[str, tuple[Any, Any]]:
+    """The settings that decide what steps compute and had another value in a checkpoint, with that and the present one."""
+    found = {}
+    for name, now in dataclasses.asdict(settings).items():
+        unused = name == "momentum" and settings.optimizer != "sgd"
+        if name in saved and name not in ASIDE and not unused and saved[name] != now:
+            found[name] = (saved[name], now)
+    return found
+
+
+def to_toml(settings: Settings, notes: Sequence[str] = ()) -> str:
+    """The settings as a TOML file that gives the same settings, below notes as comments."""
+    lines, tables = [f"# {note}" for note in notes], []
     for name, value in dataclasses.asdict(settings).items():
         if isinstance(value, dict):
             tables += [f"\n[{name}]", *(f"{_toml(k)} = {_toml(v)}" for k, v in value.items() if v is not None)]

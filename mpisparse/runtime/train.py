@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -13,17 +16,19 @@ import mpisparse
 from mpisparse import checkpoint
 from mpisparse.checkpoint import onefile, store
 from mpisparse.device import local_device
-from mpisparse.errors import CheckpointError, ConfigurationError
+from mpisparse.errors import CheckpointError, ConfigurationError, LockError
 from mpisparse.exchange import Exchange, end_job_on_uncaught_exception, library, local_rank
 from mpisparse.parts import Clock
 from mpisparse.runtime import slurm
+from mpisparse.runtime.board import Board
 from mpisparse.runtime.evaluate import evaluate, reached
-from mpisparse.runtime.metrics import MetricsFile, step_fields
+from mpisparse.runtime.lock import RunLock, take
+from mpisparse.runtime.metrics import MetricsFile, step_fields, write_whole
 from mpisparse.runtime.output import RankOutput
-from mpisparse.runtime.progress import facts_of, human_bytes, make_progress, own_facts
+from mpisparse.runtime.progress import Progress, Silent, facts_of, human_bytes, make_progress, own_facts
 from mpisparse.runtime.recording import Recorder
 from mpisparse.runtime.schedule import Order, Position, density_at, lr_factor
-from mpisparse.runtime.settings import Settings, to_toml
+from mpisparse.runtime.settings import FIXED, Settings, differences, read_file, to_toml
 from mpisparse.runtime.signals import INTERRUPTED, StopRequest
 from mpisparse.runtime.workloads import Data, Task, build
 from mpisparse.schemes import takes
@@ -68,6 +73,20 @@ class Trainer:
     """One run: its objects, where it is, and what it writes."""
 
     def __init__(self, settings: Settings, stop: StopRequest) -> None:
+        self.lock = lock_together(settings, stop)  # first of all: nothing is read or written beside another run
+        self.metrics: MetricsFile | None = None
+        self.progress: Progress = Silent()
+        self.writer: Board | None = None
+        self.saving: checkpoint.Saving | None = None
+        try:
+            self._set_up(settings, stop)
+        except BaseException:
+            self.close()
+            raise
+
+    # Setting up
+
+    def _set_up(self, settings: Settings, stop: StopRequest) -> None:
         self.settings = settings
         self.stop = stop
         self.model, self.data, self.task = build_together(settings)
@@ -90,9 +109,10 @@ class Trainer:
         self.sync.check_together(onefile.lacking() if settings.driver is not None else None)
         self._seed(settings.seed * 1_000_003 + self.sync.rank + 1)
         self.out = Path(settings.out)
+        self.changes: list[str] = []  # of settings, each with the step from which on it holds
+        self.changed_now: list[str] = []
         self.resumed = self._resume()
         self.total = self._total_steps()
-        self.saving: checkpoint.Saving | None = None
         self.saved: checkpoint.Saving | None = None
         self.metrics = self._open_metrics()
         self.progress = make_progress(self.sync.rank, self.total, self.step, log_ranks=settings.log_ranks)
@@ -103,8 +123,6 @@ class Trainer:
             self.recorder = Recorder(self.out, self.model, count=count, scheme=settings.scheme)
         watches = self.sync.rank == 0 and settings.stop_before > 0
         self.deadline = slurm.Deadline(slurm.end_time() if watches else None, settings.stop_before)
-
-    # Setting up
 
     def make_sync(self) -> mpisparse.GradientSync:
         """The exchange that the settings name; collective."""
@@ -167,7 +185,9 @@ class Trainer:
 
     def _resume(self) -> bool:
         """Take up where a checkpoint left off, as --resume says; collective."""
-        mode = self.settings.resume
+        mode, forced = self.settings.resume, False
+        if mode == "force" or mode.startswith("force:"):
+            mode, forced = mode.removeprefix("force").removeprefix(":") or "auto", True
         named = None if mode in ("auto", "never") else Path(mode)
         if named is not None and (named / "checkpoints").is_dir():
             named = named / "checkpoints"
@@ -181,9 +201,13 @@ class Trainer:
         self.sync.check_together(error)
         if mode == "never":
             return False
+        if self.lock is not None:
+            with contextlib.suppress(OSError):  # what killed runs left; should it stay, the next checkpoint tells
+                store.sweep(self.checkpoints)
         begun = self.sync.agree_any(bool(store.found(self.checkpoints)))  # then it goes on from its own
         source = self.checkpoints if named is None or begun else named
         extra: dict[str, Any] = {}
+        set_here = [{key: group[key] for key in self.optimizer.defaults} for group in self.optimizer.param_groups]
         step = checkpoint.load(source, model=self.model, optimizer=self.optimizer, sync=self.sync, extra=extra)
         if step is None:
             missing = None if mode == "auto" else ConfigurationError(f"{source} has no whole checkpoint to resume from")
@@ -198,7 +222,47 @@ class Trainer:
         self.metric = None if extra["metric"] is None else float(extra["metric"])
         self.done = self.metric is not None and reached(self.metric, self.settings.target, self.task)
         self.sync.density = self.density
+        changed = self._changed_settings(source, extra, forced=forced)
+        if forced:
+            for group, own in zip(self.optimizer.param_groups, set_here, strict=True):
+                group.update(own)
+            if "seed" in changed:
+                self._seed(self.settings.seed * 1_000_003 + self.sync.rank + 1)
         return True
+
+    def _changed_settings(self, source: Path, extra: dict[str, Any], *, forced: bool) -> dict[str, tuple[Any, Any]]:
+        """Compare the settings with those of the checkpoint and note what has changed; collective.
+
+        Raises on all ranks for those that the checkpoint would override, unless forced.
+        """
+        saved = extra.get("settings")
+        changed = differences(saved if isinstance(saved, dict) else self._guessed_settings(source), self.settings)
+        error: ConfigurationError | None = None
+        for name, (before, now) in changed.items():
+            if name in FIXED and not forced and error is None:
+                error = ConfigurationError(
+                    f"{source} was written with {name} {before}, this run has {now}; pass "
+                    f"--{name.replace('_', '-')} {before}, or --resume {self._force()} to go on with {now}"
+                )
+        self.sync.check_together(error)
+        self.changed_now = [
+            f"from step {self.step} on: {name} {json.dumps(now)}, before {json.dumps(before, default=str)}"
+            for name, (before, now) in changed.items()
+        ]
+        self.changes = [*map(str, extra.get("changes") or ()), *self.changed_now]
+        return changed
+
+    def _force(self) -> str:
+        return "force" if self.settings.resume == "auto" else f"force:{self.settings.resume}"
+
+    def _guessed_settings(self, source: Path) -> dict[str, Any]:
+        """Settings of a checkpoint that tells none: those in the restored optimizer, and a seed in the run's config.toml."""
+        group = self.optimizer.param_groups[0]
+        known: dict[str, Any] = {name: group[name] for name in ("momentum", "weight_decay") if name in group}
+        with contextlib.suppress(ConfigurationError):
+            config = read_file(source.parent / "config.toml")
+            known |= {"seed": config["seed"]} if "seed" in config else {}
+        return known
 
     def _open_metrics(self) -> MetricsFile | None:
         error: ConfigurationError | None = None
@@ -206,22 +270,20 @@ class Trainer:
         if self.sync.rank == 0:
             try:
                 self.out.mkdir(parents=True, exist_ok=True)
-                (self.out / "config.toml").write_text(to_toml(self.settings), encoding="utf-8")
+                write_whole(self.out / "config.toml", to_toml(self.settings, self.changes))
                 metrics = MetricsFile(self.out / "metrics.jsonl")
             except OSError as caught:
                 error = ConfigurationError(f"cannot write to {self.out}: {caught.strerror}")
         self.sync.check_together(error)
         return metrics
 
-    def _open_tensorboard(self) -> Any:
+    def _open_tensorboard(self) -> Board | None:
         if not self.settings.tensorboard:
             return None
         error, writer = None, None
         if self.sync.rank == 0:
             try:
-                from torch.utils.tensorboard import SummaryWriter
-
-                writer = SummaryWriter(str(self.out / "tensorboard"))
+                writer = Board(self.out / "tensorboard")
             except ImportError:
                 error = ConfigurationError("--tensorboard needs the extra: pip install 'mpisparse[tensorboard]'")
         self.sync.check_together(error)
@@ -234,6 +296,10 @@ class Trainer:
         self._event(
             "resume" if self.resumed else "start", f"{self.sync.size} ranks, {self.sync.residual.numel():,} parameters"
         )
+        for change in self.changed_now:
+            self._event("settings", change)
+        if self.lock is not None and self.lock.taken_from:
+            self._event("lock", f"taken over from {self.lock.taken_from}, which no longer runs")
         self.model.train()
         while self.step < self.total and not self.done:
             asked = self._one_step()
@@ -315,9 +381,12 @@ class Trainer:
     def _report(self, loss: float, lr: float, seconds: dict[str, float]) -> bool:
         """Gather what ranks have to say of a step, write it on rank 0, finish a checkpoint that is written; collective."""
         stats = self.sync.stats
-        flags = (self.deadline.near() or self.stop.asked, self.saving is None or self.saving.written)
+        lost = self.lock is not None and self.lock.lost
+        flags = (2 if lost else self.deadline.near() or self.stop.asked, self.saving is None or self.saving.written)
         row = [*flags, loss, stats.bytes_sent, stats.bytes_received, *(seconds.get(phase, 0.0) for phase in PHASES)]
         rows = self.sync.gather_floats(np.array(row, dtype=np.float64))
+        if bool((rows[:, 0] > 1).any()):
+            self._check_lock()
         self.seconds += float(rows[:, 5:].sum(axis=1).max())
         dense = 2 * 4 * self.sync.residual.numel() * (self.sync.size - 1) // self.sync.size
         self.received += float(rows[:, 4].mean())
@@ -365,8 +434,10 @@ class Trainer:
     def _checkpoint(self, *, wait: bool) -> None:
         """Begin a checkpoint, and finish it unless it may be written in the background; collective."""
         self._finish_saving()
+        self._check_lock()
         extra: dict[str, Any] = {"epoch": self.position.epoch, "offset": self.position.offset, "seconds": self.seconds}
         extra |= {"received": self.received, "dense": self.dense, "metric": self.metric}
+        extra |= {"settings": dataclasses.asdict(self.settings), "changes": self.changes}
         background = self.settings.background and not wait
         try:
             self.saving = checkpoint.begin_save(
@@ -385,6 +456,7 @@ class Trainer:
         """Make the checkpoint that is being written whole, if there is one; collective. A full disk does not end the run."""
         if self.saving is None:
             return
+        self._check_lock()
         saving, self.saving = self.saving, None
         try:
             self._event("checkpoint", str(saving.finish()))
@@ -392,6 +464,10 @@ class Trainer:
         except CheckpointError as error:
             self.failed = True
             self._event("checkpoint failed", str(error))
+
+    def _check_lock(self) -> None:
+        """Raise LockError on all ranks if another run has taken the directory over; collective."""
+        self.sync._exchange.raise_together(self.lock.loss() if self.lock is not None else None, LockError)
 
     def _finish(self) -> None:
         saved = f"{human_bytes(self.received)} received a rank"
@@ -406,16 +482,28 @@ class Trainer:
 
     def _tensorboard(self, values: dict[str, float]) -> None:
         if self.writer is not None:
-            for name, value in values.items():
-                self.writer.add_scalar(name, value, self.step)
+            self.writer.add(values, self.step)
 
     def close(self) -> None:
-        """Close files and the bar; local."""
+        """Close files and the bar, and give the directory free; local."""
         self.progress.close()
+        if self.saving is not None:  # there was an error
+            self.saving.abandon()
         if self.metrics is not None:
             self.metrics.close()
         if self.writer is not None:
             self.writer.close()
+        if self.lock is not None:
+            self.lock.release()
+
+
+def lock_together(settings: Settings, stop: StopRequest) -> RunLock | None:
+    """Take the lock of the run's directory, which rank 0 holds for all; collective."""
+    exchange = Exchange()
+    try:
+        return take(Path(settings.out), exchange, stop, wait=settings.wait_for_lock)
+    finally:
+        exchange.close()
 
 
 def build_together(settings: Settings) -> tuple[torch.nn.Module, Data, Task]:

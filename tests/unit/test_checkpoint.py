@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import re
 import shutil
 import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -409,7 +411,7 @@ def test_inspect_shows_the_parts_of_one_file(tmp_path: Path, run: Run, capsys: p
 def complete(directory: Path, step: int, keep: int | None = None) -> Path:
     place = store.begin(directory, step)
     (place / "rank-0000.h5").write_text(str(step))
-    record = h5file.FileRecord("rank-0000.h5", 1, "abc")
+    record = h5file.FileRecord("rank-0000.h5", len(str(step)), "abc")
     return store.complete(directory, place, store.Manifest(step, 1, (record,), ("w [1] float32",), {"torch": "x"}), keep)
 
 
@@ -423,7 +425,7 @@ def test_manifest_comes_back_and_its_digest_counts(tmp_path: Path) -> None:
     path = complete(tmp_path, 20)
     manifest = store.read_manifest(path)
     assert (manifest.step, manifest.ranks, manifest.model, manifest.origin) == (20, 1, ("w [1] float32",), {"torch": "x"})
-    assert manifest.record("rank-0000.h5") == h5file.FileRecord("rank-0000.h5", 1, "abc")
+    assert manifest.record("rank-0000.h5") == h5file.FileRecord("rank-0000.h5", 2, "abc")
     with pytest.raises(Damaged, match="lists no file"):
         manifest.record("rank-0001.h5")
     body = json.loads((path / store.MANIFEST).read_text())
@@ -488,6 +490,104 @@ def test_a_damaged_one_does_not_count_as_kept(tmp_path: Path) -> None:
     assert [p.name for p in store.found(tmp_path)] == ["step-00000004", "step-00000003", "step-00000002"]
     complete(tmp_path, 5, keep=2)
     assert [p.name for p in store.found(tmp_path)] == ["step-00000005", "step-00000004"]
+
+
+@pytest.mark.parametrize("spoil", ["gone", "short"])
+def test_one_that_lacks_a_file_neither_counts_as_kept_nor_gets_a_name(tmp_path: Path, spoil: str) -> None:
+    for step in (1, 2, 3):
+        complete(tmp_path, step)
+    file = tmp_path / "step-00000003" / "rank-0000.h5"
+    file.unlink() if spoil == "gone" else file.write_text("")
+    complete(tmp_path, 4, keep=2)
+    assert [p.name for p in store.found(tmp_path)] == ["step-00000004", "step-00000003", "step-00000002"]
+    place = store.begin(tmp_path, 5)
+    if spoil == "short":
+        (place / "rank-0000.h5").write_text("")
+    record = h5file.FileRecord("rank-0000.h5", 1, "abc")
+    with pytest.raises(OSError, match=r"rank-0000\.h5 (cannot be read|has 0 bytes, 1 were written)"):
+        store.complete(tmp_path, place, store.Manifest(5, 1, (record,), (), {}), 1)
+    assert [p.name for p in store.found(tmp_path)] == ["step-00000004", "step-00000003", "step-00000002"]
+
+
+OTHER = """
+import sys
+from pathlib import Path
+from mpisparse.checkpoint import store
+print(store.begin(Path(sys.argv[1]), 7).name, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_unfinished_ones_of_a_live_process_stay_and_those_of_a_dead_one_go(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OTHER, str(tmp_path)]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    name = other.stdout.readline().strip()
+    place = store.begin(tmp_path, 7)
+    assert place.name != name
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([name, place.name])
+    other.kill()
+    other.communicate()
+    again = store.begin(tmp_path, 8)
+    await_removal()
+    assert [p.name for p in tmp_path.iterdir()] == [again.name]
+
+
+def test_unfinished_ones_of_another_host_go_when_nothing_is_written(tmp_path: Path) -> None:
+    idle, busy = (tmp_path / f"{store.UNFINISHED}step-00000001-{kernel * 16}-12-34-56" for kernel in "ab")
+    for place in (idle, busy):
+        place.mkdir()
+        os.utime(place, (0, 0))
+    (busy / "rank-0000.h5").touch()
+    mine = store.begin(tmp_path, 2)
+    await_removal()
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([busy.name, mine.name])
+    store.sweep(tmp_path)
+    await_removal()
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_that_save_the_same_step_at_once_both_come_through(tmp_path: Path) -> None:
+    """Between one's taking the old checkpoint's name away and giving it to the new, the other gives it back."""
+    complete(tmp_path, 4)
+    rename = Path.rename
+    given_back = 0
+
+    def meddle(self: Path, target: Path) -> Path:
+        nonlocal given_back
+        result = rename(self, target)
+        if Path(target).name.startswith(store.REPLACED) and given_back < 2:
+            given_back += 1
+            store.recover(tmp_path)
+            assert (tmp_path / "step-00000004").exists()
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "rename", meddle)
+        assert store.is_whole(complete(tmp_path, 4))
+    assert given_back == 2
+    await_removal()
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000004"]
+
+
+SAVING = """
+import sys
+from torch import nn
+from mpisparse import checkpoint
+for step in range(1, 21):
+    checkpoint.save(sys.argv[1], step=step, model=nn.Linear(40, 40), keep=2)
+"""
+
+
+def test_two_jobs_that_save_into_one_directory_lose_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SAVING, str(tmp_path)]
+    jobs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    told = [job.communicate(timeout=120)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], told
+    names = sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith(store.RETIRED))
+    assert names[-2:] == ["step-00000019", "step-00000020"]
+    assert all(name.startswith("step-") for name in names), names
+    assert all("damaged" not in inspect.look(tmp_path / name, verify=True) for name in names)
 
 
 def test_unfinished_ones_are_ignored_and_removed(tmp_path: Path) -> None:

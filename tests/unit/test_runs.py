@@ -6,6 +6,7 @@ Jobs of two ranks are started under the mpirun beside the running Python; one ra
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import itertools
 import json
@@ -16,17 +17,21 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mpisparse import checkpoint
 from mpisparse.checkpoint import h5file, store, tree
 from mpisparse.runtime.cli import main
 from mpisparse.runtime.metrics import MetricsFile
 from mpisparse.runtime.report.read import read_runs
+from mpisparse.runtime.train import Trainer
 
 TIMEOUT = 120.0  # seconds for a job; one takes about six
 STEPS = 120
@@ -331,6 +336,57 @@ def test_killed_at_any_moment_and_resumed_gives_the_same_bits(home: Path, refere
     assert all(len(seen) == 1 for seen in losses.values()), "a step that was done again had another loss"
 
 
+# Two at once
+
+
+@pytest.mark.filterwarnings("ignore:the number of threads")
+def test_a_second_run_in_the_directory_is_refused_or_waits(home: Path, reference: Path) -> None:
+    out, alias = home / "shared", home / "shared-too"
+    alias.symlink_to(out)
+    command = [*OPTIONS, "--steps", str(STEPS), "--checkpoint-every", "1"]
+    first = Job(home, out, *command)
+    wait_until((out / "lock").exists, first)
+    owner = json.loads((out / "lock").read_text())["owner"]
+    second = Job(home, alias, *command)
+    assert train(out, *command, "--wait-for-lock") == 0, "it finds all done"
+    assert first.wait() == 0, first.output
+    assert second.wait() == 75, second.output
+    assert second.output.count(f"is in use by process {owner['pid']} on {owner['host']}") == 1, second.output
+    steps = [line["step"] for line in metrics(out) if line["kind"] == "step"]
+    assert steps == list(range(1, STEPS + 1))
+    assert main(["inspect", "--verify", str(out)]) == 0
+    assert len(store.found(out / "checkpoints")) == 2
+    assert not unfinished(out)
+    assert not (out / "lock").exists()
+    assert_same_end(out, reference)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_run_whose_directory_was_taken_over_writes_no_more(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], background: bool
+) -> None:
+    """As if it was suspended for long, and another host took it for dead."""
+    one_step = Trainer._one_step
+    other = '{"owner": {"host": "node9", "kernel": "x", "pid": 5, "start": 6, "job": "", "restart": 0}, "since": "now"}'
+
+    def step(self: Trainer) -> bool:
+        if self.step == 4:
+            (self.out / "lock").unlink()
+            (self.out / "lock").write_text(other)
+        return one_step(self)
+
+    monkeypatch.setattr(Trainer, "_one_step", step)
+    options = [*OPTIONS, "--steps", "9", "--checkpoint-every", "1", "--keep", "9", *(["--background"] if background else [])]
+    assert train(tmp_path, *options) == 75
+    said = capsys.readouterr().err
+    assert "was taken over by process 5 on node9" in said
+    kept = [store.read_manifest(path).step for path in store.found(tmp_path / "checkpoints")]
+    assert kept[0] < 5, "what was done after the takeover is not kept"
+    assert not unfinished(tmp_path)
+    assert (tmp_path / "lock").read_text() == other, "the other's lock stays"
+    assert last_step(tmp_path) <= 5
+
+
 # Asked to stop
 
 
@@ -374,6 +430,94 @@ def test_an_error_on_one_rank_ends_all_and_is_shown(home: Path, data: str, says:
     assert job.wait() not in (0, 85), job.output
     assert says in job.output
     assert "Traceback (most recent call last)" in job.output or data == "refused_on_rank_1"
+
+
+# A full disk
+
+
+class SmallDisk:
+    """A file system of its own in memory; fill() leaves no page of it free."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def fill(self) -> None:
+        with open(self.place / "filler", "ab", buffering=0) as filler, contextlib.suppress(OSError):
+            while filler.write(bytes(1 << 16)):
+                pass
+
+    def empty(self) -> None:
+        (self.place / "filler").unlink()
+
+
+class SaidToBeFull:
+    """A directory in which nothing can be written while it is said to be full."""
+
+    def __init__(self, place: Path, patch: pytest.MonkeyPatch) -> None:
+        self.place, self.patch = place, patch
+
+    def fill(self) -> None:
+        def no_room(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        self.patch.setattr(checkpoint, "write_file", no_room)
+        self.patch.setattr(MetricsFile, "_append", no_room)
+
+    def empty(self) -> None:
+        self.patch.undo()
+
+
+@pytest.fixture(params=["small", "said"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SmallDisk | SaidToBeFull]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    if request.param == "said":
+        with pytest.MonkeyPatch.context() as patch:
+            yield SaidToBeFull(place, patch)
+        return
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small tmpfs: {mounted.stderr.strip()}")
+    yield SmallDisk(place)
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_costs_metrics_and_checkpoints_and_not_the_run(
+    home: Path, disk: SmallDisk | SaidToBeFull, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    """Full from before step 5 until before step 10."""
+    out, one_step, failing = disk.place / "run", Trainer._one_step, []
+
+    def step(self: Trainer) -> bool:
+        self._finish_saving()
+        for thread in threading.enumerate():
+            if thread.name == store.REMOVER:
+                thread.join()
+        if 4 <= self.step < 9:
+            disk.fill()
+        if self.step == 9:
+            failing.extend(path.name for path in (out / "checkpoints").iterdir() if path.name.startswith("."))
+            disk.empty()
+        return one_step(self)
+
+    monkeypatch.setattr(Trainer, "_one_step", step)
+    options = ["--steps", "12", "--checkpoint-every", "1", "--log-ranks", *(["--background"] if background else [])]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert train(out, *OPTIONS, *options) == 0
+    assert not [name for name in failing if name.startswith(store.UNFINISHED)]
+    assert not unfinished(out)
+    assert len([each for each in told if "metrics are dropped" in str(each.message)]) == 1
+    lines = metrics(out)
+    steps = [line["step"] for line in lines if line["kind"] == "step"]
+    assert steps[:4] == [1, 2, 3, 4]
+    assert steps[-3:] == [10, 11, 12]
+    assert len(steps) < 12
+    assert any(line["event"] == "metrics dropped" for line in lines if line["kind"] == "event")
+    assert newest(out).name == store.name_of(12)
+    assert main(["inspect", "--verify", str(out)]) == 0
+    assert "end: 12 steps" in (out / "logs" / "rank-0000.log").read_text()
 
 
 # On another number of ranks; one rank runs here
@@ -432,9 +576,12 @@ def copied(single: Path, tmp_path: Path) -> Path:
         (["--model", "tiny:wide"], ["is of another model", "body.0.weight [16, 12]", "body.0.weight [17, 12]"]),
         (["--codec", "int8"], ["saved with codec='fp32'", "codec='int8'"]),
         (["--resume", "/nowhere"], ["there is no directory /nowhere"]),
+        (["--momentum", "0.5"], ["was written with momentum 0.9, this run has 0.5", "--momentum 0.9", "--resume force"]),
+        (["--weight-decay", "0.5"], ["with weight_decay 0.01, this run has 0.5", "--weight-decay 0.01"]),
+        (["--seed", "4", "--momentum", "0.5"], ["with seed 3, this run has 4", "--seed 3"]),
         (["--batch-size", "1000"], ["a step takes 2000 examples, the data has 200", "--batch-size"]),
     ],
-    ids=["never", "scheme", "model", "codec", "nowhere", "batch"],
+    ids=["never", "scheme", "model", "codec", "nowhere", "momentum", "weight_decay", "seed", "batch"],
 )
 def test_refused(copied: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: list[str]) -> None:
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
@@ -445,6 +592,105 @@ def test_refused(copied: Path, capsys: pytest.CaptureFixture[str], options: list
     said = capsys.readouterr().err
     assert all(word in said for word in words), said
     assert {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()} == before
+
+
+def optimizer_group(out: Path) -> dict[str, Any]:
+    """What the optimizer of a run's newest checkpoint was set to."""
+    manifest = store.read_manifest(newest(out))
+    arrays: h5file.Arrays = {}
+    text = ""
+    for record in manifest.files:
+        if record.name.startswith("shared"):
+            own, texts = h5file.read_file(newest(out) / record.name, record)
+            arrays, text = arrays | own, texts.get("state", text)
+    (group,) = tree.unflatten(text, arrays)["optimizer"]["param_groups"]
+    return dict(group)
+
+
+def said_of_settings(out: Path) -> list[str]:
+    return [line["text"] for line in metrics(out) if line.get("event") == "settings"]
+
+
+@pytest.mark.parametrize(("setting", "before", "now"), [("momentum", 0.9, 0.0), ("weight_decay", 0.01, 0.5)])
+def test_forced_settings_of_the_optimizer_hold(
+    copied: Path, tmp_path: Path, setting: str, before: float, now: float
+) -> None:
+    options = [*OPTIONS, "--steps", "7", f"--{setting.replace('_', '-')}", str(now)]
+    assert train(copied, *options, "--resume", "force") == 0
+    assert optimizer_group(copied)[setting] == now
+    assert optimizer_group(copied)["nesterov"] == (setting != "momentum" or now > 0)
+    note = f"from step 6 on: {setting} {now}, before {before}"
+    assert said_of_settings(copied) == [note]
+    config = (copied / "config.toml").read_text()
+    assert config.startswith(f"# {note}\n")
+    assert f"\n{setting} = {now}\n" in config
+    unforced = Path(shutil.copytree(copied, tmp_path / "unforced"))
+    assert train(unforced, *options) == 0, "from then on they are the run's own"
+    assert (unforced / "config.toml").read_text().startswith(f"# {note}\n")
+    assert train(unforced, *OPTIONS, "--steps", "7") == 2
+    forced = losses_and_weights(copied)
+    shutil.rmtree(newest(copied))
+    assert train(copied, *OPTIONS, "--steps", "7") == 0
+    loss, weights = losses_and_weights(copied)
+    assert (loss == forced[0], weights != forced[1]) == (True, True), "the forced value changed the step and nothing else"
+
+
+def losses_and_weights(out: Path) -> tuple[float, bytes]:
+    """The loss of the last step, which was taken before its update, and the newest checkpoint's replicated state."""
+    loss = [line["loss"]["mean"] for line in metrics(out) if line["kind"] == "step"][-1]
+    return loss, b"".join(contents(newest(out))["shared"][1].values())
+
+
+def test_a_forced_seed_holds_and_is_resumed_to_the_last_bit(copied: Path, tmp_path: Path) -> None:
+    options = [*OPTIONS, "--seed", "4", "--steps", "8", "--checkpoint-every", "7", "--keep", "9"]
+    parts, same = tmp_path / "parts", tmp_path / "same"
+    shutil.copytree(copied, same)
+    assert train(copied, *options, "--resume", "force") == 0
+    assert said_of_settings(copied) == ["from step 6 on: seed 4, before 3"]
+    shutil.rmtree(newest(Path(shutil.copytree(copied, parts))))
+    assert train(parts, *options) == 0
+    assert_same_end(parts, copied, steps=8)
+    assert train(same, *OPTIONS, "--steps", "8", "--resume", "force") == 0
+    assert said_of_settings(same) == [], "nothing is forced that is the same"
+    ended, other = contents(newest(same)), contents(newest(copied))
+    assert ended["rank-0000.h5"][1]["own/2"] != other["rank-0000.h5"][1]["own/2"], "the generators were seeded anew"
+    assert losses_and_weights(same)[0] != losses_and_weights(copied)[0]
+
+
+def test_what_takes_effect_anyway_is_said_and_not_refused(copied: Path) -> None:
+    assert train(copied, *OPTIONS, "--steps", "7", "--lr", "0.01", "--schedule", "constant") == 0
+    assert said_of_settings(copied) == [
+        "from step 6 on: lr 0.01, before 0.05",
+        'from step 6 on: schedule "constant", before "cosine"',
+    ]
+    assert [line["lr"] for line in metrics(copied) if line["kind"] == "step"][-1] == 0.01
+    assert train(copied, *OPTIONS, "--steps", "8") == 0
+    notes = [line for line in (copied / "config.toml").read_text().splitlines() if line.startswith("#")]
+    assert len(notes) == 4, "what was changed before stays"
+
+
+def test_another_runs_checkpoint_can_be_forced_too(single: Path, tmp_path: Path) -> None:
+    options = [*OPTIONS, "--steps", "7", "--momentum", "0.5"]
+    assert train(tmp_path / "new", *options, "--resume", str(single)) == 2
+    assert train(tmp_path / "new", *options, "--resume", f"force:{single}") == 0
+    assert optimizer_group(tmp_path / "new")["momentum"] == 0.5
+
+
+def test_checkpoints_of_versions_that_stored_no_settings_are_compared_too(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def without(*args: Any, extra: dict[str, Any], **kwargs: Any) -> Any:
+        return begin_save(*args, extra={k: v for k, v in extra.items() if k not in ("settings", "changes")}, **kwargs)
+
+    begin_save = checkpoint.begin_save
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "begin_save", without)
+        assert train(tmp_path, *OPTIONS, "--steps", "2") == 0
+    for setting, value in (("momentum", "0.5"), ("weight-decay", "0.5"), ("seed", "4")):
+        assert train(tmp_path, *OPTIONS, "--steps", "3", f"--{setting}", value) == 2
+        assert f"was written with {setting.replace('-', '_')} " in capsys.readouterr().err
+    assert train(tmp_path, *OPTIONS, "--steps", "3", "--momentum", "0.5", "--seed", "4", "--resume", "force") == 0
+    assert len(said_of_settings(tmp_path)) == 2
 
 
 # Going well

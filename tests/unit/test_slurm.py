@@ -123,7 +123,12 @@ def test_a_script_is_filled_in(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("given", ["--out runs/x", "--out=runs/x"])
 def test_an_out_that_is_given_is_kept(capsys: pytest.CaptureFixture[str], given: str) -> None:
-    assert f'train {given} "$@"' in printed(f"-- train {given}", capsys)
+    assert f'train {given} --wait-for-lock "$@"' in printed(f"-- train {given}", capsys)
+
+
+@pytest.mark.parametrize("given", ["--wait-for-lock", "--no-wait-for-lock"])
+def test_whether_a_job_waits_for_the_lock_can_be_said(capsys: pytest.CaptureFixture[str], given: str) -> None:
+    assert printed(f"-- train {given}", capsys).count("wait-for-lock") == 1
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_mpirun_on_a_terminal_shows_the_bar(tmp_path: Path) -> None:
 
 # A process on a pseudo-terminal tells what it finds, below a launcher of this name whose own output goes elsewhere
 FOUND = (
-    "import sys; from mpisparse.runtime.output import reaches_terminal as found; print(found(sys.stdout), file=sys.stderr)"
+    "import sys; from mpisparse.runtime.terminal import reaches_terminal as found; print(found(sys.stdout), file=sys.stderr)"
 )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
+import io
 import itertools
 import json
 import math
@@ -10,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +23,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpisparse.errors import ConfigurationError
+from mpisparse.runtime.board import Board
 from mpisparse.runtime.cli import parser
-from mpisparse.runtime.metrics import MetricsFile, spread
+from mpisparse.runtime.metrics import MetricsFile, spread, write_whole
+from mpisparse.runtime.output import SteadyOutput
 from mpisparse.runtime.schedule import Order, Position, density_at, lr_factor
 from mpisparse.runtime.settings import OPTIMIZERS, SCHEDULES, Settings, read_file, resolve, to_toml
 from mpisparse.runtime.workloads import MODELS
@@ -311,6 +317,123 @@ def test_a_file_without_a_whole_line_begins_anew(tmp_path: Path, left: str) -> N
     metrics.write("step", step=1)
     metrics.close()
     assert json.loads(path.read_text())["step"] == 1
+
+
+class Full:
+    """A file on a disk that fills up: the first bytes of a line are written, then there is no room."""
+
+    def __init__(self, file: Any, room: int) -> None:
+        self.file, self.room = file, room
+
+    def write(self, data: memoryview) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = self.file.write(data[: self.room])
+        self.room -= written
+        return int(written)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+def test_metrics_without_room_are_dropped_with_one_warning_and_go_on(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    metrics.write("step", step=1)
+    real = metrics._file
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for room, first in ((0, 2), (7, 4)):
+            metrics._file = Full(real, room)  # type: ignore[assignment]
+            metrics.write("step", step=first, time=0.5)
+            metrics.write("step", step=first + 1)
+            assert path.read_bytes().endswith(b"}\n"), "nothing of a line that did not fit"
+            metrics._file = real
+            metrics.write("step", step=10 * first, time=1.5)
+    assert [str(each.message) for each in told] == [
+        f"{path}: No space left on device; metrics are dropped until they can be written"
+    ]
+    metrics.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    gap = {"kind": "event", "time": 1.5, "event": "metrics dropped", "text": "2: No space left on device"}
+    assert [line for line in lines if line["kind"] == "event"] == [{**gap, "step": 20}, {**gap, "step": 40}]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 20, 40]
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.toml"
+    write_whole(path, "lr = 1\n")
+
+    def half(self: Path, text: str, encoding: str) -> int:
+        with self.open("w") as file:
+            file.write(text[:2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", half)
+        with pytest.raises(OSError, match="No space left"):
+            write_whole(path, "lr = 2\n")
+    assert path.read_text() == "lr = 1\n"
+    assert [p.name for p in tmp_path.iterdir()] == ["config.toml"]
+
+
+def test_tensorboard_events_without_room_are_dropped_with_one_warning_and_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    board = Board(tmp_path)
+    first = board._writer
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in (1, 2):
+            with monkeypatch.context() as patch:
+                patch.setattr(type(first), "add_scalar", no_room)
+                board.add({"loss": 0.5}, step)
+    assert len([each for each in told if "events are dropped until there is room" in str(each.message)]) == 1
+    board.add({"loss": 0.5}, 3)
+    assert board._writer is not None
+    assert board._writer is not first
+    board.close()
+
+
+PRINTING = """
+import sys
+from pathlib import Path
+from mpisparse.runtime.output import RankOutput
+with RankOutput(0, None) as output:
+    for _ in range(3000):
+        print("a line of a run that goes on", flush=True)
+    print("the same of errors", file=sys.stderr)
+sys.stderr.write("done\\n")
+"""
+
+
+def test_output_to_a_full_disk_does_not_end_a_run() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", PRINTING], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("No space left on device; output is dropped until there is room") == 1
+    assert done.stderr.endswith("the same of errors\ndone\n")
+
+
+def test_a_log_on_a_full_disk_does_not_end_a_run(tmp_path: Path) -> None:
+    shown, log = io.StringIO(), open("/dev/full", "w", buffering=1)  # noqa: SIM115 - closing it fails
+    output = SteadyOutput(shown, log)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(1000):
+            output.write("shown and logged\n")
+            output.flush()
+    assert [str(each.message) for each in told] == [
+        "/dev/full: No space left on device; output is dropped until there is room"
+    ]
+    assert shown.getvalue() == "shown and logged\n" * 1000
+    with contextlib.suppress(OSError):
+        log.close()
 
 
 def test_spread() -> None:
