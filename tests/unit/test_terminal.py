@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mpisparse.runtime import progress
-from mpisparse.runtime.output import LAUNCHED, LAUNCHERS
+from mpisparse.runtime.terminal import LAUNCHED, LAUNCHERS
 
 MPIRUN = Path(sys.executable).with_name("mpirun")
 TIMEOUT = 300.0  # seconds, for a job that takes a few
