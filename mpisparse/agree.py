@@ -52,6 +52,7 @@ class Inputs:
     unused: NDArray[np.bool_]
     status: int = FINE
     detail: int = 0
+    trouble: str = ""  # why this rank cannot go on, where its status is BROKEN
 
     def note_nonfinite(self, index: int) -> None:
         """Remember the first non-finite element for the agreement that follows."""

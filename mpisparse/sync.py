@@ -92,6 +92,7 @@ class GradientSync:
         self._stats: Stats | None = None
         self._syncing = True
         self._bad = -1
+        self._left: set[int] = set()
         self._damaged: str | None = None
         self._trouble: str | None = None
 
@@ -102,14 +103,17 @@ class GradientSync:
         self._step.check_by_hand()
         self.begin()
 
-    def begin(self) -> None:
-        """What step() does, for attach, which also calls finish() when the optimizer is done; collective."""
+    def begin(self, trouble: str | None = None) -> None:
+        """What step() does, for attach, which also calls finish() when the optimizer is done; collective.
+
+        trouble: why this rank cannot go on, for all ranks to raise.
+        """
         if self._step.draining:
             return
         self._check_ready()
         self._exchange.reset_counters()
         clock = Clock()
-        inputs = self._inputs(clock)
+        inputs = self._inputs(clock, trouble)
         used = None
         try:
             if not self._step.deferred:
@@ -200,6 +204,8 @@ class GradientSync:
     def synchronize(self) -> None:
         """Finish what is in flight, so that replicas are equal; collective. Nothing is, in a synchronous scheme."""
         self._check_undamaged()
+        misfit = self._layout.misfit([None] * len(self._layout.slots))
+        self._exchange.raise_together(None if misfit is None else GradientError(misfit), GradientError)
         with self._explained():
             for used in self._step.drain():
                 self._publish(used)
@@ -303,6 +309,7 @@ class GradientSync:
         self._residual.copy_(torch.as_tensor(state["residual"]))
         self._density = float(state["density"])
         self._damaged, self._bad = None, -1
+        self._left.clear()
         self._published.clear()
         self._watch.restart()
 
@@ -372,11 +379,6 @@ class GradientSync:
         if not self._syncing:
             raise RuntimeError(f"r{self.rank} | step() inside no_sync(): leave the block before the step that exchanges")
         self._check_undamaged()
-        if self._registered != parameters_registered():
-            self._check_parameters()
-        for p in self._layout.frozen:
-            if p.requires_grad:
-                raise self._changed("a frozen parameter requires a gradient now")
 
     def _check_undamaged(self) -> None:
         if self._damaged is not None:
@@ -384,26 +386,36 @@ class GradientSync:
                 f"r{self.rank} | the residual is damaged since an earlier error ({self._damaged}); load a saved state"
             )
 
-    def _check_parameters(self) -> None:
-        now = [p for p in self._model.parameters() if p.requires_grad]
-        known = {id(p) for p in self._layout.params}
-        if any(id(p) not in known for p in now):
-            raise self._changed("the model has parameters that it did not have")
-        self._registered = parameters_registered()
-
-    def _changed(self, what: str) -> GradientError:
-        return GradientError(
-            f"r{self.rank} | {what} when GradientSync was constructed: its gradient would not be exchanged and the ranks "
-            "would drift apart; construct GradientSync (and the optimizer) after the change"
+    def _changed(self, grads: list[torch.Tensor | None]) -> str | None:
+        """What of the model is not as it was at construction, in words; None if nothing that matters."""
+        new = None
+        nothing_came = not self._watch.fresh.any() and all(grad is None for grad in grads)
+        if nothing_came or self._registered != parameters_registered():
+            known = {id(p) for p in self._layout.params}
+            if any(id(p) not in known for p in self._model.parameters() if p.requires_grad):
+                new = "the model has parameters that it did not have"
+            self._registered = parameters_registered() if new is None else -1
+        if any(p.requires_grad for p in self._layout.frozen):
+            new = "a frozen parameter requires a gradient now, which it did not"
+        if new is None:
+            return self._layout.misfit(grads)
+        return (
+            f"{new} when GradientSync was constructed: its gradient would not be exchanged and the ranks would drift apart; "
+            "construct GradientSync (and the optimizer) after the change"
         )
 
-    def _inputs(self, clock: Clock) -> Inputs:
+    def _inputs(self, clock: Clock, trouble: str | None) -> Inputs:
+        grads = self._watch.grads()
+        found = self._step.scorer.trouble(clock)
+        self._trouble = trouble or self._changed(grads) or found
+        if self._trouble is not None:  # gradients of another type or shape must not be read
+            return Inputs(None, self.k, np.ones(len(grads), dtype=bool), BROKEN, trouble=self._trouble)
         if self._options.accumulate == "backward":
+            self._take_left()
             inputs = Inputs(None, self.k, ~self._watch.fresh)
             inputs.note_nonfinite(self._bad)
             inputs.note_nonfinite(self._backend.late_nonfinite(self._step.scorer.acc))
         else:
-            grads = self._watch.grads()
             unused = np.fromiter((g is None for g in grads), dtype=bool, count=len(grads))
             gradients = collect(self._layout, grads)
             inputs = Inputs(gradients, self.k, unused)
@@ -411,23 +423,31 @@ class GradientSync:
                 inputs.note_nonfinite(gradients.first_nonfinite(self._backend))
         if inputs.status == NONFINITE:
             return inputs
-        self._trouble = self._step.scorer.trouble(clock)
-        if self._trouble is not None:
-            inputs.status = BROKEN
-        elif inputs.unused.all():
+        if inputs.unused.all():
             inputs.status = NO_BACKWARD
         elif stale := self._watch.stale():
             inputs.status, inputs.detail = STALE, self._layout.slots[stale[0]].begin
+        self._watch.reattach()
         return inputs
 
     def _accumulate(self, i: int) -> None:
         """Path "backward": add parameter i's gradient into the residual and drop it."""
         slot, p = self._layout.slots[i], self._layout.params[i]
         assert p.grad is not None
+        if not slot.takes(p.grad) or p.grad.device != self._layout.device:
+            self._left.add(i)  # not to be read; step() says why
+            return
         bad = self._step.scorer.add(i, slot, p.grad)
         if bad >= 0 and self._bad < 0:
             self._bad = bad
         p.grad = None
+
+    def _take_left(self) -> None:
+        """Path "backward": take the gradients that could not be read when they came, if they can be now."""
+        for i in sorted(self._left):
+            if self._layout.params[i].grad is not None:
+                self._accumulate(i)
+        self._left.clear()
 
     def _skip(self) -> None:
         """Some rank has a non-finite gradient: drop all gradients and change nothing else."""
@@ -485,8 +505,8 @@ class GradientSync:
                 f'{me}{found}; lower the learning rate, clip, or pass nonfinite="skip" to skip such steps'
             )
         if BROKEN in by_status:
-            trouble = None if self._trouble is None else RuntimeError(self._trouble)
-            self._exchange.raise_together(trouble, RuntimeError)
+            trouble = None if self._trouble is None else GradientError(self._trouble)
+            self._exchange.raise_together(trouble, GradientError)
         if STALE in by_status:
             rank, index = by_status[STALE]
             return GradientError(

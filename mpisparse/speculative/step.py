@@ -127,6 +127,8 @@ class SpeculativeStep(Synchronous):
                 f"r{self.parts.exchange.rank} | the global weights are in the model: optimizer.step() was called inside "
                 "global_weights(), or the last one did not end"
             )
+        if inputs.trouble:
+            return self._say(inputs, clock)
         self.scorer.accumulate(inputs, 0, 0, 0.0)
         clock.lap("accumulate")
         told = self._ask(inputs)
@@ -145,6 +147,19 @@ class SpeculativeStep(Synchronous):
         self._take(result)
         clock.lap("publish")
         return self._stats(inputs, result, filtered, clock)
+
+    def _say(self, inputs: Inputs, clock: Clock) -> Stats:
+        """This rank cannot go on: send only why, and move nothing until all ranks hear of it in the same step."""
+        nothing = Filtered(np.empty(0, dtype=np.int64), 0.0, (True,), ())
+        parcel = self._parcel(inputs, nothing, _Told(trouble=inputs.trouble))
+        self._ahead = None
+        self.flight.send(parcel)
+        result = self.flight.due()
+        self.step += 1
+        if result is not None:
+            self._refuse(result)
+        self._take(None)
+        return self._stats(inputs, None, nothing, clock)
 
     def used(self) -> NDArray[np.bool_] | None:
         return self._used
