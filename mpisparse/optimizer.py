@@ -20,6 +20,9 @@ class Attachment:
         self._optimizer = optimizer
         self._sync = sync
         sync._step.adopt(optimizer)
+        self._count, self._strangers = -1, list[torch.nn.Parameter]()
+        self._add_group = optimizer.add_param_group
+        optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
         self._handles = (
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda *_: sync.finish()),
@@ -30,14 +33,33 @@ class Attachment:
         """Leave the optimizer, and the scaler, as they were."""
         for handle in self._handles:
             handle.remove()
+        vars(self._optimizer).pop("add_param_group", None)
         if self._scaler is not None:
             self._scaler.remove()
+
+    def _add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as torch does, if all in it are exchanged."""
+        self._add_group(param_group)
+        try:
+            check_exchanged(self._optimizer.param_groups[-1:], self._sync)
+        except ConfigurationError:
+            self._optimizer.param_groups.pop()
+            raise
+
+    def _trouble(self) -> str | None:
+        """What the optimizer would move that is not exchanged: groups may also be changed by hand, and what was frozen set
+        free."""
+        groups = self._optimizer.param_groups
+        count = sum(len(group["params"]) for group in groups)
+        if count != self._count:
+            self._count, self._strangers = count, strangers(groups, self._sync)
+        return next((not_exchanged(p, self._sync) for p in self._strangers if p.requires_grad), None)
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Exchange now, or after each evaluation of the closure if there is one; args begin with the optimizer."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            self._sync.begin()
+            self._sync.begin(self._trouble())
             return None
         wrapped = functools.partial(self._evaluate, closure)
         if "closure" in kwargs:
@@ -47,7 +69,7 @@ class Attachment:
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Evaluate, exchange, and return the loss averaged over ranks: optimizers that search by it must agree."""
         loss = closure()
-        self._sync.begin()
+        self._sync.begin(self._trouble())
         if isinstance(loss, torch.Tensor):
             return torch.tensor(self._sync.average(loss.item()), dtype=loss.dtype)
         return self._sync.average(float(loss))
@@ -97,6 +119,28 @@ class ScalerAgreement:
         return list(self._scaler._found_inf_per_device(self._optimizer).values())
 
 
+def strangers(groups: list[dict[str, Any]], sync: GradientSync) -> list[torch.nn.Parameter]:
+    """What is in an optimizer's groups and is not exchanged."""
+    known = {id(p) for p in sync._layout.params}
+    return [p for group in groups for p in group["params"] if id(p) not in known]
+
+
+def not_exchanged(p: torch.Tensor, sync: GradientSync) -> str:
+    """That a parameter is not exchanged, in words."""
+    name = next((f" {name}" for name, other in sync._model.named_parameters() if other is p), "")
+    return (
+        f"the optimizer holds a parameter{name} of shape {list(p.shape)} that GradientSync does not exchange: the ranks "
+        "would drift apart; construct both from the same model, after the last change to it"
+    )
+
+
+def check_exchanged(groups: list[dict[str, Any]], sync: GradientSync) -> None:
+    """Raise unless all that would be moved is exchanged; what requires no gradient may be there too. Local."""
+    for p in strangers(groups, sync):
+        if p.requires_grad:
+            raise ConfigurationError(f"r{sync.rank} | {not_exchanged(p, sync)}")
+
+
 def attach(optimizer: torch.optim.Optimizer, sync: GradientSync, scaler: Any = None) -> Attachment:
     """Call sync.step() by itself before each optimizer.step(); with a closure, after each of its evaluations.
 
@@ -109,14 +153,7 @@ def attach(optimizer: torch.optim.Optimizer, sync: GradientSync, scaler: Any = N
         raise ConfigurationError(f"attach expects a GradientSync second, got {type(sync).__name__}")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ConfigurationError(f"attach expects a torch.amp.GradScaler as scaler, got {type(scaler).__name__}")
-    known = {id(p) for p in sync._layout.params}
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if id(p) not in known and p.requires_grad:
-                raise ConfigurationError(
-                    f"r{sync.rank} | the optimizer holds a parameter of shape {list(p.shape)} that GradientSync does not "
-                    "exchange; construct both from the same model"
-                )
+    check_exchanged(optimizer.param_groups, sync)
     if scaler is not None and scaler.is_enabled() and sync.options.accumulate == "backward":
         raise ConfigurationError(
             f'r{sync.rank} | a GradScaler needs accumulate="step": during backward gradients are still scaled when they are '

@@ -160,3 +160,68 @@ def test_a_gradient_of_another_type_than_its_parameter(comm: MPI.Intracomm) -> N
         p.data = p.data.bfloat16()
     assert "the gradient of parameter weight is float32 [64, 64] on cpu" in raised(comm, mpisparse.GradientError, sync.step)
     sync.close()
+
+
+# What the optimizer is given
+
+
+def test_parameter_groups_added_later(comm: MPI.Intracomm) -> None:
+    """Of parameters that are exchanged, as in unfreezing by and by; others are refused and leave no trace."""
+    model, other = images(), nn.Linear(3, 7)
+    sync = mpisparse.GradientSync(model, density=0.2)
+    optimizer = torch.optim.SGD(model[3].parameters(), lr=0.1)
+    handle = mpisparse.attach(optimizer, sync)
+    refuse = mpisparse.ConfigurationError
+    text = raised(comm, refuse, lambda: optimizer.add_param_group({"params": other.parameters()}))
+    assert "holds a parameter of shape [7, 3] that GradientSync does not exchange: the ranks would drift apart" in text
+    optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 2]
+    before = model[0].weight.clone()
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, comm.rank, step).backward()
+        optimizer.step()
+        assert alike(comm, model.parameters())
+    assert not torch.equal(model[0].weight, before)
+    handle.remove()
+    optimizer.add_param_group({"params": other.parameters()})
+    sync.close()
+
+
+def test_groups_changed_by_hand(comm: MPI.Intracomm) -> None:
+    """On one rank: all say so at the next step, and go on when it is undone."""
+    model, other = images(), nn.Linear(3, 7)
+    other.weight.requires_grad_(False)
+    sync = mpisparse.GradientSync(model, density=0.2)
+    optimizer = torch.optim.SGD([*model.parameters(), other.weight], lr=0.1)
+    mpisparse.attach(optimizer, sync)
+    last = comm.rank == comm.size - 1
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, comm.rank, number).backward()
+        optimizer.step()
+
+    step(0)
+    if last:
+        optimizer.param_groups[0]["params"].append(other.bias)
+    assert "holds a parameter of shape [7] that" in raised(comm, mpisparse.GradientError, lambda: step(1))
+    if last:
+        optimizer.param_groups[0]["params"].pop()
+        other.weight.requires_grad_(True)
+    assert "holds a parameter of shape [7, 3] that" in raised(comm, mpisparse.GradientError, lambda: step(2))
+    other.weight.requires_grad_(False)
+    step(3)
+    assert alike(comm, model.parameters())
+    sync.close()
+
+
+def test_parameters_the_model_got_on_one_rank(comm: MPI.Intracomm) -> None:
+    model = images()
+    sync = mpisparse.GradientSync(model, density=0.2)
+    if comm.rank == comm.size - 1:
+        model.append(nn.Linear(5, 2))
+    loss_of(model, comm.rank, 0).backward()
+    text = raised(comm, mpisparse.GradientError, sync.step)
+    assert "the model has parameters that it did not have when GradientSync was constructed" in text
+    sync.close()
