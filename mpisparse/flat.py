@@ -76,6 +76,7 @@ class Layout:
             )
         self.params: list[torch.nn.Parameter] = [p for _, p in trainable]
         self.device = self.params[0].device
+        self.waiting: list[tuple[int, int]] = []  # stretches of parameters that were frozen since
         self.frozen = [p for p in model.parameters() if not p.requires_grad]
         self.slots: list[Slot] = []
         at = 0
@@ -88,6 +89,19 @@ class Layout:
             raise ConfigurationError(f"the trainable parameters of {type(model).__name__} have no elements")
         self.ends: Ints = np.array([slot.end for slot in self.slots], dtype=np.int64)
         self.kinds = np.array([s.sent_kind for s in self.slots], dtype=np.uint8)
+
+    @property
+    def remaining(self) -> int:
+        """How many elements are not frozen."""
+        return self.size - sum(end - begin for begin, end in self.waiting)
+
+    def waits(self, index: Ints) -> NDArray[np.bool_]:
+        """Which elements of an index are frozen."""
+        inside = np.zeros(len(index), dtype=bool)
+        for begin, end in self.waiting:
+            a, b = np.searchsorted(index, (begin, end)).tolist()
+            inside[a:b] = True
+        return inside
 
     def describe(self) -> list[str]:
         """One line for each parameter; equal on all ranks if and only if the layouts are."""

@@ -21,6 +21,7 @@ from mpisparse.agree import (
     NONFINITE,
     STALE,
     DensityDiffers,
+    FrozenDiffers,
     Inputs,
     Overflow,
     StepRefused,
@@ -31,6 +32,7 @@ from mpisparse.device import load_backend
 from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError
 from mpisparse.exchange import Exchange, end_job_on_uncaught_exception
 from mpisparse.flat import Layout, Published, collect, zeros
+from mpisparse.frozen import Frozen
 from mpisparse.parts import Clock, Parts
 from mpisparse.registry import parameters_registered
 from mpisparse.schemes import configure
@@ -86,6 +88,8 @@ class GradientSync:
         self._published = Published(self._layout, self._backend)
         parts = Parts(self._layout, self._residual, self._published, self._exchange, self._backend, model)
         self._step = self._options.build(parts)
+        self._frozen = Frozen(self._layout, self._backend)
+        self._late: list[tuple[int, torch.Tensor]] = []
         in_backward = self._options.accumulate == "backward"
         self._watch = GradientWatch(self._layout, self._published, self._accumulate if in_backward else None)
         self._density = float(self._options.density)
@@ -113,6 +117,7 @@ class GradientSync:
         self._check_ready()
         self._exchange.reset_counters()
         clock = Clock()
+        self._frozen.look()
         inputs = self._inputs(clock, trouble)
         used = None
         try:
@@ -125,9 +130,14 @@ class GradientSync:
             raise self._refusal(refused) from None
         except DensityDiffers as differing:
             raise self._differing(differing) from None
+        except FrozenDiffers:
+            raise self._frozen_differently() from None
         clock.lap("wait")
-        with self._explained():
+        self._freeze()
+        with self._explained(), self._frozen.out_of_sight(self._vectors):
             self._stats = self._step.run(inputs, clock)
+        if self._layout.waiting:
+            self._stats = _of_the_rest(self._stats, self._layout)
         self._publish(self._step.used() if self._step.deferred else used)
         self._watch.restart()
 
@@ -146,6 +156,9 @@ class GradientSync:
         except DensityDiffers as differing:
             self._damaged = "the density was not the same on all ranks"
             raise self._differing(differing) from None
+        except FrozenDiffers:
+            self._damaged = "the ranks had frozen different parameters"
+            raise self._frozen_differently() from None
         except Overflow as overflow:
             raise self._overflow(overflow.args[0]) from None
         except GradientError as error:
@@ -206,6 +219,10 @@ class GradientSync:
         self._check_undamaged()
         misfit = self._layout.misfit([None] * len(self._layout.slots))
         self._exchange.raise_together(None if misfit is None else GradientError(misfit), GradientError)
+        self._frozen.look()
+        if len(set(self._exchange.gather_texts(str(self._frozen.digest)))) > 1:
+            raise self._frozen_differently()
+        self._freeze()
         with self._explained():
             for used in self._step.drain():
                 self._publish(used)
@@ -265,7 +282,7 @@ class GradientSync:
     @property
     def k(self) -> int:
         """The number of elements that the set density, or what a scheme makes of it, asks for."""
-        return max(1, math.floor(min(1.0, self._density * self._step.scale) * self._layout.size + 1e-6))
+        return max(1, math.floor(min(1.0, self._density * self._step.scale) * self._layout.remaining + 1e-6))
 
     # State
 
@@ -310,6 +327,7 @@ class GradientSync:
         self._density = float(state["density"])
         self._damaged, self._bad = None, -1
         self._left.clear()
+        self._frozen.changed = True
         self._published.clear()
         self._watch.restart()
 
@@ -398,7 +416,8 @@ class GradientSync:
         if any(p.requires_grad for p in self._layout.frozen):
             new = "a frozen parameter requires a gradient now, which it did not"
         if new is None:
-            return self._layout.misfit(grads)
+            all_frozen = self._layout.remaining == 0
+            return "all parameters are frozen: nothing is left to train" if all_frozen else self._layout.misfit(grads)
         return (
             f"{new} when GradientSync was constructed: its gradient would not be exchanged and the ranks would drift apart; "
             "construct GradientSync (and the optimizer) after the change"
@@ -409,10 +428,12 @@ class GradientSync:
         found = self._step.scorer.trouble(clock)
         self._trouble = trouble or self._changed(grads) or found
         if self._trouble is not None:  # gradients of another type or shape must not be read
-            return Inputs(None, self.k, np.ones(len(grads), dtype=bool), BROKEN, trouble=self._trouble)
+            unused = np.ones(len(grads), dtype=bool)
+            return Inputs(None, self.k, unused, BROKEN, frozen=self._frozen.digest, trouble=self._trouble)
+        self._late = self._frozen.take_out(grads)
         if self._options.accumulate == "backward":
             self._take_left()
-            inputs = Inputs(None, self.k, ~self._watch.fresh)
+            inputs = Inputs(None, self.k, ~self._watch.fresh | self._frozen.mask)
             inputs.note_nonfinite(self._bad)
             inputs.note_nonfinite(self._backend.late_nonfinite(self._step.scorer.acc))
         else:
@@ -421,6 +442,9 @@ class GradientSync:
             inputs = Inputs(gradients, self.k, unused)
             if self._options.nonfinite == "skip":
                 inputs.note_nonfinite(gradients.first_nonfinite(self._backend))
+        inputs.frozen = self._frozen.digest
+        for i, grad in self._late:
+            inputs.note_nonfinite(-1 if bool(torch.isfinite(grad.to_dense()).all()) else self._layout.slots[i].begin)
         if inputs.status == NONFINITE:
             return inputs
         if inputs.unused.all():
@@ -445,9 +469,22 @@ class GradientSync:
     def _take_left(self) -> None:
         """Path "backward": take the gradients that could not be read when they came, if they can be now."""
         for i in sorted(self._left):
-            if self._layout.params[i].grad is not None:
+            if self._layout.params[i].grad is not None and not self._frozen.mask[i]:
                 self._accumulate(i)
         self._left.clear()
+
+    def _freeze(self) -> None:
+        """What is frozen now moves no more: nothing of it stays on its way, and what came of its gradient waits."""
+        if self._frozen.changed:
+            self._step.freeze()
+            self._frozen.changed = False
+        for i, grad in self._late:
+            self._layout.slots[i].view(self._residual).add_(grad.to_dense().float())
+        self._late = []
+
+    def _vectors(self) -> dict[str, Any]:
+        """All that elements are chosen by."""
+        return {"residual": self._backend.array_of(self._residual), **self._step.memories()}
 
     def _skip(self) -> None:
         """Some rank has a non-finite gradient: drop all gradients and change nothing else."""
@@ -458,7 +495,7 @@ class GradientSync:
         self._stats = Stats(
             step=int(self._step.state()["step"]),
             density=0.0,
-            set_density=self.k / self._layout.size,
+            set_density=self.k / max(1, self._layout.remaining),
             selected=0,
             threshold=last,
             bytes_sent=self._exchange.nbytes_sent,
@@ -471,7 +508,7 @@ class GradientSync:
     def _publish(self, used: np.ndarray[Any, np.dtype[np.bool_]] | None) -> None:
         """Make the published views p.grad; a parameter without a gradient on any rank, and nothing published, keeps None."""
         for i, (p, view) in enumerate(zip(self._layout.params, self._published.views, strict=True)):
-            if used is not None and not used[i] and not bool(view.any()):
+            if self._frozen.mask[i] or (used is not None and not used[i] and not bool(view.any())):
                 p.grad = None
             elif p.grad is not view:
                 p.grad = view
@@ -481,6 +518,15 @@ class GradientSync:
         return ConfigurationError(
             f"r{self.rank} | density must be the same on all ranks; they select {differing.args[0]} elements: "
             "set sync.density on all ranks alike"
+        )
+
+    def _frozen_differently(self) -> Exception:
+        """The error that all ranks raise when they have frozen different parameters; collective."""
+        names = self._exchange.gather_texts(self._frozen.names())
+        other = next((rank for rank, text in enumerate(names) if text != names[0]), 0)
+        which = f": rank 0 {names[0] or 'none'}, rank {other} {names[other] or 'none'}" if other else ""
+        return GradientError(
+            f"r{self.rank} | the ranks have frozen different parameters{which}; call requires_grad_() on all ranks alike"
         )
 
     def _overflow(self, index: int) -> Exception:
@@ -515,3 +561,10 @@ class GradientSync:
             )
         ranks = [rank for rank, (status, _) in enumerate(refused.statuses) if status == NO_BACKWARD]
         return GradientError(f"{me}step() with no new gradient on rank {', '.join(map(str, ranks))}; call backward() first")
+
+
+def _of_the_rest(stats: Stats, layout: Layout) -> Stats:
+    """Densities as shares of what is not frozen."""
+    names = ("density", "set_density", "sent_density")
+    shares = {name: min(1.0, getattr(stats, name) * layout.size / layout.remaining) for name in names}
+    return dataclasses.replace(stats, **shares)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from mpi4py import MPI
-from ranks import PATHS, alike, bits, raised, seeded
+from ranks import PATHS, alike, bits, everywhere, held, raised, seeded, total
 from torch import nn
 
 import mpisparse
@@ -224,4 +224,153 @@ def test_parameters_the_model_got_on_one_rank(comm: MPI.Intracomm) -> None:
     loss_of(model, comm.rank, 0).backward()
     text = raised(comm, mpisparse.GradientError, sync.step)
     assert "the model has parameters that it did not have when GradientSync was constructed" in text
+    sync.close()
+
+
+# Freezing
+
+FREEZING: list[dict[str, Any]] = [
+    {},
+    {"codec": "momentum-fp32", "density": 0.1},
+    {"scheme": "momentum"},
+    {"scheme": "dense", "density": None},
+    {"scheme": "dgc"},
+    {"scheme": "randomk"},
+    {"scheme": "sidco"},
+    {"scheme": "threshold"},
+    {"scheme": "topk"},
+]
+
+
+@both_paths
+@pytest.mark.parametrize("options", FREEZING, ids=lambda o: "-".join(map(str, o.values())) or "exdyna")
+def test_frozen_midway_and_set_free_again(comm: MPI.Intracomm, options: dict[str, Any], path: str) -> None:
+    """It stops, whatever momentum and decay are; what the ranks hold of it stays to the last; then it moves on."""
+    model = images()
+    sync = mpisparse.GradientSync(model, **{"density": 0.05, "accumulate": path, **options})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    mpisparse.attach(optimizer, sync)
+    weight, begin = model[3].weight, sum(p.numel() for p in model[0].parameters())
+    part = slice(begin, begin + weight.numel())
+    before, kept = weight.clone(), torch.empty(0)
+    for step in range(9):
+        optimizer.zero_grad()
+        if step == 6:
+            weight.requires_grad_(True)
+        loss_of(model, comm.rank, step).backward()
+        if step == 3:  # its gradient of this step is there already, and waits too
+            own = torch.zeros(weight.numel()) if weight.grad is None else weight.grad.flatten().clone()
+            kept, before = total(comm, held(sync)[part] + own), weight.clone()
+            weight.requires_grad_(False)
+        optimizer.step()
+        assert alike(comm, model.parameters())
+        if 3 <= step < 6:
+            assert weight.grad is None
+            assert everywhere(comm, torch.equal(weight, before))
+            assert torch.allclose(total(comm, held(sync)[part]), kept, rtol=1e-5, atol=1e-7)
+            assert sync.k == max(1, int((sync.density * (sync.residual.numel() - weight.numel())) + 1e-6))
+            assert options or abs(sync.stats.density - 0.05) < 0.02
+    assert not torch.equal(weight, before), "it moves on"
+    sync.close()
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.filterwarnings("ignore:an adaptive optimizer")
+def test_frozen_while_results_are_in_flight(comm: MPI.Intracomm, staleness: int) -> None:
+    """What arrives of it goes back to the ranks' residuals; a probe does not need its gradient."""
+    model = images()
+    x = torch.randn(4, 3, 5, 5, generator=seeded(9, 9))
+    options = {"density": 0.2, "staleness": staleness, "probe": lambda: model(x).square().mean(), "probe_every": 2}
+    sync = mpisparse.GradientSync(model, scheme="speculative", **options)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.1)
+    mpisparse.attach(optimizer, sync)
+    weight, begin = model[3].weight, sum(p.numel() for p in model[0].parameters())
+    part = slice(begin, begin + weight.numel())
+
+    def shared() -> torch.Tensor:
+        with sync.global_weights():
+            return weight.detach().clone()
+
+    def in_flight() -> torch.Tensor:
+        mean = torch.zeros(sync.residual.numel(), dtype=torch.float64)
+        for result in sync.state_dict()["step.flight"]:
+            mean[torch.as_tensor(result["index"])] += torch.as_tensor(result["mean"]).double()
+        return mean[part]
+
+    before = kept = torch.empty(0)
+    for step in range(10):
+        optimizer.zero_grad()
+        if step == 7:
+            weight.requires_grad_(True)
+        loss_of(model, comm.rank, step).backward()
+        if step == 4:
+            kept = total(comm, sync.residual[part].double() + weight.grad.flatten().double() + in_flight())
+            before = shared()
+            weight.requires_grad_(False)
+        optimizer.step()
+        if 4 <= step < 7:
+            assert everywhere(comm, torch.equal(shared(), before) and torch.equal(weight, before))
+            now = total(comm, sync.residual[part].double() + in_flight())
+            assert torch.allclose(now, kept, rtol=1e-4, atol=1e-7)
+    sync.synchronize()
+    assert alike(comm, model.parameters())
+    assert not torch.equal(weight, before)
+    sync.close()
+
+
+@pytest.mark.parametrize("scheme", ["exdyna", "speculative"])
+def test_frozen_on_one_rank(comm: MPI.Intracomm, scheme: str) -> None:
+    if comm.size == 1:
+        return
+    model = images()
+    sync = mpisparse.GradientSync(model, scheme=scheme, density=0.2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpisparse.attach(optimizer, sync)
+
+    def train() -> None:
+        for step in range(6):
+            if step == 2 and comm.rank == comm.size - 1:
+                model[3].weight.requires_grad_(False)
+            optimizer.zero_grad()
+            loss_of(model, comm.rank, step).backward()
+            optimizer.step()
+
+    text = raised(comm, mpisparse.GradientError, train)
+    assert f"the ranks have frozen different parameters: rank 0 none, rank {comm.size - 1} 3.weight" in text
+    sync.close()
+
+
+@both_paths
+def test_resumed_while_frozen(comm: MPI.Intracomm, path: str) -> None:
+    """The state holds what waits, so that a run goes on from it with the same bits, frozen or free."""
+    trained = []
+    for stop in (False, True):
+        model = images()
+        sync = mpisparse.GradientSync(model, density=0.05, accumulate=path, codec="momentum-fp32")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(6):
+            model[0].requires_grad_(step not in (2, 3))
+            if stop and step == 3:
+                state = sync.state_dict()
+                assert everywhere(comm, state["residual"][: model[0].weight.numel()].any())
+                sync.close()
+                model[0].requires_grad_(True)
+                sync = mpisparse.GradientSync(model, density=0.05, accumulate=path, codec="momentum-fp32")
+                sync.load_state_dict(state)
+                model[0].requires_grad_(False)
+            optimizer.zero_grad()
+            loss_of(model, comm.rank, step).backward()
+            sync.step()
+            optimizer.step()
+        trained.append(bits([*model.parameters(), sync.residual]))
+        sync.close()
+    assert trained[0] == trained[1]
+
+
+def test_all_frozen(comm: MPI.Intracomm) -> None:
+    model = images()
+    sync = mpisparse.GradientSync(model, density=0.2)
+    loss_of(model, comm.rank, 0).backward()
+    model.requires_grad_(False)
+    assert "all parameters are frozen" in raised(comm, mpisparse.GradientError, sync.step)
     sync.close()
