@@ -30,6 +30,10 @@ class DensityDiffers(Exception):  # noqa: N818 - as above
     """The ranks were set to different densities; carries each rank's k."""
 
 
+class FrozenDiffers(Exception):  # noqa: N818 - as above
+    """The ranks have frozen different parameters."""
+
+
 class Overflow(Exception):  # noqa: N818 - as above
     """The sum over ranks is beyond what float32 holds, at the flat index that it carries; known to all ranks."""
 
@@ -43,6 +47,8 @@ class Inputs:
     unused: NDArray[np.bool_]
     status: int = FINE
     detail: int = 0
+    frozen: int = 0  # a digest of which parameters are frozen
+    trouble: str = ""  # why this rank cannot go on, where its status is BROKEN
 
     def note_nonfinite(self, index: int) -> None:
         """Remember the first non-finite element for the agreement that follows."""
@@ -55,8 +61,11 @@ def share_readiness(exchange: Exchange, inputs: Inputs) -> NDArray[np.bool_] | N
 
     Returns which parameters had a gradient on some rank; None if all had one on all.
     """
-    rows = exchange.allgather(np.array([inputs.status, inputs.detail, inputs.k, int(inputs.unused.any())], dtype=np.int64))
+    mine = [inputs.status, inputs.detail, inputs.k, int(inputs.unused.any()), inputs.frozen]
+    rows = exchange.allgather(np.array(mine, dtype=np.int64))
     _refuse(rows)
+    if (rows[:, 4] != inputs.frozen).any():
+        raise FrozenDiffers
     if (rows[:, 2] != inputs.k).any():
         raise DensityDiffers(rows[:, 2].tolist())
     if not rows[:, 3].any():

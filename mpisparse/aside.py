@@ -59,7 +59,9 @@ def gradient_of(
                 else value
             )
             raise ConfigurationError(f"{name}() must return a loss, a tensor of one element with a gradient; got {got!r}")
-        return value.item(), list(torch.autograd.grad(value.reshape(()), params, allow_unused=True))
+        moving = [p for p in params if p.requires_grad]
+        grads = iter(torch.autograd.grad(value.reshape(()), moving, allow_unused=True))
+        return value.item(), [next(grads) if p.requires_grad else None for p in params]
 
 
 def gradient_aside(

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from mpisparse.agree import Inputs, share_counts
 from mpisparse.candidates import Found
 from mpisparse.errors import ConfigurationError
+from mpisparse.flat import Layout
 from mpisparse.parts import Chosen, Clock, Parts, Region
 from mpisparse.rows import unite
 from mpisparse.score import Magnitude
@@ -120,25 +121,30 @@ class RandomK(Stateless):
 
     common = True
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, layout: Layout) -> None:
         self.seed = seed
+        self.layout = layout
 
     def pick(self, acc: Floats, k: int, step: int) -> tuple[Ints, float]:
         generator = np.random.Generator(np.random.Philox(key=[self.seed, step]))
-        return np.sort(generator.choice(len(acc), k, replace=False, shuffle=False)), 0.0
+        picked: Ints = np.sort(generator.choice(self.layout.remaining, k, replace=False, shuffle=False))
+        for begin, end in self.layout.waiting:  # the lot is among what is not frozen
+            picked[np.searchsorted(picked, begin) :] += end - begin
+        return picked, 0.0
 
 
 class HardThreshold(Plain):
     """All that reach a fixed threshold; none given: the one that gave this rank k in the first step that had as many."""
 
-    def __init__(self, backend: Any, threshold: float | None, density: float) -> None:
+    def __init__(self, backend: Any, threshold: float | None, density: float, layout: Layout | None = None) -> None:
         self.backend = backend
+        self.layout = layout
         self.threshold = max(threshold, TINY) if threshold else 0.0
         self.density = density
 
     def pick(self, acc: Floats, k: int, step: int) -> tuple[Ints, float]:
         if self.threshold <= 0.0:  # by the density that was set at first, not by that of a warm-up
-            at = len(acc) - max(1, int(self.density * len(acc)))
+            at = len(acc) - max(1, int(self.density * (self.layout.remaining if self.layout else len(acc))))
             self.threshold = float(np.partition(np.abs(acc), at)[at])
         threshold = max(self.threshold, TINY)
         index, _, _ = self.backend.select(acc, 0, len(acc), threshold)
@@ -164,17 +170,19 @@ class Sidco(Plain):
 
     STAGE, PATIENCE, TOLERANCE = 0.25, 5, 0.2
 
-    def __init__(self, backend: Any) -> None:
+    def __init__(self, backend: Any, layout: Layout) -> None:
         self.backend = backend
+        self.layout = layout
         self.stages = 1
         self.ratios: list[float] = []
 
     def pick(self, acc: Floats, k: int, step: int) -> tuple[Ints, float]:
-        wanted = k / len(acc)
+        n = self.layout.remaining
+        wanted = k / n
         most = max(1, math.ceil(math.log(wanted) / math.log(self.STAGE))) if wanted < 1.0 else 1
         stages = min(self.stages, most)
         shares = [self.STAGE] * (stages - 1) + [wanted / self.STAGE ** (stages - 1)]
-        threshold = mean_magnitude(acc) * math.log(1.0 / min(1.0, shares[0]))
+        threshold = mean_magnitude(acc, n) * math.log(1.0 / min(1.0, shares[0]))
         threshold = max(threshold, TINY)
         index, magnitude, _ = self.backend.select(acc, 0, len(acc), threshold)
         for share in shares[1:]:
@@ -205,10 +213,11 @@ class Sidco(Plain):
         self.ratios = np.asarray(state["ratios"]).tolist()
 
 
-def mean_magnitude(acc: Floats) -> float:
-    """The mean of |acc|, piece by piece so that pieces stay in cache; the same bits for the same vector."""
+def mean_magnitude(acc: Floats, n: int) -> float:
+    """The mean of |acc| over n elements, the others being zero, piece by piece so that pieces stay in cache; the same bits
+    for the same vector."""
     pieces = range(0, len(acc), PIECE)
-    return sum(float(np.abs(acc[at : at + PIECE]).sum(dtype=np.float64)) for at in pieces) / len(acc)
+    return sum(float(np.abs(acc[at : at + PIECE]).sum(dtype=np.float64)) for at in pieces) / n
 
 
 class UnionChooser:
@@ -227,7 +236,7 @@ class UnionChooser:
         clock.lap("accumulate")
         share_counts(exchange, inputs, np.empty(0, dtype=np.int64), n)  # nobody picks among values that are not finite
         clock.lap("agree")
-        k = self.picker.wanted(min(inputs.k, n), n, self.step)
+        k = self.picker.wanted(min(inputs.k, n), self.parts.layout.remaining, self.step)
         mine, threshold = self.picker.pick(self.parts.acc, k, self.step)
         clock.lap("select")
         if self.picker.common:

@@ -7,6 +7,7 @@ all that was sent + residual + (1 - share) / share x (sent last) = all that was 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,15 @@ class Blend:
         self.index, self.value = backend.come_to_rest(
             acc, sent.index, sent.values, sent.selected, mean, left, float(self.pending)
         )
+
+    def rest(self, backend: Backend, acc: Floats, waits: Callable[[Ints], NDArray[np.bool_]]) -> None:
+        """Have what is still to come of frozen elements in acc, and no longer on its way."""
+        index, value = backend.to_host(self.index), backend.to_host(self.value)
+        frozen = waits(index)
+        if frozen.any():
+            left = self.pending * value[frozen]
+            backend.add_at(acc, backend.from_host(index[frozen]), backend.from_host(left))
+            self.index, self.value = backend.from_host(index[~frozen]), backend.from_host(value[~frozen])
 
     def state(self) -> dict[str, Any]:
         """What the next step depends on."""

@@ -49,6 +49,16 @@ class Slot:
         """This parameter's part of a flat tensor that starts at element `begin`, in the parameter's shape."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.begin - begin)
 
+    def fits(self, p: torch.Tensor) -> bool:
+        """Tell whether a parameter is of the type, shape and order in memory that it had at construction."""
+        if p.dtype is not self.dtype or p.shape != self.shape:
+            return False
+        return p.stride() == self.stride or self.matches(p) or memory_order(p) == self.stride
+
+    def takes(self, grad: torch.Tensor) -> bool:
+        """Tell whether a gradient is of the parameter's type and shape, so that no pass reads beyond it."""
+        return grad.dtype is self.dtype and grad.shape == self.shape
+
     def matches(self, grad: torch.Tensor) -> bool:
         """Tell whether a gradient's memory is in this slot's order."""
         sized = [(s, t) for n, s, t in zip(self.shape, grad.stride(), self.stride, strict=True) if n > 1]
@@ -66,6 +76,7 @@ class Layout:
             )
         self.params: list[torch.nn.Parameter] = [p for _, p in trainable]
         self.device = self.params[0].device
+        self.waiting: list[tuple[int, int]] = []  # stretches of parameters that were frozen since
         self.frozen = [p for p in model.parameters() if not p.requires_grad]
         self.slots: list[Slot] = []
         at = 0
@@ -79,9 +90,37 @@ class Layout:
         self.ends: Ints = np.array([slot.end for slot in self.slots], dtype=np.int64)
         self.kinds = np.array([s.sent_kind for s in self.slots], dtype=np.uint8)
 
+    @property
+    def remaining(self) -> int:
+        """How many elements are not frozen."""
+        return self.size - sum(end - begin for begin, end in self.waiting)
+
+    def waits(self, index: Ints) -> NDArray[np.bool_]:
+        """Which elements of an index are frozen."""
+        inside = np.zeros(len(index), dtype=bool)
+        for begin, end in self.waiting:
+            a, b = np.searchsorted(index, (begin, end)).tolist()
+            inside[a:b] = True
+        return inside
+
     def describe(self) -> list[str]:
         """One line for each parameter; equal on all ranks if and only if the layouts are."""
         return [f"{s.name} {list(s.shape)} {str(s.dtype).removeprefix('torch.')} {list(s.stride)}" for s in self.slots]
+
+    def misfit(self, grads: Iterable[torch.Tensor | None]) -> str | None:
+        """What of the parameters or their gradients is not as it was at construction, in words; None if all is."""
+        for slot, p, grad in zip(self.slots, self.params, grads, strict=True):
+            if not slot.fits(p) or p.device != self.device:
+                was = _looks(slot.dtype, slot.shape, slot.stride, self.device)
+                now = _looks(p.dtype, p.shape, p.stride(), p.device)
+                return (
+                    f"parameter {slot.name} was {was} when GradientSync was constructed and is {now} now; convert the model "
+                    "first, then construct GradientSync and the optimizer, or convert it back"
+                )
+            if grad is not None and (not slot.takes(grad) or grad.device != self.device):
+                was, now = (_looks(t.dtype, t.shape, None, t.device) for t in (p, grad))
+                return f"the gradient of parameter {slot.name} is {now}, its parameter is {was}; they must be alike"
+        return None
 
     def name_at(self, index: int) -> str:
         """The name of the parameter that holds a flat index."""
@@ -98,6 +137,11 @@ def _check_parameter(name: str, p: torch.nn.Parameter, device: torch.device) -> 
         raise ConfigurationError(f"parameter {name} is on {p.device}; move the model to the CPU or to one CUDA device")
     if p.device != device:
         raise ConfigurationError(f"parameter {name} is on {p.device}, others are on {device}; move the model to one device")
+
+
+def _looks(dtype: torch.dtype, shape: Iterable[int], stride: Iterable[int] | None, device: torch.device) -> str:
+    strides = "" if stride is None else f" with strides {list(stride)}"
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}{strides} on {device}"
 
 
 def memory_order(p: torch.Tensor) -> tuple[int, ...]:
@@ -213,21 +257,39 @@ class Published:
     def __init__(self, layout: Layout, backend: Backend) -> None:
         self.backend = backend
         self.runs: list[Run] = []
-        run_of: list[Run] = []
+        self.run_of: list[Run] = []
         for slot in layout.slots:
             if not self.runs or self.runs[-1].buffer.dtype != slot.dtype:
                 self.runs.append(Run(slot.begin, slot.begin, torch.empty(0, dtype=slot.dtype)))
             self.runs[-1].end = slot.end
-            run_of.append(self.runs[-1])
+            self.run_of.append(self.runs[-1])
         for run in self.runs:
             run.buffer = zeros(run.end - run.begin, run.buffer.dtype, layout.device)
-        self.views = [slot.view(run.buffer, run.begin) for slot, run in zip(layout.slots, run_of, strict=True)]
+        self.slots = layout.slots
+        self.views = [slot.view(run.buffer, run.begin) for slot, run in zip(self.slots, self.run_of, strict=True)]
+        self.addresses = [view.data_ptr() for view in self.views]  # where the buffers are for as long as this object is
         self.union: Ints = backend.empty(0, np.int64)
         self.version = self.written()
 
     def written(self) -> int:
         """How often anyone but this object wrote into the buffers."""
         return sum(run.buffer._version for run in self.runs)
+
+    def is_cut_off(self, i: int) -> bool:
+        """Tell whether a view has other memory than the buffer: converting a module gives its gradients new memory."""
+        return self.views[i].data_ptr() != self.addresses[i]
+
+    def cut_off(self) -> list[int]:
+        """The parameters whose views are cut off from the buffer."""
+        pairs = zip(self.views, self.addresses, strict=True)
+        return [i for i, (view, address) in enumerate(pairs) if view.data_ptr() != address]
+
+    def renew(self, i: int) -> torch.Tensor:
+        """Make a view of the buffer again; the one before goes on as a tensor of its own."""
+        run = self.run_of[i]
+        self.views[i] = self.slots[i].view(run.buffer, run.begin)
+        self.addresses[i] = self.views[i].data_ptr()
+        return self.views[i]
 
     def clear(self) -> None:
         """Make every element zero."""

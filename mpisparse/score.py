@@ -89,6 +89,10 @@ class Magnitude:
         """What the statistics of a step should say beyond what all schemes have in common."""
         return {}
 
+    def memories(self) -> dict[str, Any]:
+        """What elements are compared by beside the accumulator."""
+        return {}
+
     def close(self) -> None:
         """End what goes on beside the step."""
 
@@ -167,6 +171,9 @@ class Remembering(WholeGradient):
     def __init__(self, residual: torch.Tensor, backend: Backend, slots: list[Slot]) -> None:
         super().__init__(residual, backend, slots)
         self.memory: Floats = backend.array_of(zeros(len(residual), torch.float32, residual.device))
+
+    def memories(self) -> dict[str, Any]:
+        return {self.remembers: self.memory}
 
     def state(self) -> dict[str, Any]:
         return {f"mean.{self.remembers}": self.memory}

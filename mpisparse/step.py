@@ -109,6 +109,13 @@ class Synchronous:
         """Have the weights that are the same on all ranks in the model."""
         return nullcontext()
 
+    def freeze(self) -> None:
+        """Other parameters than before are frozen: see layout.waiting."""
+
+    def memories(self) -> dict[str, Any]:
+        """What elements are chosen by beside the accumulator, a number for each."""
+        return {}
+
     def close(self) -> None:
         """Give back what else than memory is held; collective."""
 
@@ -141,6 +148,13 @@ class SparseStep(Synchronous):
     def observe(self, metric: float) -> None:
         if self.demand:
             self.demand = self.demand.after(metric)
+
+    def freeze(self) -> None:
+        if self.blend:
+            self.blend.rest(self.parts.backend, self.acc, self.parts.layout.waits)
+
+    def memories(self) -> dict[str, Any]:
+        return self.scorer.memories()
 
     def close(self) -> None:
         self.scorer.close()

@@ -21,6 +21,7 @@ from mpisparse.agree import (
     NONFINITE,
     STALE,
     DensityDiffers,
+    FrozenDiffers,
     Inputs,
     Overflow,
     StepRefused,
@@ -31,6 +32,7 @@ from mpisparse.device import load_backend
 from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError
 from mpisparse.exchange import Exchange, end_job_on_uncaught_exception
 from mpisparse.flat import Layout, Published, collect, zeros
+from mpisparse.frozen import Frozen
 from mpisparse.parts import Clock, Parts
 from mpisparse.registry import parameters_registered
 from mpisparse.schemes import configure
@@ -86,12 +88,15 @@ class GradientSync:
         self._published = Published(self._layout, self._backend)
         parts = Parts(self._layout, self._residual, self._published, self._exchange, self._backend, model)
         self._step = self._options.build(parts)
+        self._frozen = Frozen(self._layout, self._backend)
+        self._late: list[tuple[int, torch.Tensor]] = []
         in_backward = self._options.accumulate == "backward"
         self._watch = GradientWatch(self._layout, self._published, self._accumulate if in_backward else None)
         self._density = float(self._options.density)
         self._stats: Stats | None = None
         self._syncing = True
         self._bad = -1
+        self._left: set[int] = set()
         self._damaged: str | None = None
         self._trouble: str | None = None
 
@@ -102,14 +107,18 @@ class GradientSync:
         self._step.check_by_hand()
         self.begin()
 
-    def begin(self) -> None:
-        """What step() does, for attach, which also calls finish() when the optimizer is done; collective."""
+    def begin(self, trouble: str | None = None) -> None:
+        """What step() does, for attach, which also calls finish() when the optimizer is done; collective.
+
+        trouble: why this rank cannot go on, for all ranks to raise.
+        """
         if self._step.draining:
             return
         self._check_ready()
         self._exchange.reset_counters()
         clock = Clock()
-        inputs = self._inputs(clock)
+        self._frozen.look()
+        inputs = self._inputs(clock, trouble)
         used = None
         try:
             if not self._step.deferred:
@@ -121,9 +130,14 @@ class GradientSync:
             raise self._refusal(refused) from None
         except DensityDiffers as differing:
             raise self._differing(differing) from None
+        except FrozenDiffers:
+            raise self._frozen_differently() from None
         clock.lap("wait")
-        with self._explained():
+        self._freeze()
+        with self._explained(), self._frozen.out_of_sight(self._vectors):
             self._stats = self._step.run(inputs, clock)
+        if self._layout.waiting:
+            self._stats = _of_the_rest(self._stats, self._layout)
         self._publish(self._step.used() if self._step.deferred else used)
         self._watch.restart()
 
@@ -142,6 +156,9 @@ class GradientSync:
         except DensityDiffers as differing:
             self._damaged = "the density was not the same on all ranks"
             raise self._differing(differing) from None
+        except FrozenDiffers:
+            self._damaged = "the ranks had frozen different parameters"
+            raise self._frozen_differently() from None
         except Overflow as overflow:
             raise self._overflow(overflow.args[0]) from None
         except GradientError as error:
@@ -200,6 +217,12 @@ class GradientSync:
     def synchronize(self) -> None:
         """Finish what is in flight, so that replicas are equal; collective. Nothing is, in a synchronous scheme."""
         self._check_undamaged()
+        misfit = self._layout.misfit([None] * len(self._layout.slots))
+        self._exchange.raise_together(None if misfit is None else GradientError(misfit), GradientError)
+        self._frozen.look()
+        if len(set(self._exchange.gather_texts(str(self._frozen.digest)))) > 1:
+            raise self._frozen_differently()
+        self._freeze()
         with self._explained():
             for used in self._step.drain():
                 self._publish(used)
@@ -259,7 +282,7 @@ class GradientSync:
     @property
     def k(self) -> int:
         """The number of elements that the set density, or what a scheme makes of it, asks for."""
-        return max(1, math.floor(min(1.0, self._density * self._step.scale) * self._layout.size + 1e-6))
+        return max(1, math.floor(min(1.0, self._density * self._step.scale) * self._layout.remaining + 1e-6))
 
     # State
 
@@ -303,6 +326,8 @@ class GradientSync:
         self._residual.copy_(torch.as_tensor(state["residual"]))
         self._density = float(state["density"])
         self._damaged, self._bad = None, -1
+        self._left.clear()
+        self._frozen.changed = True
         self._published.clear()
         self._watch.restart()
 
@@ -372,11 +397,6 @@ class GradientSync:
         if not self._syncing:
             raise RuntimeError(f"r{self.rank} | step() inside no_sync(): leave the block before the step that exchanges")
         self._check_undamaged()
-        if self._registered != parameters_registered():
-            self._check_parameters()
-        for p in self._layout.frozen:
-            if p.requires_grad:
-                raise self._changed("a frozen parameter requires a gradient now")
 
     def _check_undamaged(self) -> None:
         if self._damaged is not None:
@@ -384,50 +404,87 @@ class GradientSync:
                 f"r{self.rank} | the residual is damaged since an earlier error ({self._damaged}); load a saved state"
             )
 
-    def _check_parameters(self) -> None:
-        now = [p for p in self._model.parameters() if p.requires_grad]
-        known = {id(p) for p in self._layout.params}
-        if any(id(p) not in known for p in now):
-            raise self._changed("the model has parameters that it did not have")
-        self._registered = parameters_registered()
-
-    def _changed(self, what: str) -> GradientError:
-        return GradientError(
-            f"r{self.rank} | {what} when GradientSync was constructed: its gradient would not be exchanged and the ranks "
-            "would drift apart; construct GradientSync (and the optimizer) after the change"
+    def _changed(self, grads: list[torch.Tensor | None]) -> str | None:
+        """What of the model is not as it was at construction, in words; None if nothing that matters."""
+        new = None
+        nothing_came = not self._watch.fresh.any() and all(grad is None for grad in grads)
+        if nothing_came or self._registered != parameters_registered():
+            known = {id(p) for p in self._layout.params}
+            if any(id(p) not in known for p in self._model.parameters() if p.requires_grad):
+                new = "the model has parameters that it did not have"
+            self._registered = parameters_registered() if new is None else -1
+        if any(p.requires_grad for p in self._layout.frozen):
+            new = "a frozen parameter requires a gradient now, which it did not"
+        if new is None:
+            all_frozen = self._layout.remaining == 0
+            return "all parameters are frozen: nothing is left to train" if all_frozen else self._layout.misfit(grads)
+        return (
+            f"{new} when GradientSync was constructed: its gradient would not be exchanged and the ranks would drift apart; "
+            "construct GradientSync (and the optimizer) after the change"
         )
 
-    def _inputs(self, clock: Clock) -> Inputs:
+    def _inputs(self, clock: Clock, trouble: str | None) -> Inputs:
+        grads = self._watch.grads()
+        found = self._step.scorer.trouble(clock)
+        self._trouble = trouble or self._changed(grads) or found
+        if self._trouble is not None:  # gradients of another type or shape must not be read
+            unused = np.ones(len(grads), dtype=bool)
+            return Inputs(None, self.k, unused, BROKEN, frozen=self._frozen.digest, trouble=self._trouble)
+        self._late = self._frozen.take_out(grads)
         if self._options.accumulate == "backward":
-            inputs = Inputs(None, self.k, ~self._watch.fresh)
+            self._take_left()
+            inputs = Inputs(None, self.k, ~self._watch.fresh | self._frozen.mask)
             inputs.note_nonfinite(self._bad)
             inputs.note_nonfinite(self._backend.late_nonfinite(self._step.scorer.acc))
         else:
-            grads = self._watch.grads()
             unused = np.fromiter((g is None for g in grads), dtype=bool, count=len(grads))
             gradients = collect(self._layout, grads)
             inputs = Inputs(gradients, self.k, unused)
             if self._options.nonfinite == "skip":
                 inputs.note_nonfinite(gradients.first_nonfinite(self._backend))
+        inputs.frozen = self._frozen.digest
+        for i, grad in self._late:
+            inputs.note_nonfinite(-1 if bool(torch.isfinite(grad.to_dense()).all()) else self._layout.slots[i].begin)
         if inputs.status == NONFINITE:
             return inputs
-        self._trouble = self._step.scorer.trouble(clock)
-        if self._trouble is not None:
-            inputs.status = BROKEN
-        elif inputs.unused.all():
+        if inputs.unused.all():
             inputs.status = NO_BACKWARD
         elif stale := self._watch.stale():
             inputs.status, inputs.detail = STALE, self._layout.slots[stale[0]].begin
+        self._watch.reattach()
         return inputs
 
     def _accumulate(self, i: int) -> None:
         """Path "backward": add parameter i's gradient into the residual and drop it."""
         slot, p = self._layout.slots[i], self._layout.params[i]
         assert p.grad is not None
+        if not slot.takes(p.grad) or p.grad.device != self._layout.device:
+            self._left.add(i)  # not to be read; step() says why
+            return
         bad = self._step.scorer.add(i, slot, p.grad)
         if bad >= 0 and self._bad < 0:
             self._bad = bad
         p.grad = None
+
+    def _take_left(self) -> None:
+        """Path "backward": take the gradients that could not be read when they came, if they can be now."""
+        for i in sorted(self._left):
+            if self._layout.params[i].grad is not None and not self._frozen.mask[i]:
+                self._accumulate(i)
+        self._left.clear()
+
+    def _freeze(self) -> None:
+        """What is frozen now moves no more: nothing of it stays on its way, and what came of its gradient waits."""
+        if self._frozen.changed:
+            self._step.freeze()
+            self._frozen.changed = False
+        for i, grad in self._late:
+            self._layout.slots[i].view(self._residual).add_(grad.to_dense().float())
+        self._late = []
+
+    def _vectors(self) -> dict[str, Any]:
+        """All that elements are chosen by."""
+        return {"residual": self._backend.array_of(self._residual), **self._step.memories()}
 
     def _skip(self) -> None:
         """Some rank has a non-finite gradient: drop all gradients and change nothing else."""
@@ -438,7 +495,7 @@ class GradientSync:
         self._stats = Stats(
             step=int(self._step.state()["step"]),
             density=0.0,
-            set_density=self.k / self._layout.size,
+            set_density=self.k / max(1, self._layout.remaining),
             selected=0,
             threshold=last,
             bytes_sent=self._exchange.nbytes_sent,
@@ -451,7 +508,7 @@ class GradientSync:
     def _publish(self, used: np.ndarray[Any, np.dtype[np.bool_]] | None) -> None:
         """Make the published views p.grad; a parameter without a gradient on any rank, and nothing published, keeps None."""
         for i, (p, view) in enumerate(zip(self._layout.params, self._published.views, strict=True)):
-            if used is not None and not used[i] and not bool(view.any()):
+            if self._frozen.mask[i] or (used is not None and not used[i] and not bool(view.any())):
                 p.grad = None
             elif p.grad is not view:
                 p.grad = view
@@ -461,6 +518,15 @@ class GradientSync:
         return ConfigurationError(
             f"r{self.rank} | density must be the same on all ranks; they select {differing.args[0]} elements: "
             "set sync.density on all ranks alike"
+        )
+
+    def _frozen_differently(self) -> Exception:
+        """The error that all ranks raise when they have frozen different parameters; collective."""
+        names = self._exchange.gather_texts(self._frozen.names())
+        other = next((rank for rank, text in enumerate(names) if text != names[0]), 0)
+        which = f": rank 0 {names[0] or 'none'}, rank {other} {names[other] or 'none'}" if other else ""
+        return GradientError(
+            f"r{self.rank} | the ranks have frozen different parameters{which}; call requires_grad_() on all ranks alike"
         )
 
     def _overflow(self, index: int) -> Exception:
@@ -485,8 +551,8 @@ class GradientSync:
                 f'{me}{found}; lower the learning rate, clip, or pass nonfinite="skip" to skip such steps'
             )
         if BROKEN in by_status:
-            trouble = None if self._trouble is None else RuntimeError(self._trouble)
-            self._exchange.raise_together(trouble, RuntimeError)
+            trouble = None if self._trouble is None else GradientError(self._trouble)
+            self._exchange.raise_together(trouble, GradientError)
         if STALE in by_status:
             rank, index = by_status[STALE]
             return GradientError(
@@ -495,3 +561,10 @@ class GradientSync:
             )
         ranks = [rank for rank, (status, _) in enumerate(refused.statuses) if status == NO_BACKWARD]
         return GradientError(f"{me}step() with no new gradient on rank {', '.join(map(str, ranks))}; call backward() first")
+
+
+def _of_the_rest(stats: Stats, layout: Layout) -> Stats:
+    """Densities as shares of what is not frozen."""
+    names = ("density", "set_density", "sent_density")
+    shares = {name: min(1.0, getattr(stats, name) * layout.size / layout.remaining) for name in names}
+    return dataclasses.replace(stats, **shares)

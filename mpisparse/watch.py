@@ -65,6 +65,14 @@ class GradientWatch:
         views, params = self.published.views, self.layout.params
         return sorted(i for i in self.unzeroed if params[i].grad is views[i])
 
+    def reattach(self) -> None:
+        """Make views of the buffer again where a conversion of the module, there and back, has cut them off."""
+        for i in self.published.cut_off():
+            before, p = self.published.views[i], self.layout.params[i]
+            view = self.published.renew(i)
+            if p.grad is before and not self.fresh[i]:
+                p.grad = view
+
     def restart(self) -> None:
         """A step is done: what is in the views now is the published mean."""
         self.fresh[:] = False
@@ -99,6 +107,9 @@ class GradientWatch:
             self.unzeroed.add(i)
 
     def _is_set(self, index: int) -> bool:
+        i = int(np.searchsorted(self.layout.ends, index, side="right"))
+        if self.published.is_cut_off(i):  # what the module has, and may have zeroed, is the copy
+            return bool(self.published.views[i].any())
         run = next(r for r in self.published.runs if r.begin <= index < r.end)
         return bool(run.buffer[index - run.begin] != 0)
 

@@ -6,6 +6,7 @@ put in order in three launches (mark, scan, write), between which the host learn
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,7 +40,7 @@ class CudaBackend:
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
         self.tile = 32 * launcher.block
-        self._noted: DeviceArray | None = None
+        self._notes: dict[int, DeviceArray] = {}  # by the memory that was added to, as backends are shared
 
     # Arrays
 
@@ -106,15 +107,16 @@ class CudaBackend:
             return -1
         bads = self.empty(self._tiles(len(acc)), np.int64)
         self._over_tiles("accumulate", len(acc), acc, np.int64(len(acc)), np.uint64(pointer), np.uint32(kind), bads)
-        self._launch("note_bad", 1, self.launcher.block, acc, bads, np.int64(len(bads)), self._bad_address())
+        self._launch("note_bad", 1, self.launcher.block, acc, bads, np.int64(len(bads)), self._note_of(acc))
         return -1
 
     def late_nonfinite(self, acc: DeviceArray) -> int:
         """The index in acc where accumulate() first met a value that is not finite since the last call, or -1."""
-        if self._noted is None:
+        note = self._notes.get(id(acc.owner))
+        if note is None:
             return -1
-        address = int(self.to_host(self._noted)[0])
-        self._noted.fill(0)
+        address = int(self.to_host(note)[0])
+        note.fill(0)
         return (address - acc.pointer) // acc.itemsize if address else -1
 
     def first_nonfinite(self, pointers: NDArray[np.uint64], ends: Ints, kinds: NDArray[np.uint8]) -> int:
@@ -277,10 +279,13 @@ class CudaBackend:
         array.fill(0)
         return array
 
-    def _bad_address(self) -> DeviceArray:
-        if self._noted is None:
-            self._noted = self._zeros(1, np.uint64)
-        return self._noted
+    def _note_of(self, acc: DeviceArray) -> DeviceArray:
+        """Where the address of the first value that is not finite is noted, for as long as acc's memory lives."""
+        key = id(acc.owner)
+        if key not in self._notes:
+            self._notes[key] = self._zeros(1, np.uint64)
+            weakref.finalize(acc.owner, self._notes.pop, key, None)
+        return self._notes[key]
 
     def _gradients(
         self, pointers: NDArray[np.uint64], ends: Ints, kinds: NDArray[np.uint8]

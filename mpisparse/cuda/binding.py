@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
@@ -37,6 +37,16 @@ def compile_cubin(capability: str) -> bytes:
         raise ConfigurationError(f"NVRTC does not compile the kernels: {nvrtc.getProgramLog(program)}") from error
     finally:
         nvrtc.destroyProgram(program)
+
+
+class Stream(NamedTuple):
+    """A stream of torch's; CuPy asks a stream for its address alone."""
+
+    ptr: int
+
+    def synchronize(self) -> None:
+        """Wait for all that was launched on it."""
+        cupy.cuda.runtime.streamSynchronize(self.ptr)
 
 
 class CupyLauncher:
@@ -88,7 +98,7 @@ class CupyLauncher:
             stream.synchronize()
 
     @contextlib.contextmanager
-    def _current(self) -> Iterator[Any]:
-        """Torch's current stream of the device, as CuPy's, while the device is the current one: stream 0 is of that."""
+    def _current(self) -> Iterator[Stream]:
+        """Torch's current stream of the device, while the device is the current one: stream 0 is of that."""
         with cupy.cuda.Device(self.device.index):
-            yield cupy.cuda.ExternalStream(torch.cuda.current_stream(self.device).cuda_stream, self.device.index)
+            yield Stream(torch.cuda.current_stream(self.device).cuda_stream)

@@ -1,4 +1,4 @@
-"""Adam with a cosine schedule and scheme momentum, on digits: `mpirun -n 2 python -m mpisparse.examples.momentum`."""
+"""SGD with a cosine schedule and scheme momentum, on digits: `mpirun -n 2 python -m mpisparse.examples.momentum`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
     sync = mpisparse.GradientSync(model, scheme="momentum", density=0.1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
     mpisparse.attach(optimizer, sync)  # exchanges before each optimizer.step()
 

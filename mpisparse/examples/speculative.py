@@ -27,7 +27,7 @@ def main() -> None:
         return cross_entropy(model(images[:64]), labels[:64])
 
     sync = mpisparse.GradientSync(model, scheme="speculative", density=0.05, probe=probe, granularity="learned")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     mpisparse.attach(optimizer, sync)  # required: the optimizer moves two sets of weights
 
     shard = torch.arange(sync.rank, TRAINING, sync.size)

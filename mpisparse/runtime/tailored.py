@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from mpisparse.errors import GradientError
 from mpisparse.exchange import Exchange
 from mpisparse.parts import Clock
 from mpisparse.runtime.sparse_models import PrunedLinear
@@ -29,8 +30,10 @@ class TailoredSync(GradientSync):
         self.reduction = reduction
         self.steps = 0
 
-    def begin(self) -> None:
+    def begin(self, trouble: str | None = None) -> None:
         """Publish the mean of the gradients since the last step as p.grad; collective."""
+        if trouble is not None:
+            raise GradientError(f"r{self.rank} | {trouble}")
         self._exchange.reset_counters()
         clock, n = Clock(), self._layout.size
         covered = self.reduction(self._exchange, self._model)

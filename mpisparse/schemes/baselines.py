@@ -72,7 +72,7 @@ class SharedRandomK(Baseline):
         check_whole("seed", self.seed, 0)
 
     def picker(self, parts: Parts) -> Picker:
-        return RandomK(self.seed)
+        return RandomK(self.seed, parts.layout)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class FixedThreshold(Baseline):
         check_positive("threshold", self.threshold)
 
     def picker(self, parts: Parts) -> Picker:
-        return HardThreshold(parts.backend, self.threshold, self.density)
+        return HardThreshold(parts.backend, self.threshold, self.density, parts.layout)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class StatisticalThreshold(Baseline):
     """Each rank's own threshold, by exponentials fitted to the tail of its accumulator in stages."""
 
     def picker(self, parts: Parts) -> Picker:
-        return Sidco(parts.backend)
+        return Sidco(parts.backend, parts.layout)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mpisparse.codecs import Codec
     from mpisparse.exchange import Exchange
 
-HEAD = 6  # whole numbers before the counts: status, detail, k, and the bits of loss, confidence and seconds
+HEAD = 7  # whole numbers before the counts: status, detail, k, the bits of loss, confidence and seconds, what is frozen
 NOTHING: Ints = np.empty(0, dtype=np.int64)
 NO_VALUES: Floats = np.empty(0, dtype=np.float32)
 NO_BYTES: Bytes = np.empty(0, dtype=np.uint8)
@@ -48,11 +48,12 @@ class Parcel:
     counts: list[int]
     payloads: list[Bytes]
     trouble: str = ""
+    frozen: int = 0
 
     def row(self) -> Bytes:
         """What every rank gets of it."""
         numbers = np.array([self.loss, self.confidence, self.seconds])
-        head = [self.status, self.detail, self.k, *numbers.view(np.int64).tolist()]
+        head = [self.status, self.detail, self.k, *numbers.view(np.int64).tolist(), self.frozen]
         places = np.array([*head, *self.counts, *map(len, self.payloads)], dtype=np.int64)
         return np.concatenate([places.view(np.uint8), np.packbits(self.used)])
 
@@ -82,6 +83,7 @@ class Result:
     nbytes: int = 0
     nbytes_sent: int = 0
     nbytes_received: int = 0
+    frozen: tuple[int, ...] = ()
 
     def state(self) -> dict[str, Any]:
         """The result as arrays and scalars."""
@@ -92,7 +94,14 @@ class Result:
         """The result that state() gave."""
         values: dict[str, Any] = dict(state)
         values |= {name: np.asarray(state[name], dtype=kind) for name, kind in ARRAYS.items()}
-        return cls(**{**values, "refused": tuple(map(tuple, state["refused"])), "ks": tuple(state["ks"])})
+        return cls(
+            **{
+                **values,
+                "refused": tuple(map(tuple, state["refused"])),
+                "ks": tuple(state["ks"]),
+                "frozen": tuple(state.get("frozen", ())),
+            }
+        )
 
 
 def fill(backend: Any, codec: Codec, regions: list[Region], index: Ints, values: Floats) -> tuple[list[int], list[Bytes]]:
@@ -128,12 +137,12 @@ class Delivery:
         counts, nbytes = table[:, HEAD : HEAD + size], table[:, HEAD + size :]
         result = Result(
             parcel.step, tuple(table[:, 2].tolist()), np.unpackbits(used, count=len(parcel.used)).astype(np.bool_),
-            loss, confidence, seconds, counts.sum(axis=1),
+            loss, confidence, seconds, counts.sum(axis=1), frozen=tuple(table[:, 6].tolist()),
         )  # fmt: skip
         if table[:, 0].any():
             refused = tuple((int(status), int(detail)) for status, detail in table[:, :2])
             result = replace(result, refused=refused, failure=_first(exchange.gather_texts(parcel.trouble)))
-        elif (table[:, 2] == parcel.k).all():
+        elif (table[:, 2] == parcel.k).all() and (table[:, 6] == parcel.frozen).all():
             result = self._sum(parcel, counts, nbytes, result)
         return replace(result, nbytes_sent=exchange.nbytes_sent, nbytes_received=exchange.nbytes_received)
 

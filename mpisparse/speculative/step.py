@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpisparse.agree import BROKEN, FINE, DensityDiffers, Inputs, Overflow, StepRefused
+from mpisparse.agree import BROKEN, FINE, DensityDiffers, FrozenDiffers, Inputs, Overflow, StepRefused
 from mpisparse.baselines import shared_out
 from mpisparse.errors import ConfigurationError, GradientError
 from mpisparse.parts import Clock, Floats, Ints, Parts, Region, Speculation, imbalance
@@ -127,6 +127,8 @@ class SpeculativeStep(Synchronous):
                 f"r{self.parts.exchange.rank} | the global weights are in the model: optimizer.step() was called inside "
                 "global_weights(), or the last one did not end"
             )
+        if inputs.trouble:
+            return self._say(inputs, clock)
         self.scorer.accumulate(inputs, 0, 0, 0.0)
         clock.lap("accumulate")
         told = self._ask(inputs)
@@ -145,6 +147,19 @@ class SpeculativeStep(Synchronous):
         self._take(result)
         clock.lap("publish")
         return self._stats(inputs, result, filtered, clock)
+
+    def _say(self, inputs: Inputs, clock: Clock) -> Stats:
+        """This rank cannot go on: send only why, and move nothing until all ranks hear of it in the same step."""
+        nothing = Filtered(np.empty(0, dtype=np.int64), 0.0, (True,), ())
+        parcel = self._parcel(inputs, nothing, _Told(trouble=inputs.trouble))
+        self._ahead = None
+        self.flight.send(parcel)
+        result = self.flight.due()
+        self.step += 1
+        if result is not None:
+            self._refuse(result)
+        self._take(None)
+        return self._stats(inputs, None, nothing, clock)
 
     def used(self) -> NDArray[np.bool_] | None:
         return self._used
@@ -212,7 +227,7 @@ class SpeculativeStep(Synchronous):
         seconds, self._began = now - self._began if self.rules.timed else 0.0, now
         return Parcel(
             self.step, inputs.status, inputs.detail, inputs.k, ~inputs.unused, told.loss, told.confidence, seconds,
-            self.regions, counts, payloads, told.trouble,
+            self.regions, counts, payloads, told.trouble, inputs.frozen,
         )  # fmt: skip
 
     def _confidence(self, noted: float) -> float:
@@ -230,9 +245,9 @@ class SpeculativeStep(Synchronous):
             self._used = np.zeros(len(self.parts.layout.slots), dtype=bool)
             return
         self._refuse(result)
-        mean = result.mean.copy()
-        if published.write(result.index, mean):
-            backend.add_at(self.acc, result.index, mean)
+        index, mean = self._let_wait(result.index, result.mean.copy())
+        if published.write(index, mean):
+            backend.add_at(self.acc, index, mean)
         if self.rules.compensate and len(result.left_index):
             backend.add_at(self.acc, result.left_index, result.left)
         self._used = result.used
@@ -243,6 +258,14 @@ class SpeculativeStep(Synchronous):
         if self.sets is not None:
             self.sets.swap()
 
+    def _let_wait(self, index: Ints, mean: Floats) -> tuple[Ints, Floats]:
+        """What of a mean may move; that of parameters frozen since it was sent goes to the accumulators, the same on all."""
+        frozen = self.parts.layout.waits(index)
+        if not frozen.any():
+            return index, mean
+        self.parts.backend.add_at(self.acc, index[frozen], mean[frozen])
+        return index[~frozen], mean[~frozen]
+
     def _refuse(self, result: Result) -> None:
         """Raise, on all ranks alike, what kept a result from coming about."""
         if result.failure:
@@ -251,6 +274,8 @@ class SpeculativeStep(Synchronous):
             ) from self._cause
         if result.refused:
             raise StepRefused(result.refused)
+        if len(set(result.frozen)) > 1:
+            raise FrozenDiffers
         if len(set(result.ks)) > 1:
             raise DensityDiffers(list(result.ks))
         if result.overflow >= 0:
@@ -317,6 +342,18 @@ class SpeculativeStep(Synchronous):
 
     def global_weights(self) -> AbstractContextManager[None]:
         return self.sets.global_in_place() if self.sets is not None else nullcontext()
+
+    def freeze(self) -> None:
+        """Filter among the layers that may move; of the others the rank's own weights become the global ones."""
+        frozen = [not p.requires_grad for p in self.parts.layout.params]
+        slots = zip(self.parts.layout.slots, frozen, strict=True)
+        self.filter.layers = [slot for slot, is_frozen in slots if slot.end > slot.begin and not is_frozen]
+        if self.sets is not None and not self.sets.swapped:
+            self.sets.synchronize([i for i, is_frozen in enumerate(frozen) if is_frozen])
+
+    def memories(self) -> dict[str, Any]:
+        bend = {"curvature": self.influence.curvature} if self.influence.probes else {}
+        return {"influence": self.influence.scores, **bend}
 
     def close(self) -> None:
         self.flight.close()

@@ -110,9 +110,9 @@ class TwoSets:
         return Drift(max(d.before for d in drifts), max(d.after for d in drifts), sum(d.corrected for d in drifts))
 
     @torch.no_grad()
-    def synchronize(self) -> None:
-        """Make the rank's own set the global one."""
-        for i in range(len(self.weights)):
+    def synchronize(self, which: Iterable[int] | None = None) -> None:
+        """Make the rank's own set the global one, of all parameters or of some."""
+        for i in range(len(self.weights)) if which is None else which:
             self._return(i)
 
     def _distance(self, i: int) -> tuple[float, float]:

@@ -123,7 +123,6 @@ def check_accumulate(device: Device, n: int) -> None:
     if n == 0:
         return
     clean, _, _alive = device.gradients(np.zeros(n, dtype=np.float32), [], [FP32])
-    backend.late_nonfinite(backend.from_host(np.zeros(1, dtype=np.float32)))  # some of the sums above overflow
     for value in NONFINITE:
         whole = backend.from_host(np.zeros(2 * n, dtype=np.float32))
         places = (n + n // 2, n - 1)

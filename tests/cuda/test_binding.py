@@ -1,16 +1,20 @@
 """The binding to CuPy with a stand-in for it: what is compiled and how, and on which stream things are launched.
 
-Its names and arguments are CuPy's; what they do, the emulator does. A GPU's own answer is in test_gpu.py.
+Its names and arguments are CuPy's; what they do, the emulator does. That CuPy itself takes them is tested with CuPy, as far
+as it goes without a driver. A GPU's own answer is in test_gpu.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import importlib
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checks import CHECKS, Device
@@ -62,14 +66,6 @@ class StandIn:
             def __exit__(self, *error: object) -> None:
                 stand_in.current.pop()
 
-        class ExternalStream:
-            def __init__(self, ptr: int, device_id: int = -1) -> None:
-                assert device_id == 1
-                self.ptr = ptr
-
-            def synchronize(self) -> None:
-                assert stand_in.current == [1]
-
         class Module:
             def load(self, cubin: bytes) -> None:
                 stand_in.loaded = cubin
@@ -81,9 +77,11 @@ class StandIn:
 
                 return call
 
-        cuda.Device, cuda.ExternalStream = CudaDevice, ExternalStream
+        cuda.Device = CudaDevice
         cuda.function = types.SimpleNamespace(Module=Module)
-        cuda.runtime = types.SimpleNamespace(memcpyAsync=self._copy, memsetAsync=self._fill)
+        cuda.runtime = types.SimpleNamespace(
+            memcpyAsync=self._copy, memsetAsync=self._fill, streamSynchronize=self.note
+        )  # fmt: skip
         cupy.cuda = cuda
         return {"cupy": cupy, "cupy.cuda": cuda}
 
@@ -149,3 +147,38 @@ def test_no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "mpisparse.cuda.binding", raising=False)
     with pytest.raises(ConfigurationError, match=r"on cuda:0, but CuPy cannot be imported .*install mpisparse\[cuda13\]"):
         device.load_backend(device=torch.device("cuda", 0))
+
+
+def complaint(call: Callable[[], Any]) -> str:
+    """What CuPy has to say to a call that it took as it was."""
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_cupy_itself_takes_what_the_binding_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names, arguments and streams: all that it complains of is that there is no driver. Warnings are errors here."""
+    cupy: Any = pytest.importorskip("cupy", reason="CuPy is not installed: bin/setup --dev could not get it")
+    if torch.cuda.is_available():
+        pytest.skip("there is a driver: test_gpu.py has the device itself")
+    monkeypatch.delitem(sys.modules, "mpisparse.cuda.binding", raising=False)
+    binding = importlib.import_module("mpisparse.cuda.binding")
+    gpu = torch.device("cuda", 0)
+    assert "InsufficientDriver" in complaint(lambda: binding.CupyLauncher(gpu))
+    monkeypatch.setattr(cupy.cuda, "Device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=STREAM))
+    launcher = object.__new__(binding.CupyLauncher)
+    kind = cupy.cuda.function.Function
+    launcher.device, launcher.module, launcher.functions = gpu, cupy.cuda.function.Module(), {"take": kind.__new__(kind)}
+    host = np.zeros(4)
+    calls: list[Callable[[], Any]] = [
+        lambda: launcher.launch("take", 1, 256, [np.uint64(8), np.int64(1), np.uint32(2), np.float32(3)]),
+        lambda: launcher.copy(8, 16, 8),
+        lambda: launcher.fill(8, 0, 8),
+        lambda: launcher.copy_in(8, host),
+        lambda: launcher.copy_out(host, 8),
+        lambda: launcher.synchronize(),
+    ]
+    assert [complaint(call) for call in calls] == [complaint(calls[1])] * len(calls)
+    assert "cudaErrorInsufficientDriver" in complaint(calls[0])
+    assert "libcuda" in complaint(lambda: launcher.launch("put", 1, 256, []))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 import mpisparse
 
+pytestmark = pytest.mark.filterwarnings("ignore:an adaptive optimizer")
 both_paths = pytest.mark.parametrize("path", PATHS)
 
 
@@ -293,3 +295,40 @@ def test_what_is_no_scaler_is_refused(comm: MPI.Intracomm) -> None:
     text = raised(comm, mpisparse.ConfigurationError, lambda: mpisparse.attach(optimizer, sync, scaler=2.0))
     assert "float" in text
     sync.close()
+
+
+# With an adaptive optimizer
+
+WARNING = "an adaptive optimizer"
+
+
+def warned(optimizer: torch.optim.Optimizer, sync: mpisparse.GradientSync) -> list[str]:
+    """What attach warns of; the optimizer is as before."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mpisparse.attach(optimizer, sync).remove()
+    return [str(warning.message) for warning in caught]
+
+
+class Own(torch.optim.AdamW):
+    """Somebody's variant."""
+
+
+def test_adaptive_optimizers_are_warned_of_where_gradients_are_sparse(comm: MPI.Intracomm) -> None:
+    """Once, on rank 0, with what was measured."""
+    model = small()
+    params = list(model.parameters())
+    kinds = ["Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Adafactor"]
+    adaptive = [Own(params), torch.optim.Adam(params, fused=True), *(getattr(torch.optim, kind)(params) for kind in kinds)]
+    sync = mpisparse.GradientSync(model, density=0.1)
+    for optimizer in adaptive:
+        texts = warned(optimizer, sync)
+        assert len(texts) == (comm.rank == 0)
+        assert all(text.startswith(f"{WARNING} ({type(optimizer).__name__})") for text in texts)
+        assert all("one rank alone had 2.405 and dense 2.249" in text for text in texts)
+    assert warned(torch.optim.SGD(params, lr=0.1, momentum=0.9), sync) == []
+    sync.close()
+    for options in ({"scheme": "dense"}, {"density": 1.0}):
+        sync = mpisparse.GradientSync(model, **options)
+        assert warned(torch.optim.Adam(params), sync) == []
+        sync.close()

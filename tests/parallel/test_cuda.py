@@ -178,6 +178,48 @@ def test_a_value_that_is_not_finite(comm: MPI.Intracomm, device: Emulator) -> No
         sync.close()
 
 
+def test_two_models_on_one_device(comm: MPI.Intracomm, device: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share the kernels, but each is told of its own values that are not finite, and of no others."""
+    shared = CudaBackend(device)
+    monkeypatch.setattr(mpisparse.sync, "load_backend", lambda device: shared)
+    models = [small(), small()]
+    first, second = (mpisparse.GradientSync(model, density=0.05, accumulate="backward") for model in models)
+    if comm.rank == comm.size - 1:
+        models[0][2].weight.register_hook(lambda grad: grad + torch.where(torch.arange(50) == 7, torch.inf, 0.0))
+    for model in models:
+        loss_of(model, seeded(comm.rank, 0)).backward()
+    second.step()
+    with pytest.raises(mpisparse.NonFiniteGradientError, match=rf"rank {comm.size - 1} has .* \(flat index 1557\)"):
+        first.step()
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("options", [{"scheme": "momentum", "density": 0.05}, {"density": 0.01}], ids=["momentum", "exdyna"])
+def test_frozen_midway(
+    comm: MPI.Intracomm, device: Emulator, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """What waits is put aside and back on the device: the same bits as on the CPU."""
+    runs = []
+    for on_device in (True, False):
+        if not on_device:
+            monkeypatch.setattr(mpisparse.sync, "load_backend", lambda device: load_backend())
+        model = small()
+        sync = mpisparse.GradientSync(model, **options)
+        seen = []
+        for step in range(6):
+            model[0].weight.requires_grad_(step not in (2, 3))
+            model.zero_grad()
+            loss_of(model, seeded(comm.rank, step)).backward()
+            with nothing_on_the_host(sync):
+                sync.step()
+            seen.append(bits([*(p.grad for p in model.parameters()), sync.residual]))
+        runs.append(seen)
+        sync.close()
+    assert runs[0] == runs[1]
+    assert device.damaged == 0
+
+
 def test_baselines_say_that_they_run_on_the_host(comm: MPI.Intracomm, device: Emulator) -> None:
     with pytest.raises(mpisparse.ConfigurationError, match='scheme "topk" runs on the host only'):
         mpisparse.GradientSync(small(), scheme="topk")

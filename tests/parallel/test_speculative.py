@@ -23,6 +23,8 @@ import mpisparse
 
 Floats = NDArray[np.float32]
 
+pytestmark = pytest.mark.filterwarnings("ignore:an adaptive optimizer")
+
 
 # The twin
 

@@ -22,6 +22,8 @@ from mpisparse.runtime.signals import StopRequest
 
 # Checkpoints
 
+pytestmark = pytest.mark.filterwarnings("ignore:an adaptive optimizer")
+
 
 def subjects(run: Run) -> dict[str, Any]:
     return {"model": run.model, "optimizer": run.optimizer, "sync": run.sync, "scheduler": run.scheduler}

@@ -732,6 +732,7 @@ def test_metrics_tell_what_was_set(single: Path, home: Path) -> None:
     assert all(a["time"] < b["time"] for a, b in itertools.pairwise(steps))
 
 
+@pytest.mark.filterwarnings("ignore:an adaptive optimizer")
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
 def test_resume_of_other_optimizers_and_backward_path(home: Path, tmp_path: Path, optimizer: str) -> None:
     options = ["--model", "tiny:model", "--data", "tiny:data", "--batch-size", "8", "--density", "0.1"]
@@ -742,6 +743,7 @@ def test_resume_of_other_optimizers_and_backward_path(home: Path, tmp_path: Path
     assert_same_end(tmp_path / "parts", tmp_path / "whole", steps=12)
 
 
+@pytest.mark.filterwarnings("ignore:an adaptive optimizer")
 def test_resume_of_speculation_and_what_its_metrics_tell(home: Path, tmp_path: Path) -> None:
     options = ["--model", "tiny:model", "--data", "tiny:data", "--batch-size", "8", "--scheme", "speculative"]
     options += ["--density", "0.1", "--option", "probe_every=4", "--option", "granularity=learned", "--optimizer", "adam"]

@@ -1,0 +1,377 @@
+"""A model that changes between steps: converted there and back it trains on; what cannot go on, all ranks say alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from mpi4py import MPI
+from ranks import PATHS, alike, bits, everywhere, held, raised, seeded, total
+from torch import nn
+
+import mpisparse
+
+both_paths = pytest.mark.parametrize("path", PATHS)
+SCHEMES = ["exdyna", "dense", "speculative"]
+
+
+def images() -> nn.Module:
+    """A net with a parameter of four dimensions, the same in every run."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(36, 5))
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    x = torch.randn(4, 3, 5, 5, generator=seeded(rank, step))
+    return model(x.to(model[0].weight.dtype)).square().mean()
+
+
+def options_of(scheme: str, path: str) -> dict[str, Any]:
+    return {"scheme": scheme, "accumulate": path, "density": None if scheme == "dense" else 0.2}
+
+
+# Conversions
+
+
+def there_and_back(model: nn.Module) -> None:
+    model.double()
+    model.float()
+    model.to(memory_format=torch.channels_last)
+    model.to(memory_format=torch.contiguous_format)
+
+
+@both_paths
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_converted_there_and_back(comm: MPI.Intracomm, scheme: str, path: str) -> None:
+    """Parameters and gradients have other memory then; the run is bitwise the one without."""
+    trained = []
+    for convert in (False, True):
+        for set_to_none in (True, False):
+            model = images()
+            sync = mpisparse.GradientSync(model, **options_of(scheme, path))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            mpisparse.attach(optimizer, sync)
+            for step in range(5):
+                if convert and step in (2, 3):
+                    there_and_back(model)
+                optimizer.zero_grad(set_to_none=set_to_none)
+                loss_of(model, comm.rank, step).backward()
+                if convert and step == 4:
+                    there_and_back(model)
+                optimizer.step()
+            sync.synchronize()
+            assert alike(comm, model.parameters())
+            trained.append(bits([*model.parameters(), sync.residual]))
+            sync.close()
+    assert len(set(trained)) == 1
+
+
+@both_paths
+def test_a_published_gradient_that_was_converted_must_be_zeroed_too(comm: MPI.Intracomm, path: str) -> None:
+    model = images()
+    sync = mpisparse.GradientSync(model, density=0.5, accumulate=path)
+    loss_of(model, comm.rank, 0).backward()
+    sync.step()
+    there_and_back(model)
+    loss_of(model, comm.rank, 1).backward()
+    assert "call zero_grad() after each optimizer step" in raised(comm, mpisparse.GradientError, sync.step)
+    sync.close()
+
+
+CONVERSIONS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "half": (lambda model: model.bfloat16(), "is bfloat16 [4, 3, 3, 3]"),
+    "double": (lambda model: model.double(), "is float64 [4, 3, 3, 3]"),
+    "order": (lambda model: model.to(memory_format=torch.channels_last), "with strides [27, 1, 9, 3] on cpu now"),
+    "shape": (lambda model: setattr(model[0].weight, "data", torch.zeros(4, 3, 2, 3)), "is float32 [4, 3, 2, 3]"),
+}
+
+
+@both_paths
+@pytest.mark.parametrize(("scheme", "what"), [("dense", "half"), *(("exdyna", what) for what in CONVERSIONS)])
+def test_converted_on_one_rank(comm: MPI.Intracomm, scheme: str, what: str, path: str) -> None:
+    """All ranks say which parameter, what it was and what it is; converted back, they go on and nothing is lost."""
+    convert, words = CONVERSIONS[what]
+    model = images()
+    sync = mpisparse.GradientSync(model, **options_of(scheme, path))
+    loss_of(model, comm.rank, 0).backward()
+    sync.step()
+    model.zero_grad()
+    before, weight = sync.residual.clone(), model[0].weight.data
+    if comm.rank == comm.size - 1:
+        convert(model)
+    if what != "shape" or comm.rank != comm.size - 1:
+        loss_of(model, comm.rank, 1).backward()
+    text = raised(comm, mpisparse.GradientError, sync.step)
+    assert "parameter 0.weight was float32 [4, 3, 3, 3] with strides [27, 9, 3, 1] on cpu" in text
+    assert words in text
+    assert path == "backward" or torch.equal(sync.residual, before), "a refused step adds nothing"
+    if what == "shape":
+        model[0].weight.data = weight
+        model.zero_grad()
+    else:
+        model.float()
+        model.to(memory_format=torch.contiguous_format)
+    if what == "shape":
+        loss_of(model, comm.rank, 1).backward()
+    sync.step()
+    assert alike(comm, [p.grad for p in model.parameters()])
+    sync.close()
+
+
+@pytest.mark.parametrize("what", CONVERSIONS)
+def test_converted_on_one_rank_while_results_are_in_flight(comm: MPI.Intracomm, what: str) -> None:
+    """No rank waits for another in scheme speculative, so that all hear of it later, in the same step."""
+    convert, words = CONVERSIONS[what]
+    model = images()
+    sync = mpisparse.GradientSync(model, scheme="speculative", density=0.2, staleness=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpisparse.attach(optimizer, sync)
+
+    def train() -> None:
+        for step in range(10):
+            if step == 3 and comm.rank == comm.size - 1:
+                convert(model)
+            optimizer.zero_grad()
+            if step < 3 or what != "shape" or comm.rank != comm.size - 1:
+                loss_of(model, comm.rank, step).backward()
+            optimizer.step()
+
+    text = raised(comm, mpisparse.GradientError, train)
+    assert f"step 3 failed on rank {comm.size - 1}: parameter 0.weight was float32 [4, 3, 3, 3]" in text
+    assert words in text
+    sync.close()
+
+
+def test_a_gradient_of_another_type_than_its_parameter(comm: MPI.Intracomm) -> None:
+    """The pass that adds gradients would read beyond its end."""
+    model = nn.Linear(64, 64).bfloat16()
+    sync = mpisparse.GradientSync(model, density=0.1)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+        p.data = p.data.float()
+    text = raised(comm, mpisparse.GradientError, sync.step)
+    assert "parameter weight was bfloat16 [64, 64]" in text
+    for p in model.parameters():
+        p.grad = None
+        p.grad = torch.ones_like(p)
+        p.data = p.data.bfloat16()
+    assert "the gradient of parameter weight is float32 [64, 64] on cpu" in raised(comm, mpisparse.GradientError, sync.step)
+    sync.close()
+
+
+# What the optimizer is given
+
+
+def test_parameter_groups_added_later(comm: MPI.Intracomm) -> None:
+    """Of parameters that are exchanged, as in unfreezing by and by; others are refused and leave no trace."""
+    model, other = images(), nn.Linear(3, 7)
+    sync = mpisparse.GradientSync(model, density=0.2)
+    optimizer = torch.optim.SGD(model[3].parameters(), lr=0.1)
+    handle = mpisparse.attach(optimizer, sync)
+    refuse = mpisparse.ConfigurationError
+    text = raised(comm, refuse, lambda: optimizer.add_param_group({"params": other.parameters()}))
+    assert "holds a parameter of shape [7, 3] that GradientSync does not exchange: the ranks would drift apart" in text
+    optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 2]
+    before = model[0].weight.clone()
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, comm.rank, step).backward()
+        optimizer.step()
+        assert alike(comm, model.parameters())
+    assert not torch.equal(model[0].weight, before)
+    handle.remove()
+    optimizer.add_param_group({"params": other.parameters()})
+    sync.close()
+
+
+def test_groups_changed_by_hand(comm: MPI.Intracomm) -> None:
+    """On one rank: all say so at the next step, and go on when it is undone."""
+    model, other = images(), nn.Linear(3, 7)
+    other.weight.requires_grad_(False)
+    sync = mpisparse.GradientSync(model, density=0.2)
+    optimizer = torch.optim.SGD([*model.parameters(), other.weight], lr=0.1)
+    mpisparse.attach(optimizer, sync)
+    last = comm.rank == comm.size - 1
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, comm.rank, number).backward()
+        optimizer.step()
+
+    step(0)
+    if last:
+        optimizer.param_groups[0]["params"].append(other.bias)
+    assert "holds a parameter of shape [7] that" in raised(comm, mpisparse.GradientError, lambda: step(1))
+    if last:
+        optimizer.param_groups[0]["params"].pop()
+        other.weight.requires_grad_(True)
+    assert "holds a parameter of shape [7, 3] that" in raised(comm, mpisparse.GradientError, lambda: step(2))
+    other.weight.requires_grad_(False)
+    step(3)
+    assert alike(comm, model.parameters())
+    sync.close()
+
+
+def test_parameters_the_model_got_on_one_rank(comm: MPI.Intracomm) -> None:
+    model = images()
+    sync = mpisparse.GradientSync(model, density=0.2)
+    if comm.rank == comm.size - 1:
+        model.append(nn.Linear(5, 2))
+    loss_of(model, comm.rank, 0).backward()
+    text = raised(comm, mpisparse.GradientError, sync.step)
+    assert "the model has parameters that it did not have when GradientSync was constructed" in text
+    sync.close()
+
+
+# Freezing
+
+FREEZING: list[dict[str, Any]] = [
+    {},
+    {"accumulate": "backward"},
+    {"codec": "momentum-fp32", "density": 0.1},
+    {"scheme": "momentum"},
+    {"scheme": "momentum", "accumulate": "backward"},
+    {"scheme": "dense", "density": None},
+    {"scheme": "dgc"},
+    {"scheme": "dgc", "accumulate": "backward"},
+    {"scheme": "randomk"},
+    {"scheme": "sidco"},
+    {"scheme": "threshold"},
+    {"scheme": "topk"},
+]
+
+
+@pytest.mark.parametrize("options", FREEZING, ids=lambda o: "-".join(map(str, o.values())) or "exdyna")
+def test_frozen_midway_and_set_free_again(comm: MPI.Intracomm, options: dict[str, Any]) -> None:
+    """It stops, whatever momentum and decay are; what the ranks hold of it stays to the last; then it moves on."""
+    model = images()
+    sync = mpisparse.GradientSync(model, **{"density": 0.05, **options})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    mpisparse.attach(optimizer, sync)
+    weight, begin = model[3].weight, sum(p.numel() for p in model[0].parameters())
+    part = slice(begin, begin + weight.numel())
+    before, kept = weight.clone(), torch.empty(0)
+    for step in range(9):
+        optimizer.zero_grad()
+        if step == 6:
+            weight.requires_grad_(True)
+        loss_of(model, comm.rank, step).backward()
+        if step == 3:  # its gradient of this step is there already, and waits too
+            own = torch.zeros(weight.numel()) if weight.grad is None else weight.grad.flatten().clone()
+            kept, before = total(comm, held(sync)[part] + own), weight.clone()
+            weight.requires_grad_(False)
+        optimizer.step()
+        assert alike(comm, model.parameters())
+        if 3 <= step < 6:
+            assert weight.grad is None
+            assert everywhere(comm, torch.equal(weight, before))
+            assert torch.allclose(total(comm, held(sync)[part]), kept, rtol=1e-5, atol=1e-7)
+            assert sync.k == max(1, int((sync.density * (sync.residual.numel() - weight.numel())) + 1e-6))
+            assert options or abs(sync.stats.density - 0.05) < 0.02
+    assert not torch.equal(weight, before), "it moves on"
+    sync.close()
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.filterwarnings("ignore:an adaptive optimizer")
+def test_frozen_while_results_are_in_flight(comm: MPI.Intracomm, staleness: int) -> None:
+    """What arrives of it goes back to the ranks' residuals; a probe does not need its gradient."""
+    model = images()
+    x = torch.randn(4, 3, 5, 5, generator=seeded(9, 9))
+    options = {"density": 0.2, "staleness": staleness, "probe": lambda: model(x).square().mean(), "probe_every": 2}
+    sync = mpisparse.GradientSync(model, scheme="speculative", **options)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.1)
+    mpisparse.attach(optimizer, sync)
+    weight, begin = model[3].weight, sum(p.numel() for p in model[0].parameters())
+    part = slice(begin, begin + weight.numel())
+
+    def shared() -> torch.Tensor:
+        with sync.global_weights():
+            return weight.detach().clone()
+
+    def in_flight() -> torch.Tensor:
+        mean = torch.zeros(sync.residual.numel(), dtype=torch.float64)
+        for result in sync.state_dict()["step.flight"]:
+            mean[torch.as_tensor(result["index"])] += torch.as_tensor(result["mean"]).double()
+        return mean[part]
+
+    before = kept = torch.empty(0)
+    for step in range(10):
+        optimizer.zero_grad()
+        if step == 7:
+            weight.requires_grad_(True)
+        loss_of(model, comm.rank, step).backward()
+        if step == 4:
+            kept = total(comm, sync.residual[part].double() + weight.grad.flatten().double() + in_flight())
+            before = shared()
+            weight.requires_grad_(False)
+        optimizer.step()
+        if 4 <= step < 7:
+            assert everywhere(comm, torch.equal(shared(), before) and torch.equal(weight, before))
+            now = total(comm, sync.residual[part].double() + in_flight())
+            assert torch.allclose(now, kept, rtol=1e-4, atol=1e-7)
+    sync.synchronize()
+    assert alike(comm, model.parameters())
+    assert not torch.equal(weight, before)
+    sync.close()
+
+
+@pytest.mark.parametrize("scheme", ["exdyna", "speculative"])
+def test_frozen_on_one_rank(comm: MPI.Intracomm, scheme: str) -> None:
+    if comm.size == 1:
+        return
+    model = images()
+    sync = mpisparse.GradientSync(model, scheme=scheme, density=0.2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpisparse.attach(optimizer, sync)
+
+    def train() -> None:
+        for step in range(6):
+            if step == 2 and comm.rank == comm.size - 1:
+                model[3].weight.requires_grad_(False)
+            optimizer.zero_grad()
+            loss_of(model, comm.rank, step).backward()
+            optimizer.step()
+
+    text = raised(comm, mpisparse.GradientError, train)
+    assert f"the ranks have frozen different parameters: rank 0 none, rank {comm.size - 1} 3.weight" in text
+    sync.close()
+
+
+@both_paths
+def test_resumed_while_frozen(comm: MPI.Intracomm, path: str) -> None:
+    """The state holds what waits, so that a run goes on from it with the same bits, frozen or free."""
+    trained = []
+    for stop in (False, True):
+        model = images()
+        sync = mpisparse.GradientSync(model, density=0.05, accumulate=path, codec="momentum-fp32")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(6):
+            model[0].requires_grad_(step not in (2, 3))
+            if stop and step == 3:
+                state = sync.state_dict()
+                assert everywhere(comm, state["residual"][: model[0].weight.numel()].any())
+                sync.close()
+                model[0].requires_grad_(True)
+                sync = mpisparse.GradientSync(model, density=0.05, accumulate=path, codec="momentum-fp32")
+                sync.load_state_dict(state)
+                model[0].requires_grad_(False)
+            optimizer.zero_grad()
+            loss_of(model, comm.rank, step).backward()
+            sync.step()
+            optimizer.step()
+        trained.append(bits([*model.parameters(), sync.residual]))
+        sync.close()
+    assert trained[0] == trained[1]
+
+
+def test_all_frozen(comm: MPI.Intracomm) -> None:
+    model = images()
+    sync = mpisparse.GradientSync(model, density=0.2)
+    loss_of(model, comm.rank, 0).backward()
+    model.requires_grad_(False)
+    assert "all parameters are frozen" in raised(comm, mpisparse.GradientError, sync.step)
+    sync.close()
