@@ -20,6 +20,7 @@ from mpisparse.runtime import slurm
 from mpisparse.runtime.evaluate import evaluate, reached
 from mpisparse.runtime.metrics import MetricsFile, step_fields
 from mpisparse.runtime.output import RankOutput
+from mpisparse.runtime.place import TRAINED, check_place
 from mpisparse.runtime.progress import facts_of, human_bytes, make_progress, own_facts
 from mpisparse.runtime.recording import Recorder
 from mpisparse.runtime.schedule import Order, Position, density_at, lr_factor
@@ -184,13 +185,14 @@ class Trainer:
         begun = self.sync.agree_any(bool(store.found(self.checkpoints)))  # then it goes on from its own
         source = self.checkpoints if named is None or begun else named
         extra: dict[str, Any] = {}
-        step = checkpoint.load(source, model=self.model, optimizer=self.optimizer, sync=self.sync, extra=extra)
+        step = checkpoint.load(
+            source, model=self.model, optimizer=self.optimizer, sync=self.sync, extra=extra, check_extra=check_place
+        )
         if step is None:
             missing = None if mode == "auto" else ConfigurationError(f"{source} has no whole checkpoint to resume from")
             self.sync.check_together(missing)
             return False
-        known = {"seconds", "received", "dense", "epoch", "offset", "metric"}
-        foreign = None if known <= set(extra) else ConfigurationError(f"{source} was not written by mpisparse train")
+        foreign = None if set(extra) >= TRAINED else ConfigurationError(f"{source} was not written by mpisparse train")
         self.sync.check_together(foreign)
         self.step, self.seconds = step, float(extra["seconds"])
         self.received, self.dense = float(extra["received"]), float(extra["dense"])
