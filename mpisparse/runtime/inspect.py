@@ -29,9 +29,12 @@ def run(directory: Path, *, verify: bool, as_json: bool) -> int:
 
 def checkpoints(directory: Path) -> list[Path]:
     """The checkpoints that a path means: itself, those in it, or those of the run it is."""
-    if directory.name.startswith("step-") and directory.is_dir():
-        return [directory]
-    found = store.found(directory) or store.found(directory / "checkpoints")
+    try:
+        if directory.name.startswith("step-") and directory.is_dir():
+            return [directory]
+        found = store.found(directory) or store.found(directory / "checkpoints")
+    except OSError as error:
+        raise ConfigurationError(f"cannot look into {str(directory)[:200]}: {error.strerror}") from error
     if not found:
         raise ConfigurationError(
             f"{directory} is no checkpoint and has none in it: expected directories named step-00000020"
