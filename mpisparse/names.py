@@ -7,3 +7,4 @@ SCHEMES = (
 )  # fmt: skip
 CODECS = ("fp32", "fp16", "bf16", "int8", "momentum-int8", "momentum-fp32")
 DRIVERS = ("mpio",)  # of checkpoints
+FREE_OPTIONS = ("density", "segment_nbytes", "nonfinite")  # of a scheme, that may differ from those of a saved state

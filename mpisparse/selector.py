@@ -145,12 +145,28 @@ class ExclusiveSelector:
             if not math.isfinite(type(value)(state[f"controller.{key}"])):
                 raise ConfigurationError(f"the controller's {key} in the state is {state[f'controller.{key}']!r}")
         int(state["step"])
+        self._try_controller({key: type(value)(state[f"controller.{key}"]) for key, value in known.items()})
         edges, borders = np.asarray(state["edges"]), np.asarray(state["borders"])
         n = int(self.edges[-1])
         if len(edges) < 2 or edges[0] != 0 or edges[-1] != n or (np.diff(edges) < 0).any():
             raise ConfigurationError(f"the edges in the state do not cut {n} elements into blocks")
         if len(borders) < 2 or borders[0] != 0 or borders[-1] != len(edges) - 1 or (np.diff(borders) < 0).any():
             raise ConfigurationError(f"the borders in the state do not share out {len(edges) - 1} blocks")
+        work = np.asarray(state["work"])
+        used = not self.in_step and len(borders) == self.size + 1  # else it is not taken, or never looked at
+        if used and (work.shape != (len(edges) - 1,) or (work < 0).any() or (work > n << FRACTION).any()):
+            raise ConfigurationError(f"the work in the state is not that of {len(edges) - 1} blocks")
+
+    def _try_controller(self, fields: dict[str, Any]) -> None:
+        """Raise ConfigurationError unless a controller with these numbers finds thresholds for any number of elements."""
+        try:
+            tried = type(self.controller)(**fields)
+            with np.errstate(all="ignore"):
+                ladders = [tried.ladder(k) for k in (1, int(self.edges[-1]))]
+        except (ArithmeticError, ValueError) as error:
+            raise ConfigurationError(f"the controller in the state cannot go on: {error}") from error
+        if fields["threshold"] < 0.0 or not all(np.isfinite(rungs).all() for rungs in ladders):
+            raise ConfigurationError(f"the controller in the state leads to no threshold: {fields}")
 
     def load(self, state: dict[str, Any]) -> None:
         """Take what state() gave, also on another number of ranks."""

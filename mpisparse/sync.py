@@ -35,12 +35,11 @@ from mpisparse.flat import Layout, Published, collect, zeros
 from mpisparse.frozen import Frozen
 from mpisparse.parts import Clock, Parts
 from mpisparse.registry import parameters_registered
+from mpisparse.saved import STATE_FORMAT, check_state, step_state
 from mpisparse.schemes import configure
 from mpisparse.schemes.options import Options, check_density
 from mpisparse.step import Stats
 from mpisparse.watch import GradientWatch
-
-STATE_FORMAT = 1
 
 
 class GradientSync:
@@ -322,7 +321,7 @@ class GradientSync:
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as caught:
             error = ConfigurationError(f"the state is not one that state_dict() gave: {type(caught).__name__}: {caught}")
         self._exchange.raise_together(error)
-        self._step.load(self._step_state(state))
+        self._step.load(step_state(state))
         self._residual.copy_(torch.as_tensor(state["residual"]))
         self._density = float(state["density"])
         self._damaged, self._bad = None, -1
@@ -331,40 +330,9 @@ class GradientSync:
         self._published.clear()
         self._watch.restart()
 
-    def _step_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The scheme's part of a state, as arrays and scalars."""
-        step = {key.removeprefix("step."): value for key, value in state.items() if key.startswith("step.")}
-        return {key: v.cpu().numpy() if isinstance(v, torch.Tensor) else v for key, v in step.items()}
-
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ConfigurationError unless load_state_dict could take the state; local."""
-        if not isinstance(state, dict):
-            raise ConfigurationError(f"a state is a dict that state_dict() gave, got {type(state).__name__}")
-        missing = sorted(set(self.state_dict(copy=False)) - set(state))
-        if missing:
-            raise ConfigurationError(f"the state has no {missing[0]!r}")
-        expected = {"format": STATE_FORMAT, "scheme": self.scheme, "size": self.size, "rank": self.rank}
-        for key, value in expected.items():
-            if state[key] != value:
-                raise ConfigurationError(f"the state was saved with {key} {state[key]!r}, this is {key} {value!r}")
-        check_density(state["density"])
-        try:
-            saved, here = dict(json.loads(state["options"])), self._options.values()
-        except (TypeError, ValueError) as error:
-            raise ConfigurationError(f"the options in the state cannot be read: {error}") from error
-        for key in here:
-            if key not in ("density", "segment_nbytes", "nonfinite") and saved.get(key) != here[key]:
-                raise ConfigurationError(f"the state was saved with {key}={saved.get(key)!r}, this is {key}={here[key]!r}")
-        residual = state["residual"]
-        if not isinstance(residual, torch.Tensor) or residual.dim() != 1:
-            raise ConfigurationError("the residual in the state must be a flat tensor")
-        if not bool(torch.isfinite(residual).all()):
-            raise ConfigurationError("the residual in the state is not finite everywhere")
-        if len(residual) != self._layout.size:
-            raise ConfigurationError(
-                f"the state is of a model with {len(state['residual'])} trainable elements, this one has {self._layout.size}"
-            )
-        self._step.check(self._step_state(state))
+        check_state(state, self.state_dict(copy=False), self._options, self._step)
 
     # Construction
 

@@ -11,13 +11,16 @@ from __future__ import annotations
 import json
 import threading
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from mpisparse import __version__, names
 from mpisparse.checkpoint import onefile, store, tree
-from mpisparse.checkpoint.h5file import Arrays, Damaged, FileRecord, read_file, write_file
+from mpisparse.checkpoint.contents import MALFORMED, read_own, read_shared, sensible
+from mpisparse.checkpoint.h5file import Arrays, Damaged, FileRecord, write_file
+from mpisparse.checkpoint.standin import check_scheme_state
 from mpisparse.checkpoint.state import Snapshot, Subjects, flatten_own, flatten_shared, resize, sources, split
 from mpisparse.errors import CheckpointError, ConfigurationError, check_choice
 
@@ -178,31 +181,37 @@ def save(
 
 def load(
     directory: str | Path, *, model: Any, optimizer: Any = None, sync: Any = None, scheduler: Any = None,
-    scaler: Any = None, extra: dict[str, Any] | None = None,
+    scaler: Any = None, extra: dict[str, Any] | None = None, check_extra: Callable[[dict[str, Any]], None] | None = None,
 ) -> int | None:  # fmt: skip
     """Restore the newest whole checkpoint of a directory; collective. Returns its step, or None if there is none.
 
-    `extra` is filled with what was saved. A damaged or unfinished checkpoint is named in a warning, and the one before is
-    used. A checkpoint of another model or scheme is refused. On another number of ranks residuals are merged or split.
+    `extra` is filled with what was saved. A damaged, malformed or unfinished checkpoint is named in a warning, and the one
+    before is used; so is one whose extra `check_extra` refuses with a ValueError. A checkpoint of another model or scheme is
+    refused. On another number of ranks residuals are merged or split.
     """
     subjects = Subjects(model, optimizer, sync, scheduler, scaler)
     exchange = _exchange(sync)
     try:
-        return _load(Path(directory), subjects, extra, exchange)
+        return _load(Path(directory), subjects, extra, exchange, check_extra or (lambda extra: None))
     finally:
         _release(exchange, sync)
 
 
-def _load(directory: Path, subjects: Subjects, extra: dict[str, Any] | None, exchange: Any) -> int | None:
+def _load(
+    directory: Path, subjects: Subjects, extra: dict[str, Any] | None, exchange: Any,
+    check_extra: Callable[[dict[str, Any]], None],
+) -> int | None:  # fmt: skip
     """Restore the newest checkpoint that is whole on all ranks; collective."""
     listed = ""
     if exchange.rank == 0:
         store.recover(directory)
         listed = json.dumps([str(p) for p in store.found(directory)])
     for path in json.loads(exchange.gather_texts(listed)[0]):
-        damage, contents = "", None
+        damage, contents, refusal = "", None, None
         try:
             contents = _read(Path(path), exchange.rank, exchange.size)
+            sensible(f"what {path} holds of the caller's", check_extra, contents[2]["extra"])
+            refusal = _difference(contents[0], subjects, path) or _misfit(subjects, *contents, path)
         except Damaged as error:
             damage = str(error)
         damages = [text for text in exchange.gather_texts(damage) if text]
@@ -210,8 +219,8 @@ def _load(directory: Path, subjects: Subjects, extra: dict[str, Any] | None, exc
             if exchange.rank == 0:
                 warnings.warn(f"checkpoint {path} is not used: {damages[0]}", stacklevel=3)
             continue
+        exchange.raise_together(refusal)
         manifest, shared, own = contents
-        exchange.raise_together(_difference(manifest, subjects, path) or _misfit(subjects, shared, own, path))
         _warn_of_origin(manifest, subjects.sync, exchange.rank)
         subjects.restore(shared, own)
         if extra is not None:
@@ -248,21 +257,14 @@ def _files(
 def _read(path: Path, rank: int, size: int) -> tuple[store.Manifest, dict[str, Any], dict[str, Any]]:
     """Read and verify all that a rank needs of a checkpoint; local."""
     manifest = store.read_manifest(path)
-    arrays: Arrays = {}
-    texts: dict[str, str] = {}
-    for writer in range(manifest.ranks):
-        record = manifest.record(store.shared_file(writer))
-        part, words = read_file(path / record.name, record)
-        arrays |= part
-        texts |= words
-    owns = {}
-    needed = [rank] if manifest.ranks == size else sources(manifest.ranks, size, rank)
-    for old in needed:
-        record = manifest.record(store.rank_file(old))
-        own_arrays, own_texts = read_file(path / record.name, record)
-        owns[old] = tree.unflatten(own_texts["state"], own_arrays)
-    own = owns[rank] if manifest.ranks == size else resize(owns, manifest.ranks, size, rank)
-    return manifest, tree.unflatten(texts["state"], arrays), own
+    shared = read_shared(path, manifest)
+    if manifest.ranks == size:
+        return manifest, shared, read_own(path, manifest, shared, rank)
+    owns = {old: read_own(path, manifest, shared, old) for old in sources(manifest.ranks, size, rank)}
+    for old, own in owns.items():
+        if "sync" in own:  # what is malformed could be merged into something that is not
+            sensible(f"the exchange's state in {path}, rank {old},", check_scheme_state, own["sync"], shared)
+    return manifest, shared, sensible(str(path), resize, owns, manifest.ranks, size, rank)
 
 
 def _difference(manifest: store.Manifest, subjects: Subjects, path: str) -> Exception | None:
@@ -274,12 +276,17 @@ def _difference(manifest: store.Manifest, subjects: Subjects, path: str) -> Exce
     return None
 
 
-def _misfit(subjects: Subjects, shared: dict[str, Any], own: dict[str, Any], path: str) -> Exception | None:
-    """Why the states cannot be given to the objects."""
+def _misfit(
+    subjects: Subjects, manifest: store.Manifest, shared: dict[str, Any], own: dict[str, Any], path: str
+) -> Exception | None:
+    """Why the states cannot be given to the objects; raises Damaged if they could be given to none."""
     try:
-        subjects.check(shared, own)
+        subjects.check(shared, own, same_version=manifest.origin["mpisparse"] == __version__)
     except ConfigurationError as error:
         return ConfigurationError(f"{path} cannot be restored here: {error}")
+    except MALFORMED as error:
+        raise Damaged(f"{path} is malformed: {error}") from error
+    sensible(path, subjects.check_malformed, shared, own)
     return None
 
 

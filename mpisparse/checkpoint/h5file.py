@@ -19,15 +19,14 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from mpisparse.checkpoint.members import Damaged, check_place, child, members
 from mpisparse.device import load_backend
+
+__all__ = ["Arrays", "Damaged", "Digest", "FileRecord", "Steady", "inside", "read_file", "write_file"]
 
 Arrays = dict[str, NDArray[Any]]
 CHUNK_NBYTES = 1 << 20  # so that a chunk stays in cache from digest to write
 FLUSH_NBYTES = 1 << 24
-
-
-class Damaged(Exception):  # noqa: N818 - named for what it says of a file
-    """A file is not what was written: cut short, altered, or not a file of ours."""
 
 
 @dataclass(frozen=True)
@@ -147,12 +146,16 @@ def read_file(path: Path, record: FileRecord | None = None) -> tuple[Arrays, dic
     """Read a file or a part of one, with all checksums and, if a record is given, size and digest; raises Damaged; local."""
     whole, group = inside(path)
     try:
-        if record is not None and whole.stat().st_size != record.nbytes:
-            raise Damaged(f"{whole} has {whole.stat().st_size:,} bytes, {record.nbytes:,} were written")
+        size = check_place(whole) if record is not None else whole.stat().st_size
+        if record is not None and size != record.nbytes:
+            raise Damaged(f"{whole} has {size:,} bytes, {record.nbytes:,} were written")
         with h5py.File(whole, "r") as file:
-            texts = {name: bytes(data[()]).decode() for name, data in _members(file[group], "texts")}
-            arrays = {name: data[()] for name, data in _members(file[group], "arrays")}
-    except (OSError, KeyError, RuntimeError, ValueError, TypeError) as error:
+            part = file if group == "/" else child(file, group)
+            texts = {name: bytes(data[()]).decode() for name, data in members(part, "texts", size)}
+            arrays = {name: data[()] for name, data in members(part, "arrays", size)}
+    except Damaged as error:
+        raise error if str(whole) in str(error) else Damaged(f"{path}: {error}") from None
+    except (OSError, LookupError, RuntimeError, ValueError, TypeError, MemoryError) as error:
         raise Damaged(f"{path} cannot be read: {error}") from error
     if record is not None:
         digest = Digest(texts)
@@ -167,11 +170,3 @@ def read_file(path: Path, record: FileRecord | None = None) -> tuple[Arrays, dic
 def inside(path: Path) -> tuple[Path, str]:
     """The file and the group in it that a path means: one without suffix goes on inside the file that is its parent."""
     return (path, "/") if path.suffix else (path.parent, path.name)
-
-
-def _members(part: h5py.Group, group: str) -> list[tuple[str, Any]]:
-    """All data sets below a group of a part, by their names in it."""
-    found: list[tuple[str, Any]] = []
-    if group in part:
-        part[group].visititems(lambda name, item: found.append((name, item)) if isinstance(item, h5py.Dataset) else None)
-    return found

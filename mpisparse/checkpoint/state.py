@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,7 +14,9 @@ from numpy.typing import NDArray
 
 from mpisparse.checkpoint import tree
 from mpisparse.checkpoint.h5file import Arrays
+from mpisparse.checkpoint.objects import check_belonging, check_like, check_optimizer, check_scheduler
 from mpisparse.errors import ConfigurationError
+from mpisparse.names import FREE_OPTIONS
 from mpisparse.randomness import random_state, set_random_state
 
 if TYPE_CHECKING:
@@ -31,10 +35,7 @@ class Subjects:
 
     def describe(self) -> list[str]:
         """One line for each parameter and buffer of the model."""
-        return [f"{name} {list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in self._tensors()]
-
-    def _tensors(self) -> list[tuple[str, torch.Tensor]]:
-        return [(name, t) for name, t in self.model.state_dict().items() if isinstance(t, torch.Tensor)]
+        return described(self.model.state_dict())
 
     def shared(self) -> dict[str, Any]:
         """The state that is the same on all ranks."""
@@ -45,10 +46,34 @@ class Subjects:
                 if getattr(self, name) is not None:
                     state[name] = getattr(self, name).state_dict()
                     state[f"{name}_kind"] = type(getattr(self, name)).__name__
+                    state[f"{name}_module"] = type(getattr(self, name)).__module__
+        if self.optimizer is not None:
+            state["optimizer_parameters"] = self._optimized()
+        if self.sync is not None:
+            state["trainable"] = self._trainable()
         return state
 
-    def check(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
-        """Raise ConfigurationError unless the states fit the objects; changes nothing. Local."""
+    def _optimized(self) -> list[str | None]:
+        """The names of the optimizer's parameters in its order; None for one that is not the model's."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        return [names.get(id(p)) for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _trainable(self) -> dict[str, list[int]]:
+        """The parameters that are exchanged, in the order in which they lie in the residual, and their strides.
+
+        Those of dimensions of one element mean nothing, and are 0.
+        """
+        slots = self.sync._layout.slots if self.sync is not None else []
+        return {
+            slot.name: [s * (n > 1 and 0 not in slot.shape) for s, n in zip(slot.stride, slot.shape, strict=True)]
+            for slot in slots
+        }
+
+    def check(self, shared: dict[str, Any], own: dict[str, Any], *, same_version: bool) -> None:
+        """Raise ConfigurationError unless the states are of such objects, ValueError if they are malformed; changes nothing.
+
+        Of another version's states, what is missing is a difference, not damage. Local.
+        """
         for name in ("optimizer", "scheduler", "scaler"):
             here = getattr(self, name)
             if here is None or name not in shared:
@@ -61,10 +86,45 @@ class Subjects:
             )
             if saved != now:
                 raise ConfigurationError(f"the optimizer had groups of {saved} parameters, this one has {now}")
+            self._check_names("the optimizer's parameters", shared.get("optimizer_parameters"), self._optimized())
         if self.sync is not None:
             if "sync" not in own:
                 raise ConfigurationError("it was saved without a GradientSync: there is no residual in it")
-            self.sync.check_state(own["sync"])
+            lines = [[f"{name} {at}" for name, at in t.items()] for t in (shared.get("trainable", {}), self._trainable())]
+            self._check_names("the exchanged parameters with their strides", *lines)
+            self._check_sync(own["sync"], same_version=same_version)
+
+    def _check_names(self, what: str, saved: Sequence[str] | None, here: Sequence[str | None]) -> None:
+        """Raise ConfigurationError if the names, where they were saved, are other ones, or in another order."""
+        for was, now in zip((*(saved or here), "no more"), (*here, "no more"), strict=False):
+            if was != now:
+                raise ConfigurationError(f"of {what} one was {was!r} where this has {now!r}")
+
+    def _check_sync(self, state: dict[str, Any], *, same_version: bool) -> None:
+        """Raise ConfigurationError if the exchange was another one, ValueError if its state is malformed."""
+        assert self.sync is not None
+        try:
+            self.sync.check_state(state)
+        except ConfigurationError as error:
+            here = self.sync.state_dict(copy=False)
+            other = any(state.get(key) != here[key] for key in ("format", "scheme"))
+            other |= len(state["residual"]) != len(here["residual"]) or not (same_version or here.keys() <= state.keys())
+            other |= (state.get("step.own") is None) != (here.get("step.own") is None)  # no optimizer was attached
+            saved, now = (json.loads(text) for text in (state["options"], here["options"]))
+            if other or any(saved.get(key) != now[key] for key in now if key not in FREE_OPTIONS):
+                raise
+            raise ValueError(str(error)) from error
+
+    def check_malformed(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
+        """Raise ValueError unless the objects, whose kinds these states are of, could go on with them; local."""
+        if self.sync is not None:
+            check_belonging(own["sync"], shared, self.sync._layout, list(self._trainable()))
+        if self.optimizer is not None and "optimizer" in shared:
+            shapes = [p.shape for group in self.optimizer.param_groups for p in group["params"]]
+            check_optimizer(shared["optimizer"], type(self.optimizer), lambda number, shape: shapes[number] == shape)
+        if self.scheduler is not None and "scheduler" in shared:
+            check_scheduler(shared["scheduler"], type(self.scheduler))
+            check_like(shared["scheduler"], self.scheduler.state_dict())
 
     def own(self, extra: dict[str, Any] | None) -> dict[str, Any]:
         """The state of this rank alone: buffers, residual and scheme, random generators, and what the caller adds."""
@@ -92,6 +152,15 @@ class Subjects:
         if self.sync is not None:
             self.sync.load_state_dict(own["sync"])
         set_random_state(own["random"])
+
+
+def described(tensors: dict[str, Any]) -> list[str]:
+    """One line for each tensor: its name, shape and type."""
+    return [
+        f"{name} {list(t.shape)} {str(t.dtype).removeprefix('torch.')}"
+        for name, t in tensors.items()
+        if isinstance(t, torch.Tensor)
+    ]
 
 
 class Snapshot:

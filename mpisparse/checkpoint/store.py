@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from mpisparse.checkpoint.h5file import Damaged, FileRecord, inside
+from mpisparse.checkpoint.members import check_place
 from mpisparse.owner import Owner, this_process
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 REMOVER = "mpisparse-remove"
+MOST_NBYTES = 1 << 28  # of a manifest; one of 4,096 ranks has about 2 MB
 UNFINISHED, REPLACED, RETIRED = ".unfinished-", ".replaced-", ".retired-"
 OWNED = re.compile(r"step-\d+-([0-9a-f]+)-(\d+)-(\d+)-[0-9a-f]+")  # ends the name of an unfinished one
 IDLE_SECONDS = 3600  # nothing was written for so long to one of another host: its run is taken for dead
@@ -227,6 +229,8 @@ def found(directory: Path) -> list[Path]:
 def read_manifest(path: Path) -> Manifest:
     """Read a checkpoint's manifest; raises Damaged."""
     try:
+        if check_place(path / MANIFEST) > MOST_NBYTES:
+            raise Damaged(f"{path / MANIFEST} has more than {MOST_NBYTES:,} bytes: it is no manifest")
         body = json.loads((path / MANIFEST).read_text())
         digest = body.pop("sha256")
         if digest != _digest(body):
@@ -235,11 +239,44 @@ def read_manifest(path: Path) -> Manifest:
         if version != FORMAT:
             raise Damaged(f"{path} has format {version}, this version reads {FORMAT}")
         files = tuple(FileRecord(**record) for record in body.pop("files"))
-        return Manifest(files=files, model=tuple(body.pop("model")), **body)
+        manifest = Manifest(files=files, model=tuple(body.pop("model")), **body)
+        check_manifest(path, manifest)
+        return manifest
     except FileNotFoundError as error:
         raise Damaged(f"{path} has no manifest: it was not finished") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError) as error:
         raise Damaged(f"{path / MANIFEST} cannot be read: {error}") from error
+
+
+def check_manifest(path: Path, manifest: Manifest) -> None:
+    """Raise Damaged unless a manifest says what one of ours can: of this step, with each rank's files by their own names."""
+    for name, value, least in (("step", manifest.step, 0), ("ranks", manifest.ranks, 1)):
+        if type(value) is not int or not least <= value < 2**63:
+            raise Damaged(f"{path / MANIFEST} has {name} {value!r}, not a whole number of at least {least}")
+    number = path.name.removeprefix("step-")
+    if path.name.startswith("step-") and number.isdecimal() and int(number) != manifest.step:
+        raise Damaged(f"{path / MANIFEST} is of step {manifest.step}")
+    listed = [record.name for record in manifest.files]
+    if manifest.ranks not in (len(listed), len(listed) / 2) or not _are_ours(listed, manifest.ranks):
+        raise Damaged(f"{path / MANIFEST} does not list the files of {manifest.ranks} ranks by their names")
+    for record in manifest.files:
+        if type(record.nbytes) is not int or record.nbytes < 0 or not isinstance(record.digest, str):
+            raise Damaged(f"{path / MANIFEST} has no size or no digest of {record.name}")
+    if not all(isinstance(line, str) for line in manifest.model):
+        raise Damaged(f"{path / MANIFEST} does not describe a model's tensors")
+    plain = isinstance(manifest.origin, dict) and all(
+        v is None or isinstance(v, str | int | float) for v in manifest.origin.values()
+    )
+    if not plain:
+        raise Damaged(f"{path / MANIFEST} does not say where it comes from")
+
+
+def _are_ours(listed: list[Any], ranks: int) -> bool:
+    """Whether these are the names of every rank's own file and, in a checkpoint, of every share of the replicated state."""
+    own, shared = [{name(rank) for rank in range(ranks)} for name in (rank_file, shared_file)]
+    expected = own if len(listed) == ranks else own | shared
+    inside_one = {f"all.h5/{Path(name).stem}" for name in expected}
+    return set(map(str, listed)) in (expected, inside_one)
 
 
 def _digest(body: dict[str, Any]) -> str:

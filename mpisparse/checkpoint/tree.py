@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 Arrays = dict[str, NDArray[Any]]
+DEEPEST = 100  # containers in each other
 BITS = {torch.bfloat16: np.dtype(np.uint16)}  # types that NumPy lacks, stored as bit patterns
 
 
@@ -24,11 +26,20 @@ def flatten(state: Any, prefix: str) -> tuple[str, Arrays]:
 
 
 def unflatten(text: str, arrays: Arrays) -> Any:
-    """Rebuild what flatten() split; tensors own their memory."""
-    return _decode(json.loads(text), arrays)
+    """Rebuild what flatten() split; tensors own their memory. Raises ValueError if flatten() cannot have made it."""
+    decoder = _Decoder(arrays)
+    try:
+        state = decoder.decode(json.loads(text))
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:  # RecursionError is one
+        raise ValueError(f"a state is malformed: {type(error).__name__}: {error}") from error
+    if decoder.left:
+        raise ValueError(f"a state does not say what array {min(decoder.left)!r} is")
+    return state
 
 
-def _encode(value: Any, prefix: str, arrays: Arrays, where: str) -> Any:
+def _encode(value: Any, prefix: str, arrays: Arrays, where: str, depth: int = 0) -> Any:
+    if depth > DEEPEST:
+        raise UnsupportedError(f"cannot store containers nested more than {DEEPEST} deep, as at {where[:60]}...")
     if isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype in SCALARS:
         return {"scalar": [SCALARS[value.dtype], _number(value.item())]}
     if isinstance(value, torch.Tensor | np.ndarray):
@@ -42,9 +53,9 @@ def _encode(value: Any, prefix: str, arrays: Arrays, where: str) -> Any:
     if isinstance(value, float):
         return {"float": _number(value)}
     if isinstance(value, dict):
-        return {"dict": [[_key(k, where), _encode(v, prefix, arrays, f"{where}/{k}")] for k, v in value.items()]}
+        return {"dict": [[_key(k, where), _encode(v, prefix, arrays, f"{where}/{k}", depth + 1)] for k, v in value.items()]}
     if isinstance(value, list | tuple):
-        items = [_encode(v, prefix, arrays, f"{where}/{i}") for i, v in enumerate(value)]
+        items = [_encode(v, prefix, arrays, f"{where}/{i}", depth + 1) for i, v in enumerate(value)]
         return {"list" if isinstance(value, list) else "tuple": items}
     raise UnsupportedError(
         f"cannot store {type(value).__name__} at {where or 'the top'}: only tensors, arrays, containers, scalars"
@@ -84,21 +95,53 @@ def _key(key: Any, where: str) -> Any:
     return key
 
 
-def _decode(node: Any, arrays: Arrays) -> Any:
-    if not isinstance(node, dict):
-        return node
-    ((kind, content),) = node.items()
-    if kind == "scalar":
-        dtype, number = content
-        return torch.tensor(float.fromhex(number) if isinstance(number, str) else number, dtype=getattr(torch, dtype))
-    if kind == "array":
-        return _restore(arrays[content[0]], content[1], content[2])
-    if kind == "float":
-        return float.fromhex(content)
-    if kind == "dict":
-        return {key: _decode(value, arrays) for key, value in content}
-    items = [_decode(value, arrays) for value in content]
-    return items if kind == "list" else tuple(items)
+class _Decoder:
+    """Rebuilds a state and takes nothing on trust: what flatten() cannot have made raises ValueError."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.left = dict(arrays)
+
+    def decode(self, node: Any, depth: int = 0) -> Any:
+        if node is None or isinstance(node, bool | int | str):
+            return node
+        if not isinstance(node, dict) or len(node) != 1 or depth > DEEPEST:
+            raise ValueError(f"a state has {_shown(node)} where a value should be")
+        ((kind, content),) = node.items()
+        if kind == "float":
+            return float.fromhex(content)
+        if not isinstance(content, list):
+            raise ValueError(f"a state has {_shown(node)} where a value should be")
+        if kind == "scalar":
+            return _scalar(*content)
+        if kind == "array":
+            name, dtype, shape = content
+            return _restore(self.left.pop(name), dtype, shape)  # each belongs to one value
+        if kind == "dict":
+            if not all(isinstance(pair, list) for pair in content):
+                raise ValueError("a dict in a state is not made of pairs")
+            pairs = [(key, self.decode(value, depth + 1)) for key, value in content]
+            if len(dict(pairs)) != len(pairs) or not all(type(key) in (int, str) for key, _ in pairs):
+                raise ValueError("a dict in a state has a key twice, or one that is neither a whole number nor a text")
+            return dict(pairs)
+        if kind not in ("list", "tuple"):
+            raise ValueError(f"a state has {kind!r} where a kind of value should be")
+        items = [self.decode(value, depth + 1) for value in content]
+        return items if kind == "list" else tuple(items)
+
+
+def _shown(node: Any) -> str:
+    text = str(node) if not isinstance(node, dict | list) else type(node).__name__
+    return repr(text[:60])
+
+
+def _scalar(dtype: str, number: Any) -> torch.Tensor:
+    kind = next((known for known, name in SCALARS.items() if name == dtype), None)
+    if kind is None:
+        raise ValueError(f"a state has a scalar of type {dtype!r}")
+    expected = str if kind.is_floating_point else bool if kind is torch.bool else int
+    if type(number) is not expected:
+        raise ValueError(f"a state has {_shown(number)} where a scalar of {dtype} should be")
+    return torch.tensor(float.fromhex(number) if isinstance(number, str) else number, dtype=kind)
 
 
 def as_array(tensor: torch.Tensor) -> NDArray[Any]:
@@ -111,8 +154,18 @@ def as_array(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def _restore(array: NDArray[Any], kind: str, shape: list[int]) -> Any:
+    """An array in its type and shape; raises ValueError if it is of another type or size than it should be."""
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape) or math.prod(shape) != array.size:
+        raise ValueError(f"an array of {array.size} elements cannot have the shape {shape!r}")
     if kind.startswith("numpy:"):
-        return array.reshape(shape).astype(kind.removeprefix("numpy:"), copy=False)
+        if np.dtype(kind.removeprefix("numpy:")) != array.dtype:
+            raise ValueError(f"an array is of {array.dtype}, not of {kind!r}")
+        return array.reshape(shape)
     tensor = torch.from_numpy(array.reshape(-1))
     dtype = getattr(torch, kind)
-    return (tensor.view(dtype) if dtype in BITS else tensor).reshape(shape)
+    if not isinstance(dtype, torch.dtype) or BITS.get(dtype, array.dtype) != array.dtype:
+        raise ValueError(f"an array is of {array.dtype}, not of {kind!r}")
+    tensor = tensor.view(dtype) if dtype in BITS else tensor
+    if tensor.dtype != dtype:
+        raise ValueError(f"an array is of {array.dtype}, not of {kind!r}")
+    return tensor.reshape(shape)

@@ -158,10 +158,10 @@ def _add_gradients(command: argparse.ArgumentParser) -> None:
 def _count(text: str) -> int:
     try:
         value = int(float(text)) if "e" in text.lower() else int(text.replace("_", ""))
-    except ValueError:
+    except (ValueError, OverflowError):
         value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number >= 1, got {text!r}")
+    if not 1 <= value < 2**53:
+        raise argparse.ArgumentTypeError(f"expected a whole number >= 1 and below 2^53, got {text[:40]!r}")
     return value
 
 

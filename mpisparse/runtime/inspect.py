@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from mpisparse.checkpoint import store
-from mpisparse.checkpoint.h5file import Damaged, FileRecord, inside, read_file
+from mpisparse.checkpoint.contents import ORIGIN, read_own, read_shared, sensible
+from mpisparse.checkpoint.h5file import Arrays, Damaged, FileRecord, inside, read_file
+from mpisparse.checkpoint.standin import check_scheme_state
 from mpisparse.errors import ConfigurationError
+from mpisparse.runtime.place import check_place
 from mpisparse.runtime.progress import human_bytes
+
+GRADIENTS = {"gradient", "sizes"}  # what train --record-gradients writes of a rank
 
 
 def run(directory: Path, *, verify: bool, as_json: bool) -> int:
@@ -24,9 +29,12 @@ def run(directory: Path, *, verify: bool, as_json: bool) -> int:
 
 def checkpoints(directory: Path) -> list[Path]:
     """The checkpoints that a path means: itself, those in it, or those of the run it is."""
-    if directory.name.startswith("step-") and directory.is_dir():
-        return [directory]
-    found = store.found(directory) or store.found(directory / "checkpoints")
+    try:
+        if directory.name.startswith("step-") and directory.is_dir():
+            return [directory]
+        found = store.found(directory) or store.found(directory / "checkpoints")
+    except OSError as error:
+        raise ConfigurationError(f"cannot look into {str(directory)[:200]}: {error.strerror}") from error
     if not found:
         raise ConfigurationError(
             f"{directory} is no checkpoint and has none in it: expected directories named step-00000020"
@@ -43,22 +51,42 @@ def look(path: Path, *, verify: bool) -> dict[str, Any]:
         record |= {
             "step": manifest.step,
             "ranks": manifest.ranks,
-            **manifest.origin,
+            **{key: manifest.origin.get(key) for key in ORIGIN},
             "model": list(manifest.model),
             "files": files,
         }
+        entries = {file.name: _entry(files, file) for file in manifest.files}
         for file in manifest.files:
             whole, _ = inside(path / file.name)
             if not whole.is_file():
                 raise Damaged(f"{whole} is missing")
-            entry = _entry(files, file)
-            if verify:
-                arrays, _ = read_file(path / file.name, file)
-                entry["arrays"] = {name: f"{a.dtype} x {a.size}" for name, a in arrays.items()}
+        if verify:
+            _check(path, manifest, entries)
         record["verified"] = verify
     except Damaged as error:
         record["damaged"] = str(error)
     return record
+
+
+def _check(path: Path, manifest: store.Manifest, entries: dict[str, Any]) -> None:
+    """Raise Damaged unless load() would take all that the files hold, and note what arrays they hold."""
+
+    def read(place: Path, record: FileRecord) -> tuple[Arrays, dict[str, str]]:
+        arrays, texts = read_file(place, record)
+        entries[record.name]["arrays"] = {name: f"{a.dtype} x {a.size}" for name, a in arrays.items()}
+        return arrays, texts
+
+    if len(manifest.files) == manifest.ranks:  # recorded gradients
+        for record in manifest.files:
+            if set(read(path / record.name, record)[0]) != GRADIENTS:
+                raise Damaged(f"{path / record.name} holds neither a rank's state nor its gradient")
+        return
+    shared = read_shared(path, manifest, read)
+    for rank in range(manifest.ranks):
+        own = read_own(path, manifest, shared, rank, read)
+        if "sync" in own:
+            sensible(f"the exchange's state of rank {rank} in {path}", check_scheme_state, own["sync"], shared)
+        sensible(f"the run's place of rank {rank} in {path}", check_place, own["extra"])
 
 
 def _entry(files: dict[str, Any], record: FileRecord) -> dict[str, Any]:

@@ -24,6 +24,8 @@ ASIDE = (
     "out", "epochs", "steps", "target", "log_every", "checkpoint_every", "background", "driver", "keep", "resume",
     "wait_for_lock", "tensorboard", "record_gradients", "log_ranks", "stop_before",
 )  # fmt: skip # how long a run goes on and what it writes, not what its steps compute
+MOST = {"lr": 1e6, "weight_decay": 1e6, "stop_before": 1e9}  # beyond that a run cannot go well
+LONGEST_NAME, LONGEST_PATH = 255, 3900  # bytes that Linux takes, less what a run adds to its directory
 
 
 def _setting(default: Any, text: str) -> Any:
@@ -104,6 +106,9 @@ class Settings:
             self._at_least(name, 1)
         for name in ("warmup", "density_warmup", "seed", "lr", "momentum", "weight_decay", "stop_before"):
             self._at_least(name, 0)
+        self._check_sensible()
+        for name in ("model", "data", "out", "resume"):
+            check_path(name, getattr(self, name))
         if self.seed >= 2**40:
             raise ConfigurationError(f"seed must be below 2^40, got {self.seed}")
         if self.epochs is not None and self.steps is not None:
@@ -121,10 +126,45 @@ class Settings:
                 'record_gradients needs accumulate="step": in path "backward" no gradient is ever whole'
             )
 
+    def _check_sensible(self) -> None:
+        """Raise ConfigurationError for numbers with which no run can go well."""
+        for name, most in MOST.items():
+            if not getattr(self, name) <= most:
+                raise ConfigurationError(f"{name} must be at most {most:g}, got {getattr(self, name)!r}")
+        if self.momentum >= 1.0:
+            raise ConfigurationError(f"momentum must be below 1, got {self.momentum!r}: nothing would ever be forgotten")
+        if self.target is not None and not math.isfinite(self.target):
+            raise ConfigurationError(f"target must be a finite number, got {self.target!r}; leave it out to train on")
+        for share in self.drop_at:
+            if not 0.0 <= share <= 1.0:
+                raise ConfigurationError(f"drop_at must be shares of the run in [0, 1], got {share!r}; for half pass 0.5")
+
     def _at_least(self, name: str, least: int) -> None:
         value = getattr(self, name)
         if value is not None and not value >= least:
             raise ConfigurationError(f"{name} must be at least {least}, got {value!r}")
+        if isinstance(value, int) and value >= 2**53 and name != "seed":
+            raise ConfigurationError(f"{name} must be below 2^53, got {value if value < 10**30 else 'far more'}")
+
+
+def check_path(name: str, text: str | None) -> None:
+    """Raise ConfigurationError unless a text can be the name of a file or directory; None is none."""
+    if text is None:
+        return
+    if not text:
+        raise ConfigurationError(f"{name} must not be empty; leave --{name} out, or name what is meant")
+    if "\0" in text:
+        raise ConfigurationError(f"{name} must not have NUL characters, got {text[:60]!r}")
+    try:
+        whole = text.encode()
+    except UnicodeEncodeError:
+        raise ConfigurationError(f"{name} must be text in UTF-8, got {text[:60]!r}") from None
+    longest = max(map(len, whole.split(b"/")))
+    if longest > LONGEST_NAME or len(whole) > LONGEST_PATH:
+        raise ConfigurationError(
+            f"{name} is too long: {len(whole)} bytes, its longest part {longest}; "
+            f"file systems take {LONGEST_PATH} and {LONGEST_NAME}, got {text[:40]!r}..."
+        )
 
 
 TYPES: dict[str, Any] = get_type_hints(Settings)
@@ -189,7 +229,9 @@ def parse_options(pairs: list[str]) -> dict[str, Any]:
             raise ConfigurationError(f"an option of the scheme is NAME=VALUE, got {pair!r}")
         try:
             options[name] = json.loads(text)
-        except json.JSONDecodeError:
+        except RecursionError:
+            raise ConfigurationError(f"option {name} is nested too deep: {text[:40]!r}...") from None
+        except ValueError:
             options[name] = text
     return options
 
@@ -200,7 +242,9 @@ def read_file(path: Path) -> dict[str, Any]:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigurationError(f"cannot read the settings in {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise ConfigurationError(f"{path} is not a file of settings: its values are nested too deep") from None
+    except ValueError as error:  # of TOML, of UTF-8, or of a number with thousands of digits
         raise ConfigurationError(f"{path} is not a TOML file: {error}") from error
     for name, value in values.items():
         if name not in TYPES:
@@ -211,12 +255,16 @@ def read_file(path: Path) -> dict[str, Any]:
 
 def _typed(path: Path, name: str, value: Any) -> Any:
     kind = _plain(TYPES[name])
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if kind is tuple and isinstance(value, list) and all(isinstance(v, int | float) for v in value):
-        return tuple(float(v) for v in value)
+    try:
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if kind is tuple and isinstance(value, list) and all(type(v) in (int, float) for v in value):
+            return tuple(float(v) for v in value)
+    except OverflowError as error:
+        raise ConfigurationError(f"{path}: {name} is too large: {error}") from error
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ConfigurationError(f"{path}: {name} must be of type {kind.__name__}, got {value!r}")
+        shown = repr(value) if not isinstance(value, dict | list) else f"{type(value).__name__} of {len(value)}"
+        raise ConfigurationError(f"{path}: {name} must be of type {kind.__name__}, got {shown}")
     return value
 
 

@@ -35,6 +35,8 @@ def save(bench: str, records: Sequence[dict[str, Any]], out: Path | None) -> Non
     """Write records as JSON lines, each with the name of its benchmark; the file is whole or not there. None: nothing."""
     if out is None:
         return
+    if not out.name:
+        raise ConfigurationError(f"expected a file that can be written, got {str(out)!r}; name one, as in --out bench.jsonl")
     beside = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

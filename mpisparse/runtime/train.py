@@ -25,6 +25,7 @@ from mpisparse.runtime.evaluate import evaluate, reached
 from mpisparse.runtime.lock import RunLock, take
 from mpisparse.runtime.metrics import MetricsFile, step_fields, write_whole
 from mpisparse.runtime.output import RankOutput
+from mpisparse.runtime.place import TRAINED, check_place
 from mpisparse.runtime.progress import Progress, Silent, facts_of, human_bytes, make_progress, own_facts
 from mpisparse.runtime.recording import Recorder
 from mpisparse.runtime.schedule import Order, Position, density_at, lr_factor
@@ -208,13 +209,14 @@ class Trainer:
         source = self.checkpoints if named is None or begun else named
         extra: dict[str, Any] = {}
         set_here = [{key: group[key] for key in self.optimizer.defaults} for group in self.optimizer.param_groups]
-        step = checkpoint.load(source, model=self.model, optimizer=self.optimizer, sync=self.sync, extra=extra)
+        step = checkpoint.load(
+            source, model=self.model, optimizer=self.optimizer, sync=self.sync, extra=extra, check_extra=check_place
+        )
         if step is None:
             missing = None if mode == "auto" else ConfigurationError(f"{source} has no whole checkpoint to resume from")
             self.sync.check_together(missing)
             return False
-        known = {"seconds", "received", "dense", "epoch", "offset", "metric"}
-        foreign = None if known <= set(extra) else ConfigurationError(f"{source} was not written by mpisparse train")
+        foreign = None if set(extra) >= TRAINED else ConfigurationError(f"{source} was not written by mpisparse train")
         self.sync.check_together(foreign)
         self.step, self.seconds = step, float(extra["seconds"])
         self.received, self.dense = float(extra["received"]), float(extra["dense"])

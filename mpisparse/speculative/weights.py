@@ -94,7 +94,7 @@ class TwoSets:
 
     def held(self) -> int:
         """A checksum of the weights that the model holds now."""
-        return _checksum(p.data for p in self.layout.params)
+        return checksum(p.data for p in self.layout.params)
 
     # Validation and correction
 
@@ -190,7 +190,7 @@ class TwoSets:
         kept = self.weights, self.state
         (weights, state), (shared, _) = (kept, here) if self.swapped else (here, kept)
         return {
-            "digest": _checksum(shared),
+            "digest": checksum(shared),
             "weights": [flat(slot, weight) for slot, weight in zip(self.layout.slots, weights, strict=True)],
             "state": [dict(entries) for entries in state],
         }
@@ -216,10 +216,15 @@ class TwoSets:
         sizes = [slot.end - slot.begin for slot in self.layout.slots]
         if [len(weights) for weights in own["weights"]] != sizes or len(own["state"]) != len(sizes):
             raise ConfigurationError("the rank's own weights in the state are not of this model")
+        for weights, entries, p in zip(own["weights"], own["state"], self.layout.params, strict=True):
+            values = [v for v in entries.values() if isinstance(v, torch.Tensor) and v.dim() > 0]
+            if torch.as_tensor(weights).dtype != p.dtype or any(v.shape != p.shape for v in values):
+                raise ConfigurationError("the rank's own weights or optimizer entries in the state are not of this model")
         int(own["digest"])
 
 
-def _checksum(weights: Iterable[torch.Tensor]) -> int:
+def checksum(weights: Iterable[torch.Tensor]) -> int:
+    """A checksum of weights in the order in which they lie in memory."""
     total = 0
     for weight in weights:
         total = zlib.crc32(weight.detach().as_strided((weight.numel(),), (1,)).view(torch.uint8).numpy().data, total)

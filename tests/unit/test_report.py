@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
@@ -469,6 +470,36 @@ def test_where_the_page_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         report.write(runs, tmp_path / "x.html")
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "report.html", "x.html"}
     assert (tmp_path / "x.html").read_bytes() == before
+
+
+def test_what_cannot_be_written_or_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "a", [by_hand(1)])
+    for out in (Path(), Path("/"), tmp_path / ("x" * 300), tmp_path, run / "metrics.jsonl" / "x.html"):
+        with pytest.raises(ConfigurationError, match="expected a file that can be written, got"):
+            report.write([run], out)
+    records = tmp_path / "bench.jsonl"
+    records.write_text(json.dumps({"bench": "sync"}) + "\n")
+    with pytest.raises(ConfigurationError, match=r"cannot read or write .*: Not a directory"):
+        report.write([records], None, records / "pictures")
+    (run / "config.toml").write_text("a = " + "[" * 20_000)
+    with pytest.raises(ConfigurationError, match=r"expected TOML in .*config\.toml"):
+        report.write([run])
+    (run / "config.toml").unlink()
+    for deep in (run / "metrics.jsonl", records):
+        deep.write_text("[" * 200_000 + "\n" + "{}\n")
+        with pytest.raises(ConfigurationError, match=r"in line 1 of .*\.jsonl"):
+            report.write([run if deep.parent == run else deep])
+
+
+def test_a_read_only_file_system_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    run = make_run(tmp_path / "a", [by_hand(1)])
+    for name in ("write_text", "unlink"):
+        monkeypatch.setattr(Path, name, refuse)
+    with pytest.raises(ConfigurationError, match=r"got .*report\.html \(Read-only file system\); choose another with --out"):
+        report.write([run])
 
 
 @pytest.mark.parametrize(("ranks", "lines", "images"), [(1, 1, 0), (2, 2, 0), (16, 16, 0), (17, 0, 1), (300, 0, 1)])

@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.board import Board
-from mpisparse.runtime.cli import parser
+from mpisparse.runtime.cli import main, parser
 from mpisparse.runtime.metrics import MetricsFile, spread, write_whole
 from mpisparse.runtime.output import SteadyOutput
 from mpisparse.runtime.schedule import Order, Position, density_at, lr_factor
@@ -81,13 +82,14 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
     assert parse("--config", file).epochs == 3
 
 
-FINITE = st.floats(1e-12, 1e12)
+FINITE = st.floats(1e-12, 1e6)
+PATHS = st.text(min_size=1, max_size=60).filter(lambda text: "\0" not in text)
 SETTINGS = st.builds(
     Settings,
-    model=st.sampled_from(list(MODELS)) | st.text().map(lambda name: f"{name}:factory"),
-    data=st.none() | st.text(),
-    out=st.text(),
-    steps=st.none() | st.integers(1, 2**60),
+    model=st.sampled_from(list(MODELS)) | PATHS.map(lambda name: f"{name}:factory"),
+    data=st.none() | PATHS,
+    out=PATHS,
+    steps=st.none() | st.integers(1, 2**53 - 1),
     batch_size=st.integers(1, 2**31),
     seed=st.integers(0, 2**40 - 1),
     optimizer=st.sampled_from(OPTIMIZERS),
@@ -96,7 +98,7 @@ SETTINGS = st.builds(
     weight_decay=FINITE | st.just(0.0),
     drop_at=st.lists(st.floats(0, 1), max_size=3).map(tuple),
     clip=st.none() | FINITE | st.just(math.inf),
-    target=st.none() | st.floats(allow_nan=False),
+    target=st.none() | st.floats(allow_nan=False, allow_infinity=False),
     bf16=st.booleans(),
     density=st.none() | st.floats(1e-9, 1.0),
     options=st.dictionaries(
@@ -180,6 +182,77 @@ def test_values_that_cannot_be_are_refused(given: dict[str, Any], words: str) ->
     with pytest.raises(ConfigurationError) as caught:
         Settings(**given)
     assert words in str(caught.value)
+
+
+LONG = "x" * 256
+WHOLE = (*COUNTS, "warmup", "density_warmup")
+SHARES = "drop_at must be shares of the run in [0, 1]"
+ABSURD: list[tuple[str, Any, str]] = [
+    *((n, v, f"{n} must be at") for n in ("lr", "momentum", "weight_decay", "stop_before") for v in (math.nan, -math.inf)),
+    *((n, v, f"{n} must be at most") for n in ("lr", "weight_decay", "stop_before") for v in (math.inf, 1e30)),
+    *(("momentum", v, "momentum must be below 1") for v in (1.0, 5.0, 1e300, math.inf)),
+    *(("target", v, "target must be a finite number") for v in (math.nan, math.inf, -math.inf)),
+    *(("drop_at", (0.5, v), SHARES) for v in (math.nan, math.inf, -0.1, 50.0)),
+    *((n, v, f"{n} must be below 2^53") for n in WHOLE for v in (2**53, 10**4000)),
+    *((n, "", f"{n} must not be empty") for n in ("out", "data", "resume")),
+    *((n, f"a{chr(0)}b:f", f"{n} must not have NUL characters") for n in ("out", "data", "resume", "model")),
+    *((n, v, f"{n} is too long") for n in ("out", "data", "resume") for v in (LONG, "y/" * 3000, "é" * 200)),
+    ("out", "run\udcff", "out must be text in UTF-8"),
+]
+
+
+def in_toml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(in_toml, value))}]"
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
+@pytest.mark.parametrize(("name", "value", "words"), ABSURD, ids=lambda v: str(v)[:20])
+def test_absurd_values_are_refused_by_flag_and_by_file(tmp_path: Path, name: str, value: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(words)):
+        Settings(**{name: value})
+    if "\udcff" not in str(value):  # which TOML cannot say
+        with pytest.raises(ConfigurationError, match=re.escape(words)):
+            parse("--config", write(tmp_path, f"{name} = {in_toml(value)}"))
+    given = [f"{v}" for v in (value if isinstance(value, tuple) else (value,))]
+    if not any(text.startswith("-") for text in given):  # argparse takes those for flags
+        with pytest.raises(ConfigurationError, match=re.escape(words)):
+            parse(f"--{name.replace('_', '-')}", *given)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (f"options = {'[' * 20_000}{']' * 20_000}", "nested too deep"),
+        (f"options = {'{a=' * 20_000}1{'}' * 20_000}", "nested too deep"),
+        (f"{'a.' * 20_000}b = 1", "unknown setting 'a'"),
+        (f"lr = {'9' * 400}", "lr is too large"),
+        (f"drop_at = [{'9' * 400}]", "drop_at is too large"),
+        (f"steps = {'9' * 5000}", "is not a TOML file"),
+        (f"steps = {'9' * 40}", "steps must be below 2^53, got far more"),
+        ("drop_at = [true]", "drop_at must be of type tuple"),
+    ],
+    ids=lambda text: text[:12],
+)
+def test_odd_files_are_refused(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(words)):
+        parse("--config", write(tmp_path, text))
+
+
+def test_odd_options_and_counts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigurationError, match="option x is nested too deep"):
+        parse("--option", f"x={'[' * 200_000}")
+    assert parse("--option", f"x={'9' * 5000}").options == {"x": "9" * 5000}
+    for count in ("1e400", "inf", "nan", "1e-400", "1e17", "9" * 5000):
+        with pytest.raises(SystemExit):
+            parser().parse_args(["bench", "kernels", "--elements", count])
+        assert "expected a whole number >= 1 and below 2^53" in capsys.readouterr().err
+
+
+def test_overlong_paths_of_other_commands_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["inspect", LONG], ["report", LONG], ["train", "--config", LONG], ["inspect", "step-" + LONG]):
+        assert main(words) == 2, words
+        assert "File name too long" in capsys.readouterr().err
 
 
 def test_the_names_known_without_torch_are_those_there_are() -> None:

@@ -7,6 +7,7 @@ import math
 import random
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -383,6 +384,13 @@ BAD_FILES = {
     "negative.npz": ({"images": images(3, 2, 2), "labels": ints(0, -1, 1)}, "must be class numbers"),
     "flat.npz": ({"images": images(3, 4), "labels": ints(0, 1, 1)}, r"must be numbers \(N, H, W\).* got \(3, 4\)"),
     "nan.npz": ({"images": np.full((2, 2, 2), np.nan), "labels": ints(0, 1)}, "NaN"),
+    "huge.npz": ({"images": np.full((2, 2, 2), 1e300), "labels": ints(0, 1)}, "infinite values"),
+    "label.npz": ({"images": images(2, 2, 2), "labels": ints(0, 2**40)}, r"below 1,048,576; got 1099511627776; number the"),
+    "unsigned.npz": (
+        {"images": images(2, 2, 2), "labels": np.array([0, 2**64 - 1], np.uint64)},
+        "must be class numbers below",
+    ),
+    "infinite.npz": ({"images": images(2, 2, 2), "labels": np.array([0, np.inf])}, "must be class numbers below"),
     "object.npz": ({"images": np.array([None, {}]), "labels": ints(0, 1)}, "plain arrays"),
     "shapes.npz": (
         {"x_train": images(2, 2, 2), "y_train": ints(0, 1), "x_test": images(2, 3, 2), "y_test": ints(0, 1)},
@@ -396,6 +404,7 @@ BAD_FILES = {
     "fields.csv": (b"1,2,3\n1,3\n7\n", r"fields\.csv, line 3: expected user,item.*, got '7'"),
     "number.csv": (b"1,2,3,4\n\n1,3,x,4\n", r"number\.csv, line 3: the rating must be a number, got 'x'"),
     "time.csv": (b"user,item,rating,time\n1,2,3,now\n", r"time\.csv, line 2: the timestamp must be a number, got 'now'"),
+    "never.csv": (b"1,2,3,4\n1,3,3,inf\n", r"never\.csv, line 2: the timestamp must be finite, got 'inf'"),
     "order.csv": (b"item,user\n1,2\n", "the header says item,user; reorder"),
     "none.csv": (b"user,item\n", "the file has none"),
     "single.csv": (b"1,1\n2,2\n", "users with two items"),
@@ -414,6 +423,19 @@ def test_bad_files(name: str, folder: Path) -> None:
         path.write_bytes(content)
     with pytest.raises(ConfigurationError, match=message):
         build("lstm", name, seed=0)
+
+
+def test_an_npz_that_claims_too_much_is_refused(folder: Path) -> None:
+    np.savez("claims.npz", images=images(2, 2, 2), labels=ints(0, 1))
+    with zipfile.ZipFile("claims.npz") as whole:
+        content = {name: whole.read(name) for name in whole.namelist()}
+    shape = b"(2, 2, 2), }"
+    content["images.npy"] = content["images.npy"].replace(shape, b"(2,1,9" + b"0" * 15 + b"),}", 1)
+    with zipfile.ZipFile("claims.npz", "w") as file:
+        for name, data in content.items():
+            file.writestr(name, data)
+    with pytest.raises(ConfigurationError, match=r"claims\.npz: expected an \.npz of plain arrays"):
+        build("digits-cnn", "claims.npz", seed=0)
 
 
 CUSTOM = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,20 @@ def write(runs: Sequence[Path], out: Path | None = None, pictures: Path | None =
     those of records are written there too, a file each. Files are written beside and renamed: whole or not there.
     """
     runs = [Path(run) for run in runs]
-    files = [run.is_file() for run in runs]
+    try:
+        files = [run.is_file() for run in runs]
+        text = _page(runs, files, pictures)
+    except OSError as error:
+        raise ConfigurationError(f"cannot read or write {error.filename}: {error.strerror}") from error
+    if out is None:
+        alone = runs[0].with_suffix(".html") if files[0] else runs[0] / "report.html"
+        out = alone if len(runs) == 1 else Path("report.html")
+    _write_whole(out, text)
+    return out
+
+
+def _page(runs: Sequence[Path], files: Sequence[bool], pictures: Path | None) -> str:
+    """The page's text; pictures are written."""
     if any(files) and not all(files):
         raise ConfigurationError("expected run directories or files of records, got both; make a page of each")
     if all(files) and runs:
@@ -30,15 +44,10 @@ def write(runs: Sequence[Path], out: Path | None = None, pictures: Path | None =
         text = bench_page(records, asset("page.css"))
         if pictures is not None:
             _write_pictures(records, pictures)
-    elif pictures is not None:
+        return text
+    if pictures is not None:
         raise ConfigurationError("pictures as files are made of records that mpisparse bench --out FILE.jsonl wrote")
-    else:
-        text = page(read_runs(runs))
-    if out is None:
-        alone = runs[0].with_suffix(".html") if files[0] else runs[0] / "report.html"
-        out = alone if len(runs) == 1 else Path("report.html")
-    _write_whole(out, text)
-    return out
+    return page(read_runs(runs))
 
 
 def _write_pictures(records: Sequence[Record], directory: Path) -> None:
@@ -51,12 +60,17 @@ def _write_pictures(records: Sequence[Record], directory: Path) -> None:
 
 
 def _write_whole(out: Path, text: str) -> None:
-    beside = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(out)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
+        beside = out.with_name(f".{out.name}.{os.getpid()}")
+        try:
+            beside.write_text(text, encoding="utf-8")
+            beside.replace(out)
+        except OSError:
+            with contextlib.suppress(OSError):  # a read-only file system may refuse this too
+                beside.unlink(missing_ok=True)
+            raise
+    except (OSError, ValueError) as error:  # ValueError: a path without a name
+        why = error.strerror if isinstance(error, OSError) else error
         raise ConfigurationError(
-            f"expected a file that can be written, got {out} ({error.strerror}); choose another with --out FILE.html"
+            f"expected a file that can be written, got {str(out)[:200]} ({why}); choose another with --out FILE.html"
         ) from error

@@ -52,7 +52,7 @@ def read_records(path: Path) -> list[Record]:
         try:
             record = json.loads(line)
             known = record["bench"] in FIGURES
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, LookupError, RecursionError):
             known = False
         if not known:
             raise ConfigurationError(

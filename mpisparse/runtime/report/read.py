@@ -157,12 +157,12 @@ def _read_metrics(path: Path, run: Run) -> None:
                 raise broken
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 broken = _damage(path, number, line)
                 continue
             try:
                 _add(record, run)
-            except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+            except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
                 raise _damage(path, number, line) from error
 
 
@@ -200,7 +200,7 @@ def _settings(path: Path) -> dict[str, object]:
         return {}
     try:
         return _flat(tomllib.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(
             f"expected TOML in {path}, got something else ({error}); mend or remove the file"
         ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -53,6 +54,8 @@ def _parse(row: list[str]) -> tuple[str, str, float]:
     for name, text in zip(("rating", "timestamp"), row[2:], strict=False):
         if not _is_number(text):
             raise ValueError(f"the {name} must be a number, got {text!r}")
+        if not math.isfinite(float(text)):
+            raise ValueError(f"the {name} must be finite, got {text!r}")
     return user, item, float(row[3]) if len(row) > 3 else 0.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from mpisparse.runtime.workloads.data.images import Labelled, image_data, split_
 from mpisparse.runtime.workloads.records import Data
 
 HELD_OUT = 6  # one image in six is for testing where the file does not say which
+CLASSES = 1 << 20  # more are no classes, but numbers of something else
 _INPUTS = ("x", "images", "data", "inputs")
 _LABELS = ("y", "labels", "label", "targets", "target")
 _EXPECTED = "x_train, y_train, x_test, y_test, or train_images, train_labels, test_images, test_labels, or images, labels"
@@ -45,7 +47,7 @@ def _read(path: Path) -> dict[str, NDArray[Any]]:
     try:
         with np.load(path, allow_pickle=False) as file:
             return {key: file[key] for key in file.files}
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, ValueError, LookupError, RuntimeError, MemoryError, zlib.error, zipfile.BadZipFile) as error:
         raise ConfigurationError(
             f"{path}: expected an .npz of plain arrays (np.savez); reading it failed: {error}"
         ) from error
@@ -71,14 +73,20 @@ def _check(path: Path, image_key: str, images: NDArray[Any], label_key: str, lab
         )
     if labels.dtype.kind not in "iuf" or (labels != np.round(labels)).any() or labels.min() < 0:
         raise ConfigurationError(f"{path}: {label_key} must be class numbers 0, 1, 2, …; got {labels[:5]} …")
+    if labels.max() >= CLASSES:
+        raise ConfigurationError(
+            f"{path}: {label_key} must be class numbers below {CLASSES:,}; got {labels.max()}; number the classes 0, 1, 2, …"
+        )
     if images.ndim not in (3, 4) or images.dtype.kind not in "iufb" or 0 in images.shape:
         raise ConfigurationError(
             f"{path}: {image_key} must be numbers (N, H, W), (N, H, W, C) or (N, C, H, W);"
             f" got {images.shape} of {images.dtype}"
         )
-    if images.dtype.kind == "f" and not np.isfinite(images).all():
+    with np.errstate(over="ignore"):  # of values that 32 bits do not hold
+        arranged = _arrange(images)
+    if arranged.dtype.kind == "f" and not np.isfinite(arranged).all():
         raise ConfigurationError(f"{path}: {image_key} has infinite values or NaN; remove these images")
-    return _arrange(images), labels.astype(np.int64)
+    return arranged, labels.astype(np.int64)
 
 
 def _arrange(images: NDArray[Any]) -> NDArray[Any]:

@@ -1,0 +1,163 @@
+"""Whether what was read makes sense in itself, without the objects it is for: for load(), and for inspect --verify.
+
+A digest tells that a file is what somebody wrote, not that it is a checkpoint. Everything here raises Damaged; local.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpisparse import __version__
+from mpisparse.checkpoint.h5file import Arrays, Damaged, FileRecord, read_file
+from mpisparse.checkpoint.objects import (
+    check_optimizer,
+    check_random,
+    check_scaler,
+    check_scheduler,
+    check_strides,
+    need,
+)  # fmt: skip
+from mpisparse.checkpoint.state import described
+from mpisparse.checkpoint.store import Manifest, rank_file, shared_file
+from mpisparse.checkpoint.tree import unflatten
+from mpisparse.errors import check_choice
+from mpisparse.saved import STATE_FORMAT
+from mpisparse.schemes import SCHEMES, configure
+from mpisparse.schemes.options import Options
+
+ORIGIN = {"mpisparse": str, "torch": str, "threads": int, "kernels": str, "cpu": str, "scheme": (str, type(None))}
+Reader = Callable[[Path, FileRecord], tuple[Arrays, dict[str, str]]]
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)  # RecursionError is one
+
+
+def sensible(what: str, check: Callable[..., Any], *args: Any) -> Any:
+    """Do a check, and raise whatever it finds malformed as Damaged."""
+    try:
+        return check(*args)
+    except MALFORMED as error:
+        told = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        raise Damaged(f"{what} is malformed: {told}") from error
+
+
+def read_shared(path: Path, manifest: Manifest, read: Reader = read_file) -> dict[str, Any]:
+    """Read, verify and check the replicated state; local."""
+    sensible(f"the manifest of {path}", check_origin, manifest)
+    arrays: Arrays = {}
+    texts: dict[str, str] = {}
+    for writer in range(manifest.ranks):
+        record = manifest.record(shared_file(writer))
+        part, words = read(path / record.name, record)
+        if arrays.keys() & part.keys() or words.keys() != ({"state"} if writer == 0 else set()):
+            raise Damaged(f"{path / record.name} holds what another file of the checkpoint should")
+        arrays |= part
+        texts |= words
+    what = f"the replicated state of {path}"
+    shared: dict[str, Any] = sensible(what, unflatten, texts["state"], arrays)
+    sensible(what, check_shared, manifest, shared)
+    return shared
+
+
+def read_own(path: Path, manifest: Manifest, shared: dict[str, Any], rank: int, read: Reader = read_file) -> dict[str, Any]:
+    """Read, verify and check a rank's own state; local."""
+    record = manifest.record(rank_file(rank))
+    arrays, texts = read(path / record.name, record)
+    own: dict[str, Any] = sensible(str(path / record.name), lambda: unflatten(texts["state"], arrays))
+    sensible(str(path / record.name), check_own, manifest, shared, own, rank)
+    return own
+
+
+def check_origin(manifest: Manifest) -> None:
+    """Raise unless the manifest says which versions and what machine wrote the checkpoint."""
+    for key, kind in ORIGIN.items():
+        value = manifest.origin.get(key)
+        need(isinstance(value, kind) and not isinstance(value, bool), f"its origin has {key} {value!r}")  # type: ignore[arg-type]
+
+
+def check_shared(manifest: Manifest, shared: Any) -> None:
+    """Raise unless the replicated state is one: a model's tensors, and states of the kinds it names."""
+    need(isinstance(shared, dict) and isinstance(shared.get("model"), dict), "it holds no model")
+    need(all(isinstance(name, str) for name in shared["model"]), "it holds no model")
+    need(set(described(shared["model"])) <= set(manifest.model), "its model is not that of the manifest")
+    for name in ("optimizer", "scheduler", "scaler"):
+        need(isinstance(shared.get(f"{name}_kind", ""), str), f"it does not name the {name}'s kind")
+        need(name not in shared or f"{name}_kind" in shared, f"it does not name the {name}'s kind")
+    shapes = {name: t.shape for name, t in shared["model"].items() if isinstance(t, torch.Tensor)}
+    names = shared.get("optimizer_parameters")
+    if names is not None:
+        need(isinstance(names, list), "it does not name the optimizer's parameters")
+
+    def has_shape(number: int, shape: torch.Size) -> bool:
+        named = names[number] if names is not None else None
+        return named not in shapes or shape == shapes[named]  # one that is not the model's can have any
+
+    if "optimizer" in shared:
+        check_optimizer(shared["optimizer"], _kind(shared, "optimizer", torch.optim), has_shape)
+        count = sum(len(group["params"]) for group in shared["optimizer"]["param_groups"])
+        need(names is None or len(names) == count, "it does not name all of the optimizer's parameters")
+    if "scheduler" in shared:
+        check_scheduler(shared["scheduler"], _kind(shared, "scheduler", torch.optim.lr_scheduler))
+    if "scaler" in shared and shared["scaler_kind"] == "GradScaler" and _of(shared, "scaler", "torch."):
+        check_scaler(shared["scaler"])
+
+
+def _kind(shared: dict[str, Any], name: str, module: Any) -> type | None:
+    """The class of a state that says it is one of torch's own."""
+    if not _of(shared, name, module.__name__):
+        return None
+    kind = getattr(module, shared[f"{name}_kind"], None)
+    return kind if isinstance(kind, type) else None
+
+
+def _of(shared: dict[str, Any], name: str, module: str) -> bool:
+    return str(shared.get(f"{name}_module", "")).startswith(module)
+
+
+def saved_options(sync: dict[str, Any]) -> Options:
+    """The options that an exchange was saved with; where a callable was given, one stands in for it."""
+    saved, scheme = json.loads(sync["options"]), sync["scheme"]
+    check_choice("scheme", scheme, SCHEMES)
+    types = {field.name: str(field.type) for field in dataclasses.fields(SCHEMES[scheme])}
+    callables = {name for name, kind in types.items() if "Callable" in kind and saved.get(name) is True}
+    return configure(scheme, **{name: float if name in callables else saved[name] for name in types.keys() & saved.keys()})
+
+
+def check_own(manifest: Manifest, shared: dict[str, Any], own: Any, rank: int) -> None:
+    """Raise unless a rank's own state is one, and makes up the manifest's model together with the replicated one."""
+    need(isinstance(own, dict) and isinstance(own.get("buffers"), dict), "it holds no buffers")
+    need(isinstance(own.get("extra"), dict), "it holds nothing of the caller's")
+    lines = [*described(shared["model"]), *described(own["buffers"])]
+    need(sorted(lines) == sorted(manifest.model), "its buffers do not make up the manifest's model")
+    check_random(own.get("random"))
+    if "sync" in own:
+        _check_sync(own["sync"], manifest, shared, rank)
+
+
+def _check_sync(sync: Any, manifest: Manifest, shared: dict[str, Any], rank: int) -> None:
+    """Raise unless this is the state of a GradientSync on that rank; the scheme's own part is checked by the scheme."""
+    need(isinstance(sync, dict) and all(isinstance(key, str) for key in sync), "the exchange's state is no dict of names")
+    need(isinstance(json.loads(sync["options"]), dict), "the exchange's options are no JSON object")
+    need(type(sync["format"]) is int, f"the exchange's state has format {sync['format']!r}")
+    if manifest.origin["mpisparse"] == __version__:  # another one may have another format, and other options
+        need(sync["format"] == STATE_FORMAT, f"the exchange's state has format {sync['format']!r}")
+        saved_options(sync)
+    place = sync["rank"], sync["size"]
+    need(place == (rank, manifest.ranks) and bool not in map(type, place), f"the exchange's state is of rank {place}")
+    need(sync["scheme"] == manifest.origin["scheme"], "the scheme is not that of the manifest")
+    if "step.edges" in sync:  # borders between ranks, in blocks
+        need(len(sync["step.borders"]) == manifest.ranks + 1, "the borders are not those of as many ranks")
+    residual, names = sync["residual"], shared.get("trainable")
+    sizes = {name: math.prod(t.shape) for name, t in shared["model"].items() if isinstance(t, torch.Tensor)}
+    flat = isinstance(residual, torch.Tensor) and residual.dim() == 1 and residual.dtype is torch.float32
+    need(flat, "the residual is no flat array of float32")
+    need(names is None or isinstance(names, dict), "it does not name the trainable parameters")
+    if names is not None and names.keys() <= sizes.keys():  # a module may keep some out of its state_dict
+        need(len(residual) == sum(sizes[name] for name in names), "the residual is not of the trainable parameters")
+        for name, strides in names.items():
+            check_strides(shared["model"][name].shape, strides)

@@ -1,0 +1,81 @@
+"""In place of a GradientSync, to check its states: of any rank among any number, without the model, without MPI."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from mpisparse.checkpoint.contents import saved_options
+from mpisparse.checkpoint.objects import check_belonging
+from mpisparse.device import load_backend
+from mpisparse.flat import Layout, Published
+from mpisparse.parts import Parts
+from mpisparse.saved import STATE_FORMAT, check_state
+
+
+def check_scheme_state(sync: dict[str, Any], shared: dict[str, Any]) -> None:
+    """Raise unless a GradientSync of the state's own scheme, options and place would take it; local.
+
+    Where an older version did not write which parameters are trained, and not all are, nothing can be said.
+    """
+    tensors = {name: t for name, t in shared["model"].items() if isinstance(t, torch.Tensor)}
+    names = list(shared.get("trainable") or tensors)
+    if not set(names) <= tensors.keys() or sum(tensors[name].numel() for name in names) != len(sync["residual"]):
+        return
+    strides = shared.get("trainable") or {name: tensors[name].stride() for name in names}
+    alike = [torch.empty_strided(tensors[name].shape, strides[name], dtype=tensors[name].dtype) for name in names]
+    stand_in = StandIn([nn.Parameter(tensor.zero_()) for tensor in alike], sync, shared)
+    try:
+        stand_in.check(sync)
+        check_belonging(sync, shared, stand_in.layout, names)
+    finally:
+        stand_in.close()
+
+
+class _Nobody:
+    """In place of the other ranks, whom checking does not need."""
+
+    threaded = False
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def beside(self) -> _Nobody:
+        return self
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class StandIn:
+    """What checks a state: parameters of the same shapes, and the scheme's step for them."""
+
+    def __init__(self, parameters: list[nn.Parameter], sync: dict[str, Any], shared: dict[str, Any]) -> None:
+        model = nn.ParameterList(parameters)
+        nobody: Any = _Nobody(sync["rank"], sync["size"])
+        self.options = saved_options(sync)
+        self.layout, backend = Layout(model), load_backend()
+        self.residual = torch.zeros(self.layout.size)
+        parts = Parts(self.layout, self.residual, Published(self.layout, backend), nobody, backend, model)
+        with warnings.catch_warnings():  # of what a scheme lacks: who trained with it was told
+            warnings.simplefilter("ignore")
+            self.step = self.options.build(parts)
+        if sync.get("step.own") is not None:
+            kind = getattr(torch.optim, shared["optimizer_kind"])
+            self.step.adopt(kind(model.parameters(), lr=0.1))
+
+    def check(self, sync: dict[str, Any]) -> None:
+        """Raise ConfigurationError unless the step would take the state."""
+        step = {
+            f"step.{key}": torch.from_numpy(v) if isinstance(v, np.ndarray) else v for key, v in self.step.state().items()
+        }
+        own = {key: sync[key] for key in ("scheme", "options", "rank", "size", "density")}
+        check_state(sync, {"format": STATE_FORMAT, **own, "residual": self.residual, **step}, self.options, self.step)
+
+    def close(self) -> None:
+        """End what the step keeps."""
+        self.step.close()
