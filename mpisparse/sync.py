@@ -32,6 +32,7 @@ from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradien
 from mpisparse.exchange import Exchange, end_job_on_uncaught_exception
 from mpisparse.flat import Layout, Published, collect, zeros
 from mpisparse.parts import Clock, Parts
+from mpisparse.predictive.demand import with_window
 from mpisparse.registry import parameters_registered
 from mpisparse.schemes import configure
 from mpisparse.schemes.options import Options, check_density
@@ -299,7 +300,7 @@ class GradientSync:
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as caught:
             error = ConfigurationError(f"the state is not one that state_dict() gave: {type(caught).__name__}: {caught}")
         self._exchange.raise_together(error)
-        self._step.load(self._step_state(state))
+        self._step.load(self._step_state(with_window(state)))
         self._residual.copy_(torch.as_tensor(state["residual"]))
         self._density = float(state["density"])
         self._damaged, self._bad = None, -1
@@ -315,6 +316,7 @@ class GradientSync:
         """Raise ConfigurationError unless load_state_dict could take the state; local."""
         if not isinstance(state, dict):
             raise ConfigurationError(f"a state is a dict that state_dict() gave, got {type(state).__name__}")
+        state = with_window(state)
         missing = sorted(set(self.state_dict(copy=False)) - set(state))
         if missing:
             raise ConfigurationError(f"the state has no {missing[0]!r}")
