@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from copy import deepcopy
@@ -95,6 +96,7 @@ class GradientSync:
         self._bad = -1
         self._damaged: str | None = None
         self._trouble: str | None = None
+        self._told_unobserved = False
 
     # What a training loop calls
 
@@ -164,8 +166,19 @@ class GradientSync:
             self._syncing = before
 
     def observe(self, metric: float, *, higher_is_better: bool = True) -> float:
-        """Tell the scheme a validation metric; returns its mean over ranks. Collective."""
+        """Tell the scheme a validation metric; returns its mean over ranks. Collective.
+
+        Where the scheme makes no use of it, rank 0 warns once.
+        """
         mean = self._exchange.mean(metric)
+        if not self.observes and not self._told_unobserved:
+            self._told_unobserved = True
+            if self.rank == 0:
+                warnings.warn(
+                    f'observe() has no effect with scheme "{self.scheme}" as it is set: only scheme "predictive" with '
+                    "adapt_k=True moves k by a metric",
+                    stacklevel=2,
+                )
         self._step.observe(mean if higher_is_better else -mean)
         return mean
 
@@ -220,6 +233,11 @@ class GradientSync:
         self._exchange.close()
 
     # What it tells
+
+    @property
+    def observes(self) -> bool:
+        """Whether observe() changes anything: whether the scheme adapts k to a metric."""
+        return self._step.observes
 
     @property
     def rank(self) -> int:
@@ -329,8 +347,9 @@ class GradientSync:
             saved, here = dict(json.loads(state["options"])), self._options.values()
         except (TypeError, ValueError) as error:
             raise ConfigurationError(f"the options in the state cannot be read: {error}") from error
+        free = {"density", "segment_nbytes", "nonfinite", *self._options.without_effect()}
         for key in here:
-            if key not in ("density", "segment_nbytes", "nonfinite") and saved.get(key) != here[key]:
+            if key not in free and saved.get(key) != here[key]:
                 raise ConfigurationError(f"the state was saved with {key}={saved.get(key)!r}, this is {key}={here[key]!r}")
         residual = state["residual"]
         if not isinstance(residual, torch.Tensor) or residual.dim() != 1:

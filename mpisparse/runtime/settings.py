@@ -73,8 +73,8 @@ class Settings:
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
         check_choice("device", self.device, ("cpu", "cuda"))
         check_choice("scheme", self.scheme, names.SCHEMES)
-        if self.codec is not None:
-            check_choice("codec", self.codec, names.CODECS)
+        if self.codec is not None and self.codec not in names.CODECS:
+            check_choice("codec", self.codec, names.codecs_of(self.scheme))
         if self.driver is not None:
             check_choice("driver", self.driver, names.DRIVERS)
             if self.background:

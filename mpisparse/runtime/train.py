@@ -384,7 +384,9 @@ class Trainer:
         return metric
 
     def _observe(self, metric: float) -> None:
-        """Tell the scheme, and say what it changes; collective."""
+        """Tell the scheme if it listens, and say what it changes; collective."""
+        if not self.sync.observes:
+            return
         before = self.sync.k
         self.sync.observe(metric, higher_is_better=self.task.higher_is_better)
         if self.sync.k != before:
