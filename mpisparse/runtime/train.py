@@ -203,7 +203,8 @@ class Trainer:
         foreign = None if known <= set(extra) else ConfigurationError(f"{source} was not written by mpisparse train")
         self.sync.check_together(foreign)
         other = difference(extra.get("split"), split_of(self.data, self.settings.seed))
-        self.sync.check_together(None if other is None else ConfigurationError(f"the run in {source} {other}"))
+        forced = self.settings.resume.partition(":")[0] == "force"  # then the new split is wanted
+        self.sync.check_together(None if other is None or forced else ConfigurationError(f"the run in {source} {other}"))
         self.step, self.seconds = step, float(extra["seconds"])
         self.received, self.dense = float(extra["received"]), float(extra["dense"])
         self.position = Position(int(extra["epoch"]), int(extra["offset"]))
