@@ -34,10 +34,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written; raised on all ranks together."""
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """Say which known name was probably meant, then list them all."""
+def suggest(name: str, known: Iterable[str], fitting: Iterable[str] | None = None) -> str:
+    """Say which known name was probably meant, of those that fit if these are given, then list them all."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1)
+    near = difflib.get_close_matches(name, names if fitting is None else sorted(fitting), n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{hint}choose from: {', '.join(names)}"
 
@@ -46,4 +46,6 @@ def check_choice(what: str, value: object, known: Iterable[str]) -> None:
     """Raise unless value is one of the known names."""
     names = list(known)
     if value not in names:
-        raise ConfigurationError(f"unknown {what} {value!r}; {suggest(str(value), names)}")
+        raise ConfigurationError(
+            f"unknown {what} {value!r}; {suggest(str(value), names, None if isinstance(value, str) else ())}"
+        )

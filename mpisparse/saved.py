@@ -49,8 +49,9 @@ def _check_options(text: Any, options: Options) -> None:
         saved, here = dict(json.loads(text)), options.values()
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"the options in the state cannot be read: {error}") from error
+    free = {*FREE_OPTIONS, *options.without_effect()}
     for key in here:
-        if key not in FREE_OPTIONS and saved.get(key) != here[key]:
+        if key not in free and saved.get(key) != here[key]:
             raise ConfigurationError(f"the state was saved with {key}={saved.get(key)!r}, this is {key}={here[key]!r}")
 
 

@@ -77,6 +77,11 @@ class Synchronous:
     draining = False
 
     @property
+    def observes(self) -> bool:
+        """Whether observed metrics change anything."""
+        return False
+
+    @property
     def scale(self) -> float:
         """The factor on the set density that observed metrics led to."""
         return 1.0
@@ -144,6 +149,10 @@ class SparseStep(Synchronous):
     @property
     def scale(self) -> float:
         return self.demand.scale if self.demand else 1.0
+
+    @property
+    def observes(self) -> bool:
+        return self.demand is not None
 
     def observe(self, metric: float) -> None:
         if self.demand:

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from copy import deepcopy
@@ -34,6 +35,7 @@ from mpisparse.exchange import Exchange, end_job_on_uncaught_exception
 from mpisparse.flat import Layout, Published, collect, zeros
 from mpisparse.frozen import Frozen
 from mpisparse.parts import Clock, Parts
+from mpisparse.predictive.demand import with_window
 from mpisparse.registry import parameters_registered
 from mpisparse.saved import STATE_FORMAT, check_state, step_state
 from mpisparse.schemes import configure
@@ -98,6 +100,7 @@ class GradientSync:
         self._left: set[int] = set()
         self._damaged: str | None = None
         self._trouble: str | None = None
+        self._told_unobserved = False
 
     # What a training loop calls
 
@@ -179,8 +182,19 @@ class GradientSync:
             self._syncing = before
 
     def observe(self, metric: float, *, higher_is_better: bool = True) -> float:
-        """Tell the scheme a validation metric; returns its mean over ranks. Collective."""
+        """Tell the scheme a validation metric; returns its mean over ranks. Collective.
+
+        Where the scheme makes no use of it, rank 0 warns once.
+        """
         mean = self._exchange.mean(metric)
+        if not self.observes and not self._told_unobserved:
+            self._told_unobserved = True
+            if self.rank == 0:
+                warnings.warn(
+                    f'observe() has no effect with scheme "{self.scheme}" as it is set: only scheme "predictive" with '
+                    "adapt_k=True moves k by a metric",
+                    stacklevel=2,
+                )
         self._step.observe(mean if higher_is_better else -mean)
         return mean
 
@@ -241,6 +255,11 @@ class GradientSync:
         self._exchange.close()
 
     # What it tells
+
+    @property
+    def observes(self) -> bool:
+        """Whether observe() changes anything: whether the scheme adapts k to a metric."""
+        return self._step.observes
 
     @property
     def rank(self) -> int:
@@ -321,7 +340,7 @@ class GradientSync:
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as caught:
             error = ConfigurationError(f"the state is not one that state_dict() gave: {type(caught).__name__}: {caught}")
         self._exchange.raise_together(error)
-        self._step.load(step_state(state))
+        self._step.load(step_state(with_window(state)))
         self._residual.copy_(torch.as_tensor(state["residual"]))
         self._density = float(state["density"])
         self._damaged, self._bad = None, -1
@@ -332,7 +351,8 @@ class GradientSync:
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ConfigurationError unless load_state_dict could take the state; local."""
-        check_state(state, self.state_dict(copy=False), self._options, self._step)
+        now = with_window(state) if isinstance(state, dict) else state
+        check_state(now, self.state_dict(copy=False), self._options, self._step)
 
     # Construction
 

@@ -1,4 +1,4 @@
-"""Scheme predictive in a training loop: a held-out batch teaches the predictor, and an accuracy moves k.
+"""Scheme predictive in a training loop: validation data teaches the predictor and moves k; test data judges the end.
 
 mpirun -n 2 python -m mpisparse.examples.predictive
 """
@@ -24,6 +24,10 @@ def main() -> None:
     def validation() -> torch.Tensor:
         return cross_entropy(model(images[held_out]), labels[held_out])
 
+    def accuracy_on(part: slice) -> float:
+        with torch.no_grad():
+            return float((model(images[part]).argmax(1) == labels[part]).float().mean())
+
     sync = mpisparse.GradientSync(model, scheme="predictive", density=0.01, validation=validation)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     mpisparse.attach(optimizer, sync)
@@ -34,12 +38,14 @@ def main() -> None:
         cross_entropy(model(images[batch]), labels[batch]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if step % 50 == 0:
-            with torch.no_grad():
-                accuracy = (model(images[test]).argmax(1) == labels[test]).float().mean().item()
+            accuracy = accuracy_on(held_out)
             sync.observe(accuracy)
             if sync.rank == 0:
                 ranking, plain = (sync.stats.details[key] for key in ("ranking", "ranking_by_magnitude"))
-                print(f"step {step}  accuracy {accuracy:.3f}  k {sync.k}  ranks {ranking:.2f}, magnitude alone {plain:.2f}")
+                told = f"k {sync.k}  ranks {ranking:.2f}, magnitude alone {plain:.2f}"
+                print(f"step {step}  validation accuracy {accuracy:.3f}  {told}")
+    if sync.rank == 0:
+        print(f"test accuracy {accuracy_on(test):.3f}")
     sync.close()
 
 

@@ -19,7 +19,8 @@ from mpisparse.runtime.train import Trainer
 
 COLUMNS = {
     "model": "", "case": "", "density": ".4f", "density_error": ".4f", "received_MB": ".3f", "of_dense": ".4f",
-    "train_loss": ".4f", "spread": ".4f", "test_loss": ".4f", "metric": ".4f", "ms_a_step": ".2f",
+    "train_loss": ".4f", "spread": ".4f", "validation_metric": ".4f", "test_loss": ".4f", "metric": ".4f",
+    "ms_a_step": ".2f",
 }  # fmt: skip
 
 

@@ -22,9 +22,9 @@ from mpisparse.runtime.table import save, show
 from mpisparse.runtime.train import Trainer
 
 COLUMNS = {
-    "model": "", "case": "", "ranks": "d", "seeds": "d", "train_loss": ".4f", "spread": ".4f", "test_loss": ".4f",
-    "metric": ".4f", "received_MB": ".2f", "of_dense": ".4f", "density": ".4f", "sent_density": ".4f", "build_up": ".2f",
-    "imbalance": ".2f", "ms_a_step": ".1f", "compute_ms": ".1f",
+    "model": "", "case": "", "ranks": "d", "seeds": "d", "train_loss": ".4f", "spread": ".4f", "validation_metric": ".4f",
+    "test_loss": ".4f", "metric": ".4f", "received_MB": ".2f", "of_dense": ".4f", "density": ".4f", "sent_density": ".4f",
+    "build_up": ".2f", "imbalance": ".2f", "ms_a_step": ".1f", "compute_ms": ".1f",
 }  # fmt: skip
 TrainerKind = Callable[[Settings, StopRequest], Trainer]
 FIRST = 2  # steps from which on density is judged
@@ -74,6 +74,7 @@ def run(base: Settings, models: list[str], cases: list[str], seeds: int, *, as_j
         show(records, COLUMNS, as_json=as_json)
         save("train", records, Path(base.out) / "records.jsonl")
         if not as_json:
+            print("pick by the validation metric; test loss and metric are of the end, of data that has steered nothing")
             print(f"train loss: mean of the last tenth of the steps; spread: largest less smallest over {seeds} seeds")
             print(f"pages with all curves: mpisparse report {base.out}/*/")
     return 0
@@ -139,13 +140,17 @@ def _result(trainer: Trainer) -> dict[str, Any]:
     lines = [json.loads(line) for line in (trainer.out / "metrics.jsonl").read_text().splitlines()]
     steps = list({line["step"]: line for line in lines if line["kind"] == "step"}.values())
     last = steps[-max(1, len(steps) // 10) :]
-    evaluation = [line for line in lines if line["kind"] == "eval"][-1]
+    evals = {line.get("data", "test"): line for line in lines if line["kind"] == "eval"}  # the last of each
+    validation = {
+        f"validation_{key}": _number(evals["validation"][key]) for key in ("loss", "metric") if "validation" in evals
+    }
     times = [line["seconds"] for line in steps]
     phases = dict.fromkeys(phase for each in times for phase in each)
     return {
         "train_loss": statistics.mean(_number(line["loss"]["mean"]) for line in last),
-        "test_loss": _number(evaluation["loss"]),
-        "metric": _number(evaluation["metric"]),
+        **validation,
+        "test_loss": _number(evals["test"]["loss"]),
+        "metric": _number(evals["test"]["metric"]),
         "received_MB": trainer.received / 1e6,
         "of_dense": trainer.received / max(1.0, trainer.dense),
         "density": statistics.mean(line["density"] for line in steps),

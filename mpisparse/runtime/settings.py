@@ -26,6 +26,7 @@ ASIDE = (
 )  # fmt: skip # how long a run goes on and what it writes, not what its steps compute
 MOST = {"lr": 1e6, "weight_decay": 1e6, "stop_before": 1e9}  # beyond that a run cannot go well
 LONGEST_NAME, LONGEST_PATH = 255, 3900  # bytes that Linux takes, less what a run adds to its directory
+STEERING = ("validation", "test")  # the data that adaptive k, the target and learned importance look at
 
 
 def _setting(default: Any, text: str) -> Any:
@@ -60,8 +61,10 @@ class Settings:
     density_warmup: int = _setting(0, "steps over which density falls to the set one")
     codec: str | None = _setting(None, "how finely values are sent (default: the scheme's)")
     options: dict[str, Any] = field(default_factory=dict, metadata={"help": "NAME=VALUE for the scheme; may be repeated"})
+    validation: float = _setting(0.1, "share of the training data held out to steer by, unless the data has validation data")
+    evaluate_on: str = _setting("validation", "validation, or test: let the test data steer, not just judge the end")
     eval_every: int | None = _setting(None, "steps between evaluations (default: an epoch)")
-    target: float | None = _setting(None, "stop when the metric reaches this")
+    target: float | None = _setting(None, "stop when the metric on validation data reaches this")
     log_every: int = _setting(1, "steps between lines of metrics.jsonl")
     checkpoint_every: int | None = _setting(None, "steps between checkpoints (one is always written at the end)")
     background: bool = _setting(False, "write checkpoints while training goes on")
@@ -78,8 +81,8 @@ class Settings:
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
         check_choice("device", self.device, ("cpu", "cuda"))
         check_choice("scheme", self.scheme, names.SCHEMES)
-        if self.codec is not None:
-            check_choice("codec", self.codec, names.CODECS)
+        if self.codec is not None and self.codec not in names.CODECS:
+            check_choice("codec", self.codec, names.codecs_of(self.scheme))
         if self.driver is not None:
             check_choice("driver", self.driver, names.DRIVERS)
             if self.background:
@@ -92,6 +95,10 @@ class Settings:
             if name in self.options:
                 raise ConfigurationError(f"{name} is no option of a scheme; " + ("" if name == "comm" else f"pass --{name}"))
         check_choice("schedule", self.schedule, SCHEDULES)
+        check_choice("evaluate_on", self.evaluate_on, STEERING)
+        if not 0.0 <= self.validation < 1.0:
+            hint = f"; for {self.validation:g} % pass {self.validation / 100:g}" if 1.0 <= self.validation < 100.0 else ""
+            raise ConfigurationError(f"validation must be a share in [0, 1), got {self.validation!r}{hint}")
         for name in (
             "epochs",
             "steps",

@@ -21,7 +21,7 @@ from mpisparse.exchange import Exchange, end_job_on_uncaught_exception, library,
 from mpisparse.parts import Clock
 from mpisparse.runtime import slurm
 from mpisparse.runtime.board import Board
-from mpisparse.runtime.evaluate import evaluate, reached
+from mpisparse.runtime.evaluate import check_steering, evaluate, reached, steering
 from mpisparse.runtime.lock import RunLock, take
 from mpisparse.runtime.metrics import MetricsFile, step_fields, write_whole
 from mpisparse.runtime.output import RankOutput
@@ -31,7 +31,8 @@ from mpisparse.runtime.recording import Recorder
 from mpisparse.runtime.schedule import Order, Position, density_at, lr_factor
 from mpisparse.runtime.settings import FIXED, Settings, differences, read_file, to_toml
 from mpisparse.runtime.signals import INTERRUPTED, StopRequest
-from mpisparse.runtime.workloads import Data, Task, build
+from mpisparse.runtime.workloads import Data, Examples, Task, build, hold_out
+from mpisparse.runtime.workloads.split import difference, split_of
 from mpisparse.schemes import takes
 
 EXCHANGE = (
@@ -40,7 +41,7 @@ EXCHANGE = (
 )  # fmt: skip
 PHASES = ("data", "compute", *EXCHANGE, "optimizer")
 DEFAULT_EPOCHS = 5
-HELD_OUT = 2**40  # added to the seed: an order of the training data beside the one that is trained on
+HELD_OUT = 2**40  # added to the seed: an order of the validation data, for the scheme that learns from it
 
 
 def run(settings: Settings, stop: StopRequest) -> int:
@@ -91,6 +92,7 @@ class Trainer:
         self.settings = settings
         self.stop = stop
         self.model, self.data, self.task = build_together(settings)
+        self.steering = steering(settings, self.data)
         self.batch: tuple[Any, Any] = (None, None)  # the last one, for schemes that probe the loss
         self.sync = self.make_sync()
         self.device = self.sync.residual.device
@@ -98,7 +100,6 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, settings)
         mpisparse.attach(self.optimizer, self.sync)
         self.order = Order(len(self.data.train), settings.seed)
-        self.held_out = Order(len(self.data.train), settings.seed + HELD_OUT)
         self.position = Position()
         self.received = self.dense = 0.0
         self.step = 0
@@ -142,7 +143,8 @@ class Trainer:
         """The scheme's options, with the losses that it can look at unless told not to."""
         options = dict(self.settings.options)
         for name, loss in (("probe", self._probe), ("validation", self._held_out)):
-            if takes(self.settings.scheme, name) and options.setdefault(name, True) in (True, False):
+            there = name == "probe" or self.steering is not None
+            if takes(self.settings.scheme, name) and options.setdefault(name, there) in (True, False):
                 options[name] = loss if options[name] else None
         return options
 
@@ -153,11 +155,16 @@ class Trainer:
             return self.task.loss(self.model(inputs), targets)
 
     def _held_out(self) -> torch.Tensor:
-        """The loss of a batch of training data in an order of its own, so that it is not the one trained on."""
-        share, size = min(2 * self.settings.batch_size, len(self.data.train) // self.sync.size), self.sync.size
-        epoch, place = divmod(self.step, self.held_out.steps_an_epoch(share, size))
-        indices, _ = self.held_out.take(Position(epoch, place * share * size), share, self.sync.rank, size)
-        inputs, targets = self.data.train.batch(indices, seed=self.held_out.seed, epoch=epoch, train=False)
+        """The loss of a batch of validation data, which no rank trains on; a rank's own, where there are enough."""
+        assert self.steering is not None
+        examples, rank, size = self.steering, self.sync.rank, self.sync.size
+        order = Order(len(examples), self.settings.seed + HELD_OUT)
+        share = min(2 * self.settings.batch_size, len(examples) // size)
+        if share == 0:  # fewer examples than ranks
+            share, rank, size = 1, self.sync.rank % len(examples), len(examples)
+        epoch, place = divmod(self.step, order.steps_an_epoch(share, size))
+        indices, _ = order.take(Position(epoch, place * share * size), share, rank, size)
+        inputs, targets = examples.batch(indices, seed=order.seed, epoch=epoch, train=False)
         return self.task.loss(self.model(inputs), targets)
 
     def _total_steps(self) -> int:
@@ -177,7 +184,10 @@ class Trainer:
         if self._steps_an_epoch() > 0:
             return None
         needed = self._examples_a_step()
-        return ConfigurationError(f"a step takes {needed} examples, the data has {self.order.count}; lower --batch-size")
+        held = len(self.data.validation) if self.data.validation is not None and self.data.held_out else 0
+        told = f", of which --validation holds out {held}" if held else ""
+        count = self.order.count + held
+        return ConfigurationError(f"a step takes {needed} examples, the data has {count}{told}; lower --batch-size")
 
     @property
     def checkpoints(self) -> Path:
@@ -225,6 +235,8 @@ class Trainer:
         self.done = self.metric is not None and reached(self.metric, self.settings.target, self.task)
         self.sync.density = self.density
         changed = self._changed_settings(source, extra, forced=forced)
+        other = None if forced else difference(extra.get("split"), split_of(self.data, self.settings.seed))
+        self.sync.check_together(None if other is None else ConfigurationError(f"the run in {source} {other}"))
         if forced:
             for group, own in zip(self.optimizer.param_groups, set_here, strict=True):
                 group.update(own)
@@ -307,6 +319,8 @@ class Trainer:
             asked = self._one_step()
             done = self.step % self._eval_every() == 0 or self.step == self.total
             self.done = hit = self._evaluate() if done else False
+            if hit or self.step == self.total:
+                self._evaluate_at_the_end()
             due = self.settings.checkpoint_every is not None and self.step % self.settings.checkpoint_every == 0
             if asked or hit or due or self.step == self.total:
                 self._checkpoint(wait=asked or hit or self.step == self.total)
@@ -406,7 +420,9 @@ class Trainer:
                 }
                 self.metrics.write("step", **place, **fields, **every)
                 self._tensorboard({"loss": fields["loss"]["mean"], "density": stats.density, "lr": lr})
-            self.progress.step(self.step, facts_of(fields, dense, self.task.metric, self.metric))
+            self.progress.step(
+                self.step, facts_of(fields, dense, f"{self.settings.evaluate_on} {self.task.metric}", self.metric)
+            )
         else:
             self.progress.step(self.step, own_facts(loss, seconds))
         if self.saving is not None and bool(rows[:, 1].all()):
@@ -414,20 +430,34 @@ class Trainer:
         return bool(rows[:, 0].any())
 
     def _evaluate(self) -> bool:
-        """Measure on the test data and tell the scheme; collective. Returns whether the target is reached."""
+        """Measure on the data that steers and tell the scheme; collective. Returns whether the target is reached."""
+        if self.steering is None:
+            return False
+        self.metric = self._measure(self.settings.evaluate_on, self.steering)
+        self._observe(self.metric)
+        return reached(self.metric, self.settings.target, self.task)
+
+    def _evaluate_at_the_end(self) -> None:
+        """Measure on the data that has not steered; collective."""
+        for name, examples in (("validation", self.data.validation), ("test", self.data.test)):
+            if name != self.settings.evaluate_on and examples is not None:
+                self._measure(name, examples)
+
+    def _measure(self, name: str, examples: Examples) -> float:
+        """Report loss and metric on these examples; returns the metric. Collective."""
         with self.sync.global_weights():
-            loss, metric = evaluate(self.model, self.data, self.task, self.sync, self.settings.seed)
-        self.metric = metric
-        self._observe(metric)
+            loss, metric = evaluate(self.model, examples, self.task, self.sync, self.settings.seed)
         if self.metrics is not None:
             names = {"metric_name": self.task.metric, "higher_is_better": self.task.higher_is_better}
-            self.metrics.write("eval", step=self.step, time=self.seconds, loss=loss, metric=metric, **names)
-            self._tensorboard({"test loss": loss, self.task.metric: metric})
-        self.progress.say(f"step {self.step}/{self.total}  test loss {loss:.4f}  {self.task.metric} {metric:.4f}")
-        return reached(metric, self.settings.target, self.task)
+            self.metrics.write("eval", step=self.step, time=self.seconds, data=name, loss=loss, metric=metric, **names)
+            self._tensorboard({f"{name} loss": loss, f"{name} {self.task.metric}": metric})
+        self.progress.say(f"step {self.step}/{self.total}  {name} loss {loss:.4f}  {self.task.metric} {metric:.4f}")
+        return metric
 
     def _observe(self, metric: float) -> None:
-        """Tell the scheme, and say what it changes; collective."""
+        """Tell the scheme if it listens, and say what it changes; collective."""
+        if not self.sync.observes:
+            return
         before = self.sync.k
         self.sync.observe(metric, higher_is_better=self.task.higher_is_better)
         if self.sync.k != before:
@@ -440,6 +470,7 @@ class Trainer:
         extra: dict[str, Any] = {"epoch": self.position.epoch, "offset": self.position.offset, "seconds": self.seconds}
         extra |= {"received": self.received, "dense": self.dense, "metric": self.metric}
         extra |= {"settings": dataclasses.asdict(self.settings), "changes": self.changes}
+        extra["split"] = split_of(self.data, self.settings.seed)
         background = self.settings.background and not wait
         try:
             self.saving = checkpoint.begin_save(
@@ -514,6 +545,8 @@ def build_together(settings: Settings) -> tuple[torch.nn.Module, Data, Task]:
     error: ConfigurationError | None = None
     try:
         model, data, task = build(settings.model, settings.data, seed=settings.seed)
+        data = hold_out(data, settings.validation, seed=settings.seed)
+        check_steering(settings, data)
         built = model.to(local_device(here)) if settings.device == "cuda" else model, data, task
     except ConfigurationError as caught:
         error = caught

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -40,11 +41,26 @@ def configure(scheme: str, **options: Any) -> Options:
     check_choice("scheme", scheme, SCHEMES)
     kind = SCHEMES[scheme]
     known = [f.name for f in dataclasses.fields(kind)]
-    for name in options:
+    for name, value in options.items():
         if name not in known:
-            raise ConfigurationError(f'unknown option {name!r} for scheme "{scheme}"; {suggest(name, known)}')
+            fitting = [each for each in known if _fits(kind, each, value, options)]
+            raise ConfigurationError(f'unknown option {name!r} for scheme "{scheme}"; {suggest(name, known, fitting)}')
     defaults = {"density", "codec"}
-    return kind(**{name: value for name, value in options.items() if value is not None or name not in defaults})
+    made = kind(**{name: value for name, value in options.items() if value is not None or name not in defaults})
+    for name, why in made.without_effect().items():
+        if options.get(name) is not None:
+            raise ConfigurationError(f"{name} has no effect: {why}, or leave it out")
+    return made
+
+
+def _fits(kind: type[Options], name: str, value: Any, others: dict[str, Any]) -> bool:
+    """Tell whether an option can have a value, by itself or together with the others that are known."""
+    known = {field.name for field in dataclasses.fields(kind)} - {name}
+    for given in ({}, {other: each for other, each in others.items() if other in known and each is not None}):
+        with contextlib.suppress(ValueError, TypeError):
+            kind(**{**given, name: value})
+            return True
+    return False
 
 
 def takes(scheme: str, option: str) -> bool:

@@ -10,7 +10,7 @@ from mpisparse.blend import Blend
 from mpisparse.codecs import CODECS
 from mpisparse.errors import ConfigurationError
 from mpisparse.parts import Parts
-from mpisparse.schemes.options import Options, Step, check_flag, check_positive, check_whole
+from mpisparse.schemes.options import KEPT, Options, Step, check_flag, check_positive, check_whole
 from mpisparse.score import Corrected, Magnitude
 from mpisparse.step import SparseStep
 
@@ -23,7 +23,7 @@ class Baseline(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_flag("compensate", self.compensate)
+        check_flag("compensate", self.compensate, KEPT)
 
     def picker(self, parts: Parts) -> Picker:
         """How a rank chooses."""
@@ -84,6 +84,10 @@ class FixedThreshold(Baseline):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive("threshold", self.threshold)
+
+    def without_effect(self) -> dict[str, str]:
+        fixed = {} if self.threshold is None else {"density": "a given threshold decides what is sent; give one of them"}
+        return super().without_effect() | fixed
 
     def picker(self, parts: Parts) -> Picker:
         return HardThreshold(parts.backend, self.threshold, self.density, parts.layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpisparse.errors import ConfigurationError
@@ -23,6 +24,9 @@ class Dense(Options):
             raise ConfigurationError(f'scheme "dense" sends everything: density must be 1, got {self.density!r}')
         if self.codec != "fp32":
             raise ConfigurationError(f'scheme "dense" sends float32 only: codec must be "fp32", got {self.codec!r}')
+
+    def codecs(self) -> Sequence[str]:
+        return ["fp32"]
 
     def build(self, parts: Parts) -> Step:
         return DenseStep(parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -28,6 +28,8 @@ class Step(Protocol):
     def scorer(self) -> Magnitude: ...
     @property
     def scale(self) -> float: ...
+    @property
+    def observes(self) -> bool: ...
     def observe(self, metric: float) -> None: ...
     @property
     def deferred(self) -> bool: ...
@@ -65,10 +67,14 @@ def check_whole(name: str, value: object, least: int) -> None:
         raise ConfigurationError(f"{name} must be a whole number >= {least}, got {value!r}")
 
 
-def check_flag(name: str, value: object) -> None:
-    """Raise unless value is True or False."""
-    if not isinstance(value, bool):
-        raise ConfigurationError(f"{name} must be True or False, got {value!r}")
+def check_flag(name: str, value: object, words: Mapping[str, bool] | None = None) -> None:
+    """Raise unless value is True or False; `words` are what other schemes call these."""
+    if isinstance(value, bool):
+        return
+    hint = f"; pass {words[value]}" if words is not None and isinstance(value, str) and value in words else ""
+    if isinstance(value, str) and value in ("True", "False"):
+        hint = f"; write {value.lower()} on the command line and in files"
+    raise ConfigurationError(f"{name} must be True or False, got {value!r}{hint}")
 
 
 def check_positive(name: str, value: object) -> None:
@@ -81,6 +87,9 @@ def check_share(name: str, value: object) -> None:
     """Raise unless value is a number in (0, 1]."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value <= 1.0:
         raise ConfigurationError(f"{name} must be a number in (0, 1], got {value!r}")
+
+
+KEPT = {"residual": True, "none": False}  # what scheme "predictive" calls compensate=True and False
 
 
 @dataclass(frozen=True)
@@ -104,7 +113,8 @@ class Options:
 
     def __post_init__(self) -> None:
         check_density(self.density)
-        check_choice("codec", self.codec, CODECS)
+        if self.codec not in list(CODECS):
+            check_choice("codec", self.codec, self.codecs())
         check_choice("accumulate", self.accumulate, ("step", "backward"))
         check_choice("nonfinite", self.nonfinite, ("raise", "skip"))
         if self.nonfinite == "skip" and self.accumulate == "backward":
@@ -119,6 +129,18 @@ class Options:
     def needs_whole_gradient(self) -> bool:
         """Tell whether a step's gradient may not come in parts."""
         return False
+
+    def codecs(self) -> Sequence[str]:
+        """The codecs that go with the other options."""
+        return list(CODECS)
+
+    def without_effect(self) -> dict[str, str]:
+        """The options that change nothing as the others are, with the reason and what to do."""
+        if CODECS[self.codec].blended:
+            return {}
+        blended = " or ".join(f'"{name}"' for name in self.codecs() if CODECS[name].blended)
+        wanted = f"codec {blended}" if blended else "a scheme with a momentum codec"
+        return {"beta": f'codec "{self.codec}" does not blend what is sent with what was sent before; choose {wanted}'}
 
     def build(self, parts: Parts) -> Step:
         """Put the step together."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mpisparse.blend import Blend
 from mpisparse.codecs import CODECS
@@ -11,7 +13,7 @@ from mpisparse.exclusive import ExclusiveChooser
 from mpisparse.mass import MassScale
 from mpisparse.parts import Parts
 from mpisparse.predictive.demand import Demand
-from mpisparse.schemes.options import Options, Step, check_flag, check_share, check_whole
+from mpisparse.schemes.options import KEPT, Options, Step, check_flag, check_share, check_whole
 from mpisparse.score import Average, Magnitude
 from mpisparse.selector import PARTITIONERS, ExclusiveSelector
 from mpisparse.step import SparseStep
@@ -43,6 +45,9 @@ class Partitioned(Options):
         if self.reduce == "allreduce" and self.codec != "fp32":
             raise ConfigurationError(f'reduce="allreduce" sums float32: codec must be "fp32", got {self.codec!r}')
 
+    def codecs(self) -> Sequence[str]:
+        return ["fp32"] if self.reduce == "allreduce" else super().codecs()
+
     def put_together(
         self, parts: Parts, scorer: Magnitude, *, keep: bool, mask: str = "score", exact: bool = False,
         mass: MassScale | None = None, demand: Demand | None = None,
@@ -70,6 +75,12 @@ class Partitioned(Options):
         )
 
 
+def uncontrolled(percentile: str) -> dict[str, str]:
+    """What has no effect where the threshold is found by sorting."""
+    exact = 'percentile="exact" finds the threshold without a controller; choose percentile="estimate"'
+    return {"controller": exact} if percentile == "exact" else {}
+
+
 @dataclass(frozen=True)
 class Sparse(Partitioned):
     """By one score for every element.
@@ -81,12 +92,17 @@ class Sparse(Partitioned):
     scorer: str = "magnitude"
     alpha: float = 0.9
     compensate: bool = True
+    scorers: ClassVar[tuple[str, ...]] = ("magnitude", "average")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("scorer", self.scorer, ("magnitude", "average"))
+        check_choice("scorer", self.scorer, self.scorers)
         check_share("alpha", self.alpha)
-        check_flag("compensate", self.compensate)
+        check_flag("compensate", self.compensate, KEPT)
+
+    def without_effect(self) -> dict[str, str]:
+        average = {} if self.scorer == "average" else {"alpha": 'it is the rate of scorer "average"; choose that'}
+        return super().without_effect() | average
 
     @property
     def needs_whole_gradient(self) -> bool:
@@ -124,16 +140,20 @@ class Momentum(Sparse):
     scorer: str = "average"
     mask: str | None = None
     percentile: str = "estimate"
+    scorers = ("average",)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.scorer != "average":
+        if self.scorer in Sparse.scorers and self.scorer not in self.scorers:
             raise ConfigurationError(
                 f'scheme "momentum" scores by a moving average: scorer must be "average", got {self.scorer!r}'
             )
+        super().__post_init__()
         if self.mask is not None:
             check_choice("mask", self.mask, ("average", "gradient"))
         check_choice("percentile", self.percentile, ("estimate", "exact"))
+
+    def without_effect(self) -> dict[str, str]:
+        return super().without_effect() | uncontrolled(self.percentile)
 
     def build(self, parts: Parts) -> Step:
         mask = self.mask or ("average" if self.compensate else "gradient")

@@ -20,7 +20,7 @@ from mpisparse.predictive.nets import Nets
 from mpisparse.predictive.scorer import Predicted, validation
 from mpisparse.reference import PRODUCTS, SCORES
 from mpisparse.schemes.options import Step, check_flag, check_positive, check_share, check_whole
-from mpisparse.schemes.partitioned import Partitioned
+from mpisparse.schemes.partitioned import Partitioned, uncontrolled
 
 RULES = {"product": PRODUCTS, "importance": SCORES}
 
@@ -62,6 +62,13 @@ class Predictive(Partitioned):
         super().__post_init__()
         check_choice("rule", self.rule, RULES)
         check_choice("percentile", self.percentile, ("estimate", "exact"))
+        given = str(self.compensate).lower()
+        if given in ("true", "false"):  # as other schemes take it
+            name = "residual" if given == "true" else "none"
+            raise ConfigurationError(
+                f'compensate must be "residual", "scale" or "none" in scheme "predictive", got {self.compensate!r}; '
+                f'pass "{name}"'
+            )
         check_choice("compensate", self.compensate, ("residual", "scale", "none"))
         check_whole("history", self.history, 3)
         if self.history > 5:
@@ -81,6 +88,16 @@ class Predictive(Partitioned):
                 "adaptive k needs k_factor > 1, k_least <= 1 <= k_most and k_slow <= k_fast, got "
                 f"{self.k_factor}, {self.k_least}, {self.k_most}, {self.k_slow}, {self.k_fast}"
             )
+
+    def without_effect(self) -> dict[str, str]:
+        idle = uncontrolled(self.percentile)
+        if self.compensate != "scale":
+            idle["scale_cap"] = 'it limits compensate="scale"; choose that'
+        if not self.adapt_k:
+            idle |= {
+                f.name: "adapt_k=False leaves k alone; adapt it" for f in dataclasses.fields(self) if f.name[:2] == "k_"
+            }
+        return super().without_effect() | idle
 
     @property
     def needs_whole_gradient(self) -> bool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mpisparse.codecs import CODECS
 from mpisparse.errors import ConfigurationError, check_choice
 from mpisparse.parts import Parts
-from mpisparse.schemes.options import Options, Step, check_flag, check_positive, check_share, check_whole
+from mpisparse.schemes.options import KEPT, Options, Step, check_flag, check_positive, check_share, check_whole
 from mpisparse.speculative.granularity import Filter
 from mpisparse.speculative.influence import Influence, Probe
 from mpisparse.speculative.policy import Fixed, Learned, Policy, Rule, Schedule
@@ -17,6 +18,7 @@ from mpisparse.speculative.step import Rules, SpeculativeStep
 from mpisparse.speculative.weights import Tolerance
 
 GRANULARITIES = {"fine": 1.0, "hybrid": 0.5, "coarse": 0.0}
+KINDS = (*GRANULARITIES, "schedule", "rule", "learned")
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,8 @@ class Speculative(Options):
         check_share("rate", self.rate)
         check_positive("epsilon", self.epsilon)
         check_positive("threshold", self.threshold)
-        check_flag("compensate", self.compensate)
-        check_choice("granularity", self.granularity, (*GRANULARITIES, "schedule", "rule", "learned"))
+        check_flag("compensate", self.compensate, KEPT)
+        check_choice("granularity", self.granularity, KINDS)
         check_choice("reward", self.reward, ("bytes", "seconds"))
         check_choice("server", self.server, ("owners", "rank0"))
         check_choice("average", self.average, ("all", "received"))
@@ -95,6 +97,39 @@ class Speculative(Options):
             raise ConfigurationError(
                 'nonfinite="skip" needs staleness=0: other ranks have gone on when they hear of a non-finite gradient'
             )
+
+    def codecs(self) -> Sequence[str]:
+        return [name for name, codec in CODECS.items() if not codec.blended]
+
+    def without_effect(self) -> dict[str, str]:
+        idle = {name: f"it is for granularity {kinds}; choose that" for name, kinds in self._for_others().items()}
+        if self.probe is None and self.threshold is None:
+            idle["epsilon"] = "without a probe or a threshold it scales all influence alike; pass one"
+        if self.probe is None and self.granularity != "learned":
+            idle["probe_every"] = "there is no probe; pass one"
+        if self.probe is None and self.threshold is not None and self.granularity != "learned":
+            idle["seed"] = "nothing is random without a probe and with a given threshold; pass a probe"
+        if self.staleness == 0:
+            idle |= dict.fromkeys(
+                ("tolerance", "measure", "per"), "at staleness 0 no weight is ahead; choose a staleness >= 1"
+            )
+        elif self.tolerance in (0.0, math.inf):
+            idle |= dict.fromkeys(("measure", "per"), f"a tolerance of {self.tolerance:g} needs no measure; choose another")
+        return super().without_effect() | idle
+
+    def _for_others(self) -> dict[str, str]:
+        """The options that are for other granularities, with these."""
+        kinds = {
+            "horizon": ("schedule", "rule"),
+            "reward": ("learned",),
+            "confidence": ("rule",),
+            **dict.fromkeys(("largest", "budget"), tuple(kind for kind in KINDS if kind != "fine")),
+        }
+        return {
+            name: " or ".join(f'"{kind}"' for kind in fitting)
+            for name, fitting in kinds.items()
+            if self.granularity not in fitting
+        }
 
     def policy(self) -> Policy:
         """How fine."""

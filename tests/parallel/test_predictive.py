@@ -267,6 +267,24 @@ def test_k_goes_on_as_it_would_have(comm: MPI.Intracomm, directory: Path) -> Non
     sync.close()
 
 
+def test_a_state_with_the_best_metric_ever_in_place_of_a_window_is_taken(comm: MPI.Intracomm) -> None:
+    """As versions before the window saved it."""
+    sync = make(small())
+    state = sync.state_dict()
+    for key in ("recent", "since"):
+        del state[f"step.demand.{key}"]
+    state |= {f"step.demand.{key}": value for key, value in {"best": 0.9, "last": 0.5, "still": 1, "scale": 1.5}.items()}
+    sync.load_state_dict(state)
+    ks = [sync.k]
+    for metric in (0.505, 0.55, 0.7):
+        sync.observe(metric)
+        ks.append(sync.k)
+    assert everywhere(comm, ks[0] == ks[1] and ks[1] > ks[2] > ks[3])
+    del state["step.demand.last"]
+    raised(comm, mpisparse.ConfigurationError, lambda: sync.load_state_dict(state))
+    sync.close()
+
+
 def test_history_bytes(comm: MPI.Intracomm) -> None:
     """Two bytes for each gradient and the accumulator, of a slice that is recorded, one under way, and the sample."""
     model = small()
@@ -423,6 +441,8 @@ def test_a_state_that_does_not_fit_is_refused(comm: MPI.Intracomm) -> None:
         ("step.recorded", recorded[: len(recorded) // 2]),
         ("step.pending.scores", torch.full_like(pending, 255)),
         ("step.demand.scale", "much"),
+        ("step.demand.recent", torch.tensor([0.5, float("nan")], dtype=torch.float64)),
+        ("step.demand.since", -1),
     ]
     for key, value in damages:
         damaged = {**state, key: value}

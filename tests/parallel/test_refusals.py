@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -576,3 +578,41 @@ def test_a_state_is_a_copy_and_another_path_is_refused(comm: MPI.Intracomm, path
     other = mpisparse.GradientSync(model, density=0.1, accumulate="step" if path == "backward" else "backward")
     assert f"saved with accumulate='{path}'" in raised(comm, refuse, lambda: other.load_state_dict(state))
     other.close()
+
+
+# Options and calls that change nothing
+
+
+def test_an_option_without_effect_is_refused_on_all_ranks(comm: MPI.Intracomm) -> None:
+    """Also if one rank alone has it."""
+    said = raised(comm, refuse, lambda: mpisparse.GradientSync(small(), beta=0.5, comm=comm))
+    assert 'beta has no effect: codec "fp32" does not blend' in said
+    one = {"alpha": 0.5} if comm.rank == comm.size - 1 else {}
+    assert "alpha has no effect" in raised(comm, refuse, lambda: mpisparse.GradientSync(small(), comm=comm, **one))
+
+
+@pytest.mark.parametrize(("scheme", "options"), [("exdyna", {}), ("dense", {}), ("predictive", {"adapt_k": False})])
+def test_observing_without_effect_is_said_once(comm: MPI.Intracomm, scheme: str, options: dict[str, Any]) -> None:
+    model = small()
+    if scheme == "predictive":
+        options = {**options, "validation": lambda: loss_of(model, 0, 0)}
+    sync = mpisparse.GradientSync(model, scheme=scheme, comm=comm, **options)
+    assert everywhere(comm, not sync.observes)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        means = [sync.observe(float(comm.rank)) for _ in range(3)]
+    said = [str(warning.message) for warning in caught]
+    assert everywhere(comm, len(said) == (comm.rank == 0) and means == [(comm.size - 1) / 2] * 3)
+    assert everywhere(comm, all(f'observe() has no effect with scheme "{scheme}"' in words for words in said))
+    sync.close()
+
+
+def test_a_state_may_differ_in_options_without_effect(comm: MPI.Intracomm) -> None:
+    """Earlier versions let them be set: such a run goes on without them."""
+    sync = mpisparse.GradientSync(small(), comm=comm)
+    state = sync.state_dict()
+    options = json.loads(state["options"])
+    sync.load_state_dict({**state, "options": json.dumps({**options, "beta": 0.5, "alpha": 0.3})})
+    said = raised(comm, refuse, lambda: sync.load_state_dict({**state, "options": json.dumps({**options, "blocks": 3})}))
+    assert "saved with blocks=3" in said
+    sync.close()

@@ -248,7 +248,8 @@ def test_an_error_in_the_users_function_is_raised_by_all(comm: MPI.Intracomm, na
             raise LookupError("no batch")
         return loss_of(run.model, seeded(comm.rank, 99)) if name == "probe" else 0.5
 
-    run = Run(comm, granularity="rule", staleness=staleness, probe_every=1, **{name: fail})
+    often = {"probe_every": 1} if name == "probe" else {}
+    run = Run(comm, granularity="rule", staleness=staleness, **often, **{name: fail})
     failing = 2 if name == "probe" else 4  # a probe asks twice
     run.train(0, failing + staleness)
     said = raised(comm, GradientError, lambda: run.step(failing + staleness))

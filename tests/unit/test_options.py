@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import subprocess
 import sys
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 import mpisparse
 from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError, suggest
+from mpisparse.names import codecs_of
 from mpisparse.schemes import SCHEMES, configure
 from mpisparse.schemes.dense import Dense
 from mpisparse.schemes.partitioned import Exdyna
@@ -28,8 +30,6 @@ BAD = [
     ({"density": True}, ["density must be a number in (0, 1]", "got True"]),
     ({"density": "x"}, ["density must be a number in (0, 1]", "got 'x'"]),
     ({"density": "0.01"}, ["density must be a number in (0, 1]", "got '0.01'"]),
-    ({"codec": "int9"}, ["unknown codec 'int9'", "did you mean 'int8'?", "choose from: bf16, fp16, fp32, int8"]),
-    ({"codec": 8}, ["unknown codec 8", "choose from: bf16, fp16, fp32, int8"]),
     ({"accumulate": "backwards"}, ["unknown accumulate 'backwards'", "did you mean 'backward'?", "backward, step"]),
     ({"accumulate": None}, ["unknown accumulate None", "choose from: backward, step"]),
     ({"nonfinite": "rise"}, ["unknown nonfinite 'rise'", "did you mean 'raise'?", "choose from: raise, skip"]),
@@ -39,6 +39,13 @@ BAD = [
     ({"segment_nbytes": True}, ["segment_nbytes must be a whole number >= 1", "got True"]),
 ]
 BAD_EXDYNA = [
+    ({"codec": "int9"}, ["unknown codec 'int9'", "did you mean 'int8'?", "choose from: bf16, fp16, fp32, int8"]),
+    ({"codec": 8}, ["unknown codec 8; choose from: bf16, fp16, fp32, int8"]),
+    ({"codec": "int9", "reduce": "allreduce"}, ["unknown codec 'int9'; choose from: fp32"]),
+    ({"compensate": "none"}, ["compensate must be True or False, got 'none'; pass False"]),
+    ({"compensate": "residual"}, ["compensate must be True or False, got 'residual'; pass True"]),
+    ({"compensate": "scale"}, ["compensate must be True or False, got 'scale'"]),
+    ({"compensate": "False"}, ["compensate must be True or False, got 'False'; write false on the command line"]),
     ({"controller": "tails"}, ["unknown controller 'tails'", "did you mean 'tail'?", "choose from: fixed, paper, tail"]),
     ({"partitioner": "bset"}, ["unknown partitioner 'bset'", "did you mean 'best'?", "choose from: best, paper"]),
     ({"reduce": "all-reduce"}, ["unknown reduce 'all-reduce'", "did you mean 'allreduce'?", "allreduce, owner"]),
@@ -55,6 +62,8 @@ BAD_EXDYNA = [
     ),
 ]
 BAD_DENSE = [
+    ({"codec": "int9"}, ["unknown codec 'int9'; choose from: fp32"]),
+    ({"codec": 8}, ["unknown codec 8; choose from: fp32"]),
     ({"density": 0.1}, ['scheme "dense" sends everything', "density must be 1", "got 0.1"]),
     ({"codec": "int8"}, ['scheme "dense" sends float32 only', 'codec must be "fp32"', "got 'int8'"]),
     ({"controller": "tail"}, ["unknown option 'controller' for scheme \"dense\"", "choose from: accumulate"]),
@@ -111,6 +120,131 @@ def test_errors_are_what_callers_catch() -> None:
     assert issubclass(NonFiniteGradientError, FloatingPointError)
     assert suggest("alfa", ["beta", "alpha"]) == "did you mean 'alpha'? choose from: alpha, beta"
     assert suggest("x", ["beta", "alpha"]) == "choose from: alpha, beta"
+
+
+# Options that would change nothing
+
+MOMENTUM_CODEC = 'does not blend what is sent with what was sent before; choose codec "momentum-int8" or "momentum-fp32"'
+IDLE: list[
+    tuple[str, dict[str, Any], dict[str, Any], str]
+] = [  # the last option has no effect, unless those after it are given
+    ("exdyna", {"beta": 0.5}, {"codec": "momentum-fp32"}, f'beta has no effect: codec "fp32" {MOMENTUM_CODEC}'),
+    ("topk", {"beta": 0.5}, {"codec": "momentum-int8"}, "beta has no effect"),
+    ("exdyna", {"beta": 0.7}, {"codec": "momentum-int8"}, "beta has no effect"),  # its default too
+    ("exdyna", {"alpha": 0.5}, {"scorer": "average"}, 'it is the rate of scorer "average"; choose that, or leave it out'),
+    ("momentum", {"percentile": "exact", "controller": "paper"}, {"percentile": "estimate"}, "without a controller"),
+    ("predictive", {"percentile": "exact", "controller": "tail"}, {"percentile": "estimate"}, "without a controller"),
+    ("predictive", {"scale_cap": 2.0}, {"compensate": "scale"}, 'it limits compensate="scale"'),
+    ("predictive", {"compensate": "none", "scale_cap": 2.0}, {"compensate": "scale"}, "scale_cap has no effect"),
+    *[
+        ("predictive", {"adapt_k": False, f"k_{name}": value}, {"adapt_k": True}, f"k_{name} has no effect: adapt_k=False")
+        for name, value in {"patience": 3, "factor": 2, "least": 0.5, "most": 2, "slow": 0.01, "fast": 0.1}.items()
+    ],
+    ("threshold", {"threshold": 0.1, "density": 0.01}, {"threshold": None}, "density has no effect: a given threshold"),
+    ("speculative", {"granularity": "fine", "horizon": 9}, {"granularity": "schedule"}, 'granularity "schedule" or "rule"'),
+    ("speculative", {"granularity": "learned", "horizon": 9}, {"granularity": "rule"}, "horizon has no effect"),
+    ("speculative", {"granularity": "fine", "budget": 9}, {"granularity": "coarse"}, "budget has no effect"),
+    ("speculative", {"granularity": "fine", "largest": 9}, {"granularity": "hybrid"}, "largest has no effect"),
+    (
+        "speculative",
+        {"reward": "seconds"},
+        {"granularity": "learned"},
+        'reward has no effect: it is for granularity "learned"',
+    ),
+    (
+        "speculative",
+        {"confidence": float},
+        {"granularity": "rule"},
+        'confidence has no effect: it is for granularity "rule"',
+    ),
+    ("speculative", {"epsilon": 0.1}, {"probe": float}, "epsilon has no effect: without a probe or a threshold"),
+    ("speculative", {"epsilon": 0.1}, {"threshold": 0.1}, "epsilon has no effect"),
+    ("speculative", {"probe_every": 3}, {"probe": float}, "probe_every has no effect: there is no probe"),
+    ("speculative", {"probe_every": 3}, {"granularity": "learned"}, "probe_every has no effect"),
+    ("speculative", {"threshold": 0.1, "seed": 3}, {"probe": float}, "seed has no effect: nothing is random"),
+    ("speculative", {"staleness": 0, "tolerance": 0.1}, {"staleness": 1}, "tolerance has no effect: at staleness 0"),
+    ("speculative", {"staleness": 0, "measure": "relative"}, {"staleness": 2}, "measure has no effect"),
+    ("speculative", {"staleness": 0, "per": "layer"}, {"staleness": 2}, "per has no effect"),
+    ("speculative", {"tolerance": 0.0, "per": "layer"}, {"tolerance": 0.1}, "per has no effect: a tolerance of 0"),
+    ("speculative", {"tolerance": math.inf, "measure": "relative"}, {"tolerance": 0.1}, "measure has no effect"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "options", "needed", "said"), IDLE)
+def test_what_would_have_no_effect_is_refused(
+    scheme: str, options: dict[str, Any], needed: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(said)) as caught:
+        configure(scheme, **options)
+    assert str(caught.value).startswith(f"{list(options)[-1]} has no effect: ")
+    assert str(caught.value).endswith(", or leave it out")
+    configure(scheme, **{**options, **needed})
+
+
+@pytest.mark.parametrize("scheme", ["dense", "speculative"])
+def test_no_codec_that_the_scheme_does_not_take_is_named(scheme: str) -> None:
+    with pytest.raises(ConfigurationError, match="beta has no effect") as caught:
+        configure(scheme, beta=0.5)
+    assert '"momentum-' not in str(caught.value)
+
+
+def test_what_is_not_given_is_not_refused() -> None:
+    """Whatever its default; and None is not given."""
+    for scheme in SCHEMES:
+        configure(scheme)
+    assert configure("speculative", granularity="fine", budget=None, confidence=None, largest=None)
+    assert configure("threshold", threshold=0.1, density=None)
+
+
+def test_options_without_effect_are_options() -> None:
+    """No name is misspelt, in no scheme and for no value of what it depends on."""
+    for scheme, given in (
+        *((scheme, {}) for scheme in SCHEMES),
+        *((scheme, {**options, **needed}) for scheme, options, needed, _ in IDLE),
+    ):
+        made = configure(scheme, **given)
+        assert set(made.without_effect()) <= {field.name for field in dataclasses.fields(made)}
+
+
+@pytest.mark.parametrize(("value", "name"), [(False, "none"), (True, "residual"), ("False", "none"), ("true", "residual")])
+def test_compensation_by_a_word(value: Any, name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f'"residual", "scale" or "none" .* got {value!r}; pass "{name}"'):
+        configure("predictive", compensate=value)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "hint"),
+    [
+        ("exdyna", {"compensat": False}, "did you mean 'compensate'? "),
+        ("exdyna", {"compensat": "none"}, ""),  # compensate could not be that
+        ("predictive", {"compensat": "none"}, "did you mean 'compensate'? "),
+        ("predictive", {"compensat": False}, ""),
+        ("exdyna", {"tolerence": 0.1}, ""),  # an option of another scheme
+        ("speculative", {"tolerence": 0.1}, "did you mean 'tolerance'? "),
+        ("speculative", {"averag": "received", "compensate": False}, "did you mean 'average'? "),  # which needs the other
+        ("exdyna", {"block": 7.5}, ""),
+        ("exdyna", {"block": 7}, "did you mean 'blocks'? "),
+    ],
+)
+def test_only_what_fits_is_suggested(scheme: str, options: dict[str, Any], hint: str) -> None:
+    name = next(iter(options))
+    with pytest.raises(ConfigurationError) as caught:
+        configure(scheme, **options)
+    assert f"unknown option '{name}' for scheme \"{scheme}\"; {hint}choose from: accumulate" in str(caught.value)
+
+
+def test_no_scorer_that_the_scheme_does_not_take_is_suggested() -> None:
+    with pytest.raises(ConfigurationError, match=r"unknown scorer 'magnitud'; choose from: average$"):
+        configure("momentum", scorer="magnitud")
+    with pytest.raises(ConfigurationError, match="scorer must be \"average\", got 'magnitude'"):
+        configure("momentum", scorer="magnitude")
+    with pytest.raises(ConfigurationError, match="did you mean 'magnitude'"):
+        configure("exdyna", scorer="magnitud")
+
+
+def test_the_codecs_known_without_torch_are_those_of_the_schemes() -> None:
+    for scheme in SCHEMES:
+        assert tuple(configure(scheme).codecs()) == codecs_of(scheme)
 
 
 def test_public_names() -> None:

@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mpisparse import reference
 from mpisparse.device import load_backend
 from mpisparse.errors import ConfigurationError
 from mpisparse.predictive.background import Background, PredictorError
-from mpisparse.predictive.demand import Demand
+from mpisparse.predictive.demand import Demand, with_window
 from mpisparse.predictive.nets import Job, Lesson, Nets, Slice
 from mpisparse.predictive.sample import LEAST, draw
 from mpisparse.reference import BF16, PRODUCTS, SCORES, round_to
@@ -43,6 +45,10 @@ def after(metrics: list[float], **options: Any) -> list[float]:
         ([math.nan, 0.5, 0.4], [1, 1, 2]),  # nothing to compare with yet
         ([0.5, 0.502, 0.54, 0.541, 0.542], [1, 1, 1, 1, 2]),  # progress restarts the patience
         ([-2.0, -1.5, -1.6], [1, 0.5, 1]),  # losses, negated
+        ([0.9, 0.5, 0.6, 0.7, 0.8, 0.85], [1, 2, 2, 2, 1, 1]),  # a setback raises k, and recovering from it does not
+        ([0.9, 0.5, 0.52, 0.54, 0.56, 0.58, 0.6], [1, 2, 2, 2, 2, 2, 2]),  # not even if it takes long
+        ([0.9, 0.5, 0.501, 0.502, 0.503], [1, 2, 2, 4, 4]),  # but standing still far below the best does
+        ([0.8, 0.9, 0.8, 0.9, 0.8, 0.9], [1, 0.5, 1, 1, 2, 2]),  # to and fro is no progress
     ],
 )
 def test_k_moves_as_specified(metrics: list[float], scales: list[float]) -> None:
@@ -56,9 +62,47 @@ def test_demand_goes_on_from_its_state() -> None:
     again = Demand().load(dict(demand.state()))
     assert again == demand
     assert again.after(0.1) == demand.after(0.1)
-    for damage in ({"scale": math.nan}, {"scale": 100.0}, {"still": -1}, {"best": math.nan}):
+    for damage in (
+        {"scale": math.nan},
+        {"scale": 100.0},
+        {"since": -1},
+        {"since": 1, "recent": np.array([0.5])},
+        {"recent": np.array([0.5, math.nan])},
+        {"recent": np.zeros(4)},
+    ):
         with pytest.raises(ConfigurationError, match="the demand in the state"):
             Demand().load({**demand.state(), **damage})
+
+
+def test_k_stays_while_the_metric_recovers() -> None:
+    """With the options that a run has unless told otherwise."""
+    demand, scales = Demand(), []
+    for metric in (0.9, 0.5, 0.6, 0.7, 0.8, 0.85):
+        demand = demand.after(metric)
+        scales.append(demand.scale)
+    assert scales == pytest.approx([1, 1.5, 1.5, 1.5, 1, 1 / 1.5])
+
+
+@given(st.lists(st.floats(0.1, 1.0), min_size=2, max_size=12), st.integers(1, 4))
+def test_a_metric_that_rises_fast_never_raises_k(metrics: list[float], patience: int) -> None:
+    """Whatever came before it: progress is what counts, not the best metric ever."""
+    demand = Demand(patience=patience)
+    for metric in metrics:
+        demand = demand.after(metric)
+    for _ in range(6):
+        scale = demand.scale
+        demand = demand.after(demand.recent[-1] * 1.1)
+        assert demand.scale <= scale
+
+
+def test_a_demand_of_an_earlier_version_goes_on_with_its_last_metric() -> None:
+    old = {"step.demand.scale": 2.0, "step.demand.best": 0.9, "step.demand.last": 0.5, "step.demand.still": 1}
+    state = {key.removeprefix("step.demand."): value for key, value in with_window(old).items()}
+    assert Demand().load(state) == Demand(scale=2.0, recent=(0.5,))
+    unseen = {**old, "step.demand.last": -math.inf, "step.demand.best": -math.inf}
+    assert with_window(unseen)["step.demand.recent"].tolist() == []
+    today = {"step.demand.recent": np.array([0.5, 0.6]), "step.demand.since": 1, "step.demand.last": 0.1}
+    assert with_window(today) == today
 
 
 def nets(key: int = PRODUCTS, backend: Any = None) -> Nets:

@@ -234,6 +234,22 @@ def evaluation(step: int, metric: float, **changes: Any) -> dict[str, Any]:
     return record | {"higher_is_better": True} | changes
 
 
+def test_evaluations_are_named_by_their_data(tmp_path: Path) -> None:
+    """Runs of before say nothing of it: their metric has its plain name."""
+    on = [evaluation(step, metric, data="validation") for step, metric in ((1, 0.7), (2, 0.9), (3, 0.8))]
+    steps = [by_hand(step) for step in (1, 2, 3)]
+    records = [record for pair in zip(steps, on, strict=True) for record in pair]
+    page = render(make_run(tmp_path / "run", [*records, evaluation(3, 0.6, data="test", loss=0.875)]))
+    assert page.shown("Final validation accuracy") == ["0.8 at step 3"]
+    assert page.shown("Best validation accuracy") == ["0.9 at step 2"]
+    assert page.shown("Final test accuracy") == ["0.6 at step 3, loss 0.875"]
+    assert page.shown("Final evaluation loss") == ["0.75 validation data"]
+    assert "dashed: evaluation on validation data" in page.text
+    old = make_run(tmp_path / "old", [by_hand(1), evaluation(1, 0.5)])
+    both = render(tmp_path / "run", old)
+    assert both.table()["Final test accuracy"] == [0.6, "–"]
+
+
 def test_headline_is_what_a_hand_computes(tmp_path: Path) -> None:
     records = [
         by_hand(1, density=0.009),

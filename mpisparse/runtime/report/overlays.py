@@ -16,7 +16,9 @@ AGAINST = {STEPS_X: "by steps", TIME_X: "by time", BYTES_X: "by bytes received"}
 def loss(sheet: Sheet) -> list[str]:
     """Draw the loss against steps, time and bytes."""
     evaluated = any(run.metric and np.isfinite(run.evals[run.metric]["loss"]).any() for run in sheet.runs)
-    note = "training, mean; band: all ranks" + ("; dashed: evaluation" if evaluated else "")
+    on = sorted({run.data[run.metric] for run in sheet.runs if run.metric and run.data[run.metric]})
+    dashed = "; dashed: evaluation" + (f" on {' or '.join(on)} data" if on else "")
+    note = "training, mean; band: all ranks" + (dashed if evaluated else "")
     figures = []
     for axis, against in AGAINST.items():
         traces = [*sheet.traces(axis, "loss", spread=True), *_evals(sheet, axis, "loss", "evaluation")]

@@ -38,13 +38,17 @@ class Event:
 
 @dataclass
 class Run:
-    """One run: what was set, what was measured, what happened. Evaluations are by the name of their metric."""
+    """One run: what was set, what was measured, what happened.
+
+    Evaluations are by the name of their data, which old runs do not tell, and of their metric: "validation accuracy".
+    """
 
     path: Path
     name: str
     settings: dict[str, object]
     steps: Rows = field(default_factory=Rows)
     evals: dict[str, Rows] = field(default_factory=dict)
+    data: dict[str, str] = field(default_factory=dict)
     higher_is_better: dict[str, bool] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     phases: list[str] = field(default_factory=list)
@@ -95,10 +99,11 @@ class Run:
 
     def add_eval(self, record: dict[str, Any]) -> None:
         """Add an evaluation; it replaces one of the same step, and those of later ones."""
-        name = str(record.get("metric_name") or "metric")
+        name = " ".join(str(word) for word in (record.get("data"), record.get("metric_name") or "metric") if word)
         rows = self.evals.setdefault(name, Rows())
         rows.keep(rows.before(record["step"]))
         rows.append({key: record.get(key) for key in ("step", "time", "loss", "metric")})
+        self.data[name] = str(record.get("data") or "")
         self.higher_is_better[name] = bool(record.get("higher_is_better", True))
 
     def add_event(self, record: dict[str, Any]) -> None:

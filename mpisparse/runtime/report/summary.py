@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,7 @@ def headline(runs: Sequence[Run]) -> list[tuple[str, list[Cell]]]:
     rows: list[tuple[str, Callable[[Run], Cell]]] = [
         (f"Final {metric}", _final_metric),
         (f"Best {metric}", _best_metric),
+        *((f"Final {name}", partial(_final_other, name)) for name in _others(runs)),
         ("Final loss", lambda run: _plain(run.steps["loss.mean"][-1])),
         ("Final evaluation loss", _final_evaluation_loss),
         ("Steps", lambda run: _plain(run.steps["step"][-1])),
@@ -74,6 +76,18 @@ def _final_metric(run: Run) -> Cell:
     return _plain(rows["metric"][-1], f"at step {number(rows['step'][-1])}")
 
 
+def _others(runs: Sequence[Run]) -> list[str]:
+    """The metrics that are not what runs were steered by, such as those on test data at the end."""
+    return list(dict.fromkeys(name for run in runs for name in run.evals if name != run.metric))
+
+
+def _final_other(name: str, run: Run) -> Cell:
+    if name not in run.evals or name == run.metric:
+        return NOTHING
+    rows = run.evals[name]
+    return _plain(rows["metric"][-1], f"at step {number(rows['step'][-1])}, loss {number(rows['loss'][-1])}")
+
+
 def _best_metric(run: Run) -> Cell:
     if run.metric is None:
         return NOTHING
@@ -86,7 +100,8 @@ def _best_metric(run: Run) -> Cell:
 
 def _final_evaluation_loss(run: Run) -> Cell:
     losses = run.evals[run.metric]["loss"] if run.metric else np.empty(0)
-    return NOTHING if np.isnan(losses).all() else _plain(losses[-1])
+    aside = f"{run.data[run.metric]} data" if run.metric and run.data[run.metric] else ""
+    return NOTHING if np.isnan(losses).all() else _plain(losses[-1], aside)
 
 
 def _times_fewer(run: Run) -> Cell:

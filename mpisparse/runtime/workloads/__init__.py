@@ -11,7 +11,14 @@ from mpisparse.runtime.workloads.tasks import TASKS
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DATA", "MODELS", "TASKS", "Data", "Examples", "Task", "build"]
+__all__ = ["DATA", "MODELS", "TASKS", "Data", "Examples", "Task", "build", "hold_out"]
+
+
+def hold_out(data: Data, share: float, *, seed: int) -> Data:
+    """Take this share of the training data out of it, as validation data, unless there is some; by the seed alone."""
+    from mpisparse.runtime.workloads import split
+
+    return split.hold_out(data, share, seed)
 
 
 def build(model: str, data: str | None, *, seed: int) -> tuple[torch.nn.Module, Data, Task]:

@@ -11,13 +11,17 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import TensorDataset, default_collate
 
-from mpisparse.errors import ConfigurationError
+from mpisparse.errors import ConfigurationError, suggest
 from mpisparse.runtime.workloads.data.draws import draw
 from mpisparse.runtime.workloads.generators import kept_generators, seed_generators
 from mpisparse.runtime.workloads.imports import import_object
 from mpisparse.runtime.workloads.records import Data
 
-_EXPECTED = "Data, or (train, test) or (train, test, task name) with map-style datasets whose items are (input, target)"
+_EXPECTED = (
+    "Data, or (train, test) or (train, test, task name), or a dict with train, test and perhaps validation and task, "
+    "with map-style datasets whose items are (input, target)"
+)
+_NAMES = ("train", "test", "validation", "task")
 
 
 def make_model(path: str, sizes: Mapping[str, int]) -> torch.nn.Module:
@@ -40,13 +44,26 @@ def make_data(path: str) -> Data:
     made = import_factory("data", path)()
     if isinstance(made, Data):
         return made
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
+    if isinstance(made, tuple) and len(made) in (2, 3):
+        if len(made) == 3 and hasattr(made[2], "__getitem__") and not isinstance(made[2], str):
+            raise ConfigurationError(
+                f"data {path!r}: of three data sets it must be clear which is which;"
+                ' return {"train": …, "validation": …, "test": …}'
+            )
+        made = dict(zip(("train", "test", "task"), made, strict=False))
+    if not isinstance(made, dict) or not {"train", "test"} <= set(made):
         raise ConfigurationError(f"data {path!r}: the factory must return {_EXPECTED}; got {_name_type(made)}")
-    train, test = (DatasetExamples(dataset, path) for dataset in made[:2])
-    task = made[2] if len(made) == 3 else getattr(made[0], "task", "classes")
+    for name in made:
+        if name not in _NAMES:
+            raise ConfigurationError(
+                f"data {path!r}: the factory's dict has an unknown {name!r}; {suggest(str(name), _NAMES)}"
+            )
+    train, test = (DatasetExamples(made[name], path) for name in ("train", "test"))
+    task = made.get("task", getattr(made["train"], "task", "classes"))
     if not isinstance(task, str):
         raise ConfigurationError(f"data {path!r}: the task must be a name or package.module:object, got {task!r}")
-    return Data(train, test, task, _infer_sizes(made[0], train))
+    validation = DatasetExamples(made["validation"], path) if made.get("validation") is not None else None
+    return Data(train, test, task, _infer_sizes(made["train"], train), validation)
 
 
 class DatasetExamples:

@@ -28,12 +28,18 @@ class Examples(Protocol):
 
 @dataclass(frozen=True)
 class Data:
-    """Examples to train and to test on, the name of their task, and the sizes a model has to know."""
+    """Examples to train and to test on, the name of their task, and the sizes a model has to know.
+
+    validation: examples that are not trained on and steer training; None: a part of `train` is held out for that.
+    held_out: the share of the training data that was.
+    """
 
     train: Examples
     test: Examples
     task: str
     sizes: dict[str, int]
+    validation: Examples | None = None
+    held_out: float = 0.0
 
 
 @dataclass(frozen=True)

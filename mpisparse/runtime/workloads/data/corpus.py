@@ -27,7 +27,8 @@ _WORD = re.compile(r"<\w+>|@[^\w\s]@|\w+|[^\w\s]|\n+")
 
 
 def load_text(path: Path, unit: str, masked: bool, length: int = LENGTH) -> Data:
-    """Load a file, or all .txt and .xz files of a directory; with files named train… and test… only these."""
+    """Load a file, or all .txt and .xz files of a directory; with files named train… and test… only these, and those named
+    validation…, valid… or val… for validation."""
     if length < LEAST:
         raise ConfigurationError(f"{path}: expected windows of {LEAST} {unit} or more, got {length}")
     if path.is_file():
@@ -35,9 +36,9 @@ def load_text(path: Path, unit: str, masked: bool, length: int = LENGTH) -> Data
     paths = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
     if not paths:
         raise ConfigurationError(f"{path}: expected a directory with {' or '.join(SUFFIXES)} files; there is none in it")
-    parts = [[file for file in paths if file.name.split(".")[0] == name] for name in ("train", "test")]
-    if not all(parts):
-        parts = [paths]
+    names = (("train",), ("test",), ("validation", "valid", "val"))
+    parts = [[file for file in paths if file.name.split(".")[0] in known] for known in names]
+    parts = [part for part in parts if part] if all(parts[:2]) else [paths]
     return _text_data(str(path), [b"\n".join(map(_read, part)) for part in parts], unit, masked, length)
 
 
@@ -66,24 +67,19 @@ def _read(path: Path) -> bytes:
 
 
 def _text_data(source: str, texts: Sequence[bytes], unit: str, masked: bool, length: int) -> Data:
-    """Make data of a training and a test text, or of one text whose end is held out."""
+    """Make data of a training, a test and perhaps a validation text, or of one text whose end is for testing."""
     if unit == "words":
-        train, test, vocabulary = _number_words(
-            *_hold_out(source, unit, [_split_words(source, text) for text in texts], length)
-        )
+        parts, vocabulary = _number_words(_cut(source, unit, [_split_words(source, text) for text in texts], length))
     else:
-        train, test = _hold_out(source, unit, [np.frombuffer(text, np.uint8) for text in texts], length)
-        vocabulary = 256
-    if masked:
-        vocabulary += 1
-        sizes = {"vocabulary": vocabulary, "length": length}
-        training, testing = (MaskedTokens(part, length, vocabulary) for part in (train, test))
-        return Data(training, testing, "masked-tokens", sizes)
-    return Data(NextTokens(train, length), NextTokens(test, length), "tokens", {"vocabulary": vocabulary, "length": length})
+        parts, vocabulary = _cut(source, unit, [np.frombuffer(text, np.uint8) for text in texts], length), 256
+    vocabulary += masked
+    windows = [MaskedTokens(part, length, vocabulary) if masked else NextTokens(part, length) for part in parts]
+    task, sizes = "masked-tokens" if masked else "tokens", {"vocabulary": vocabulary, "length": length}
+    return Data(windows[0], windows[1], task, sizes, windows[2] if len(windows) > 2 else None)
 
 
-def _hold_out(source: str, unit: str, parts: Sequence[Any], length: int) -> tuple[Any, Any]:
-    """Give the training and the test part, the end of the text if there is only one."""
+def _cut(source: str, unit: str, parts: Sequence[Any], length: int) -> Sequence[Any]:
+    """Give the training and the test part, the end of the text if there is only one, and what else there is."""
     if len(parts) == 1:
         cut = max(0, len(parts[0]) - max(length + 1, int(HELD_OUT * len(parts[0]))))
         parts = [parts[0][:cut], parts[0][cut:]]
@@ -91,9 +87,9 @@ def _hold_out(source: str, unit: str, parts: Sequence[Any], length: int) -> tupl
         empty = "" if any(map(len, parts)) else " (the text is empty)"
         raise ConfigurationError(
             f"{source}: expected more than {length} {unit} to train on and as many to test,"
-            f" got {len(parts[0])} and {len(parts[1])}{empty}; give a longer text"
+            f" got {' and '.join(str(len(part)) for part in parts)}{empty}; give a longer text"
         )
-    return parts[0], parts[1]
+    return parts
 
 
 def _split_words(source: str, text: bytes) -> list[str]:
@@ -105,9 +101,9 @@ def _split_words(source: str, text: bytes) -> list[str]:
         ) from error
 
 
-def _number_words(train: Sequence[str], test: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any], int]:
-    """Number the most frequent training words from 1, equals in alphabetical order; 0 is any other word."""
-    ranked = sorted(Counter(train).items(), key=lambda entry: (-entry[1], entry[0]))
+def _number_words(parts: Sequence[Sequence[str]]) -> tuple[Sequence[NDArray[Any]], int]:
+    """Number the most frequent words of the first part from 1, equals in alphabetical order; 0 is any other word."""
+    ranked = sorted(Counter(parts[0]).items(), key=lambda entry: (-entry[1], entry[0]))
     numbers = {word: number for number, (word, _) in enumerate(ranked[: WORDS - 1], start=1)}
-    coded = [np.fromiter((numbers.get(word, 0) for word in part), np.int32, len(part)) for part in (train, test)]
-    return coded[0], coded[1], len(numbers) + 1
+    coded = [np.fromiter((numbers.get(word, 0) for word in part), np.int32, len(part)) for part in parts]
+    return coded, len(numbers) + 1

@@ -54,16 +54,17 @@ def _augment(images: NDArray[Any], words: NDArray[np.uint64]) -> NDArray[Any]:
     return cut
 
 
-def image_data(train: Labelled, test: Labelled, classes: int) -> Data:
+def image_data(train: Labelled, test: Labelled, classes: int, validation: Labelled | None = None) -> Data:
     """Make data of images (examples, channels, height, width); mean and deviation are those of the training images."""
     sample = train[0][:: -(-train[0].size // SAMPLE)].astype(np.float64)
     mean, deviation = sample.mean((0, 2, 3)), sample.std((0, 2, 3))
     deviation[deviation == 0] = 1
     scaling = [torch.tensor(values, dtype=torch.float32)[:, None, None] for values in (mean, deviation)]
-    examples = [ImageExamples(x, y, *scaling) for x, y in (train, test)]
+    training, testing = (ImageExamples(*part, *scaling) for part in (train, test))
+    held_out = None if validation is None else ImageExamples(*validation, *scaling)
     channels, height, width = train[0].shape[1:]
     sizes = {"classes": classes, "channels": channels, "height": height, "width": width}
-    return Data(examples[0], examples[1], "classes", sizes)
+    return Data(training, testing, "classes", sizes, held_out)
 
 
 def split_images(images: NDArray[Any], labels: NDArray[np.int64], testing: int) -> tuple[Labelled, Labelled]:

@@ -23,24 +23,32 @@ _EXPECTED = "x_train, y_train, x_test, y_test, or train_images, train_labels, te
 
 
 def load_images(path: Path) -> Data:
-    """Load the file's training and test images, or hold out a part where it has only one set."""
+    """Load the file's training, test and, if there are three, validation images; hold out a part where it has only one set.
+    Of two sets the second is for testing, whatever its name."""
     arrays = _read(path)
     train = _find(path, arrays, "train") or _find(path, arrays, "")
     if train is None:
         raise ConfigurationError(f"{path}: expected arrays {_EXPECTED}; got {', '.join(arrays) or 'none'}")
-    test = _find(path, arrays, "test") or _find(path, arrays, "valid") or _find(path, arrays, "val")
+    test, validation = _find(path, arrays, "test"), None
+    for name in ("validation", "valid", "val"):
+        validation = validation or _find(path, arrays, name)
+    if test is None:
+        test, validation = validation, None
     if test is None:
         if len(train[1]) < 2:
             raise ConfigurationError(f"{path}: one image cannot be split into training and test images; give more")
         train, test = split_images(*train, testing=max(1, len(train[1]) // HELD_OUT))
-    if train[0].shape[1:] != test[0].shape[1:]:
-        raise ConfigurationError(
-            f"{path}: training and test images must have one shape, got (channels, height, width)"
-            f" {train[0].shape[1:]} and {test[0].shape[1:]}"
-        )
-    if train[0].dtype != test[0].dtype:
-        train, test = ((images.astype(np.float32), labels) for images, labels in (train, test))
-    return image_data(train, test, classes=1 + int(max(train[1].max(), test[1].max())))
+    parts = [train, test] if validation is None else [train, test, validation]
+    for name, part in zip(("test", "validation"), parts[1:], strict=False):
+        if train[0].shape[1:] != part[0].shape[1:]:
+            raise ConfigurationError(
+                f"{path}: training and {name} images must have one shape, got (channels, height, width)"
+                f" {train[0].shape[1:]} and {part[0].shape[1:]}"
+            )
+    if len({images.dtype for images, _ in parts}) > 1:
+        parts = [(images.astype(np.float32), labels) for images, labels in parts]
+    classes = 1 + int(max(labels.max() for _, labels in parts))
+    return image_data(parts[0], parts[1], classes, *parts[2:])
 
 
 def _read(path: Path) -> dict[str, NDArray[Any]]:

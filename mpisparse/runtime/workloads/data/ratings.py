@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.workloads.data.draws import below, draw
 from mpisparse.runtime.workloads.records import Data
+from mpisparse.runtime.workloads.split import drawn_out
 
 Ints = NDArray[np.int64]
 NEGATIVES = 4  # a true pair in training (He et al. 2017, 4.1)
@@ -21,6 +22,7 @@ class Unseen:
     """The items each user has not met, numbered without listing them."""
 
     def __init__(self, users: Ints, items: Ints, user_count: int, item_count: int) -> None:
+        self.sizes = user_count, item_count
         order = np.lexsort((items, users))
         users, items = users[order], items[order]
         self._starts = np.searchsorted(users, np.arange(user_count + 1))
@@ -48,6 +50,16 @@ class RatingExamples:
 
     def __len__(self) -> int:
         return len(self._users)
+
+    def hold_out(self, count: int, seed: int) -> tuple[RatingExamples, RatingExamples]:
+        """The pairs without `count` drawn ones, and these.
+
+        As with those to test on, a pair that is held out may be drawn as a negative in training, or it would be given away.
+        """
+        rest, held = drawn_out(len(self), count, seed)
+        users, items = self._users[rest], self._items[rest]
+        train = RatingExamples(users, items, Unseen(users, items, *self._unseen.sizes))
+        return train, RatingExamples(self._users[held], self._items[held], self._unseen)
 
     def batch(self, indices: NDArray[Any], *, seed: int, epoch: int, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Give pairs (examples, 1 + negatives, 2), the true one first, and 1 for it, 0 for the others."""

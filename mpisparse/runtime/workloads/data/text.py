@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.workloads.data.draws import below, draw
 from mpisparse.runtime.workloads.tasks import IGNORED
 
@@ -31,6 +33,21 @@ class NextTokens:
         starts = np.minimum(indices * self._length + shifts, len(self._tokens) - self._length - 1)
         windows: NDArray[np.int64] = self._tokens[starts[:, None] + self._offsets].astype(np.int64)
         return windows
+
+    def hold_out(self, count: int, seed: int) -> tuple[NextTokens, NextTokens]:
+        """The text without its last `count` windows, and these: no token is in both, wherever windows start in training."""
+        cut = len(self._tokens) - count * self._length - 1
+        if cut <= self._length:
+            raise ConfigurationError(
+                f"a text of {len(self._tokens)} tokens is too short to hold out {count} windows of {self._length} for "
+                "validation; give a longer text, or lower --validation"
+            )
+        return self._of(self._tokens[:cut]), self._of(self._tokens[cut:])
+
+    def _of(self, tokens: NDArray[Any]) -> NextTokens:
+        part = copy(self)
+        part._tokens = tokens
+        return part
 
     def batch(self, indices: NDArray[Any], *, seed: int, epoch: int, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Give windows, and the same one token later."""
