@@ -41,4 +41,4 @@ def watch(exchange: Any, timeout: float, directory: Path | None = None) -> Watch
         where = None if directory is None else str(Path(directory).absolute() / DIRECTORY)
         offer = {"key": secrets.token_hex(32), "names": own_names(), "port": port, "directory": where}
     agreed = json.loads(exchange.gather_texts(json.dumps(offer))[0])
-    return Watchdog(exchange, timeout, made, agreed)
+    return Watchdog(exchange, timeout, made, agreed).start()

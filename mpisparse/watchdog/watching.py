@@ -27,14 +27,12 @@ class Watchdog:
     """The thread of one rank, and what it knows. Ends with close(), and with the interpreter."""
 
     def __init__(self, exchange: Any, timeout: float, made: socket.socket | None, agreed: dict[str, Any]) -> None:
-        from mpisparse.exchange import end_job
-
         self.place: Place = exchange.place
         self.rank, self.size, self.timeout = exchange.rank, exchange.size, timeout
         self.tick = min(max(LONGEST_BEAT, self.size / MOST_BEATS), timeout / 10)
         self.silent = 3 * self.tick + 2.0  # a rank that is not heard of for so long is stopped or gone
         self.grace = 2 * self.tick + 3.0  # for other ranks to report, once one has waited too long
-        self.end_job: Callable[[int], None] = end_job
+        self.end_job: Callable[[int], None] = _end_job
         key = bytes.fromhex(agreed["key"])
         self.mail = Mailbox(made, key) if made is not None else None
         self.hub = Hub(self.mail, self.size) if self.mail is not None and self.rank == 0 else None
@@ -50,8 +48,13 @@ class Watchdog:
         self.left = threading.Event()
         self.pid = os.getpid()
         self.thread = threading.Thread(target=self._run, name="mpisparse-watchdog", daemon=True)
+
+    def start(self) -> Watchdog:
+        """Begin to watch."""
+        self._tell()  # host and process are known from now on
         self.thread.start()
         _LIVE.add(self)
+        return self
 
     def close(self, state: str = CLOSED) -> None:
         """Say that this rank has left, and end the thread; local. Rank 0's goes on until the others have left too."""
@@ -69,18 +72,20 @@ class Watchdog:
     # The thread
 
     def _run(self) -> None:
-        self.left.wait(self.tick * (0.5 + 0.5 * self.rank / self.size))  # not all at once; what closes soon needs no beat
-        last = due = time.monotonic()
-        while not self._done():
-            now = time.monotonic()
-            if now >= due:
-                self._count(now - last)
-                self._tell()
-                last, due = now, now + (0.2 if self.struck or self.ending else self.tick)
-            self._listen(due - now)
-            self._act()
-        if self.mail is not None:
-            self.mail.close()
+        self.left.wait(self.tick * (0.5 + 0.5 * self.rank / self.size))  # not all at once
+        try:
+            last = due = time.monotonic()
+            while not self._done():
+                now = time.monotonic()
+                if now >= due:
+                    self._count(now - last)
+                    self._tell()
+                    last, due = now, now + (0.2 if self.struck or self.ending else self.tick)
+                self._listen(due - now)
+                self._act()
+        finally:
+            if self.mail is not None:
+                self.mail.close()
 
     def _done(self) -> bool:
         """Whether this rank has left and, on rank 0, none is left that would ask."""
@@ -205,12 +210,19 @@ class Watchdog:
                 f"watchdog: ending all ranks with exit code {HUNG}; docs/sharp-bits.md tells more",
             ],
         )
-        resort = threading.Timer(LAST_RESORT, os._exit, (HUNG,))
-        resort.daemon = True
-        with contextlib.suppress(RuntimeError):  # no new threads at the interpreter's exit
-            resort.start()
-        time.sleep(0.5)  # mpirun forwards what was printed before it hears of the end
         self.end_job(HUNG)
+
+
+def _end_job(code: int) -> None:
+    """End all ranks through MPI, or this one if MPI does not."""
+    from mpisparse.exchange import end_job
+
+    resort = threading.Timer(LAST_RESORT, os._exit, (code,))
+    resort.daemon = True
+    with contextlib.suppress(RuntimeError):  # no new threads at the interpreter's exit
+        resort.start()
+    time.sleep(0.5)  # mpirun forwards what was printed before it hears of the end
+    end_job(code)
 
 
 _LIVE: weakref.WeakSet[Watchdog] = weakref.WeakSet()

@@ -37,7 +37,7 @@ OPTIONS = [
 ]
 
 TINY = '''
-import os, random
+import os, random, signal
 import numpy as np
 import torch
 from torch import nn
@@ -77,6 +77,15 @@ class Failing(Noisy):
             raise OSError("the data of rank 1 is gone")
         return super().__getitem__(index)
 
+class Stopping(Noisy):
+    asked = 0
+
+    def __getitem__(self, index):
+        self.asked += 1
+        if self.asked > 60 and os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "0":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().__getitem__(index)
+
 def model():
     return Net(16)
 
@@ -88,6 +97,9 @@ def data():
 
 def failing():
     return Failing(200), Noisy(50)
+
+def stopping():
+    return Stopping(200), Noisy(50)
 
 def no_data_on_rank_1(error=FileNotFoundError):
     if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
@@ -374,6 +386,17 @@ def test_an_error_on_one_rank_ends_all_and_is_shown(home: Path, data: str, says:
     assert job.wait() not in (0, 85), job.output
     assert says in job.output
     assert "Traceback (most recent call last)" in job.output or data == "refused_on_rank_1"
+
+
+def test_the_first_rank_stops_and_heartbeats_go_by_files(home: Path) -> None:
+    """Who collects heartbeats is silent himself: the others find each other in the run's directory."""
+    job = Job(home, home / "stopping", *OPTIONS, "--data", "tiny:stopping", "--steps", "1000000", "--timeout", "4", ranks=3)
+    assert job.wait() == 87, job.output
+    assert "r1 | watchdog: waits in " in job.output
+    assert "r2 | watchdog: waits in " in job.output
+    assert "rank 0: stopped or gone: last heartbeat " in job.output
+    assert "ranks 1-2: waiting in " in job.output
+    assert f"these are from {job.out / 'heartbeats'}" in job.output
 
 
 # On another number of ranks; one rank runs here
