@@ -247,7 +247,6 @@ def test_a_rank_that_is_stopped_ends_the_job_though_results_are_in_flight(launch
     for rank in (0, 1):
         assert re.search(rf"r{rank} \| watchdog: waits in \w+ for a result in flight since ", job.output), job.output
         assert re.search(rf"r{rank} \|     optimizer.step\(\)", job.output), job.output
-    assert "r2 | watchdog" not in job.output
     assert re.search(r"r0 \|   rank 2: stopped or gone: last heartbeat \d+ s ago from .*, process \d+, ", job.output), (
         job.output
     )
