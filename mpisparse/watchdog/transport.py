@@ -42,14 +42,14 @@ class Answer(NamedTuple):
 
 def open_socket() -> socket.socket | None:
     """A socket for datagrams from anywhere, or None where there are none."""
-    try:
-        made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    with contextlib.suppress(OSError), contextlib.ExitStack() as undo:
+        made = undo.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
         made.setblocking(False)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_NBYTES)
         made.bind(("", 0))
-    except OSError:
-        return None
-    return made
+        undo.pop_all()
+        return made
+    return None
 
 
 def own_names() -> list[str]:
@@ -72,6 +72,8 @@ class Mailbox:
         self.socket = made
         self.key = key
         self.port = int(made.getsockname()[1])
+        self.poll = select.poll()  # select.select() refuses descriptors beyond 1023
+        self.poll.register(made, select.POLLIN)
 
     def post(self, packet: bytes, addresses: Iterable[tuple[str, int]]) -> None:
         """Send a packet; one that cannot be sent is as good as lost."""
@@ -81,7 +83,7 @@ class Mailbox:
 
     def take(self, seconds: float, more: float = 0.0) -> list[tuple[bytes, tuple[str, int]]]:
         """The packets that are there, or the first that comes within some seconds and those so many seconds after it."""
-        if select.select([self.socket], [], [], max(0.0, seconds))[0]:
+        if self.poll.poll(1000 * max(0.0, seconds)):
             time.sleep(more)
         packets: list[tuple[bytes, tuple[str, int]]] = []
         with contextlib.suppress(OSError):  # no more of them
