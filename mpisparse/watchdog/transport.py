@@ -101,13 +101,15 @@ class Mailbox:
 
 
 class Hub:
-    """On rank 0: takes the beats of all ranks and answers each."""
+    """On rank 0: takes the beats of all ranks and answers each.
 
-    GATHER = 0.05  # seconds in which more beats may come, so that many ranks do not wake it one by one
+    pause: seconds in which more beats may come after one, so that many ranks do not wake it one by one.
+    """
 
-    def __init__(self, mail: Mailbox, ranks: int) -> None:
+    def __init__(self, mail: Mailbox, ranks: int, pause: float) -> None:
         self.mail = mail
         self.ranks = ranks
+        self.pause = pause
         self.newest: dict[int, tuple[Beat, float]] = {}
         self.addresses: dict[int, tuple[str, int]] = {}
 
@@ -119,7 +121,7 @@ class Hub:
 
     def listen(self, seconds: float, answer: Answer) -> None:
         """Take and answer beats that are there, or come within some seconds."""
-        for packet, address in self.mail.take(seconds, self.GATHER):
+        for packet, address in self.mail.take(seconds, self.pause):
             beat = unpack(self.mail.key, packet, self.ranks)
             if beat is not None:
                 self.put(beat)

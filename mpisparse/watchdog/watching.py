@@ -35,7 +35,7 @@ class Watchdog:
         self.end_job: Callable[[int], None] = _end_job
         key = bytes.fromhex(agreed["key"])
         self.mail = Mailbox(made, key) if made is not None else None
-        self.hub = Hub(self.mail, self.size) if self.mail is not None and self.rank == 0 else None
+        self.hub = Hub(self.mail, self.size, self.tick / 20) if self.mail is not None and self.rank == 0 else None
         reachable = self.mail is not None and self.rank > 0 and agreed["port"] is not None
         self.line = Line(self.mail, agreed["names"], agreed["port"]) if self.mail is not None and reachable else None
         self.files = Files(Path(agreed["directory"]), key, self.size) if agreed["directory"] is not None else None
