@@ -21,6 +21,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpisparse.errors import ConfigurationError, check_choice
+from mpisparse.watchdog.place import Place
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
@@ -37,6 +38,8 @@ class Exchange:
         self.nbytes_sent = 0
         self.nbytes_received = 0
         self.cuda_aware = cuda_awareness().usable
+        self.place = Place()
+        self.spot = self.place.spot()
 
     @property
     def threaded(self) -> bool:
@@ -64,7 +67,7 @@ class Exchange:
         buffer = self._outgoing(values)
         step = max(1, self.segment_nbytes // values.itemsize)
         for start in range(0, len(values), step):
-            self.comm.Allreduce(MPI.IN_PLACE, buffer[start : start + step], op=_OPS[op])
+            self._wait_in("Allreduce", MPI.IN_PLACE, buffer[start : start + step], op=_OPS[op])
         self._count_reduction(values.nbytes)
         if buffer is not values:
             values[:] = self._incoming(buffer, values)
@@ -76,7 +79,7 @@ class Exchange:
         for start in range(0, len(source), step):
             part = self._outgoing(source[start : start + step])
             total = result[start : start + step] if isinstance(part, type(result)) else self._empty(len(part), part)
-            self.comm.Allreduce(part, total, op=MPI.SUM)
+            self._wait_in("Allreduce", part, total, op=MPI.SUM)
             if not isinstance(total, type(result)):
                 result[start : start + step] = self._incoming(total, result)
         self._count_reduction(source.nbytes)
@@ -106,7 +109,7 @@ class Exchange:
         share = max(1, self.segment_nbytes // self.size)
         if max(counts, default=0) <= share:
             rows = ([mine] * self.size, [r * mine for r in range(self.size)])
-            self.comm.Alltoallv([sent, (counts, places), MPI.BYTE], [received, rows, MPI.BYTE])
+            self._wait_in("Alltoallv", [sent, (counts, places), MPI.BYTE], [received, rows, MPI.BYTE])
         else:
             for start in range(0, max(counts), share):
                 part = [min(max(count - start, 0), share) for count in counts]
@@ -115,7 +118,7 @@ class Exchange:
                 _pack(sent, part, joined, [place + start for place in places])
                 self._wait_for(joined)
                 rows = ([here] * self.size, [r * here for r in range(self.size)])
-                self.comm.Alltoallv([joined, (part, _starts(part)), MPI.BYTE], [packed, rows, MPI.BYTE])
+                self._wait_in("Alltoallv", [joined, (part, _starts(part)), MPI.BYTE], [packed, rows, MPI.BYTE])
                 _unpack(packed, [here] * self.size, received, [r * mine + start for r in range(self.size)])
         self._count(sum(counts) - mine, mine * (self.size - 1))
         return self._incoming(received, payload)
@@ -139,7 +142,7 @@ class Exchange:
     def broadcast_(self, data: Bytes, root: int = 0) -> None:
         """Overwrite bytes with the root's, in segments."""
         for start in range(0, len(data), self.segment_nbytes):
-            self.comm.Bcast(data[start : start + self.segment_nbytes], root=root)
+            self._wait_in("Bcast", data[start : start + self.segment_nbytes], root=root)
 
     def gather_texts(self, text: str) -> list[str]:
         """Gather a text of any length from every rank."""
@@ -166,11 +169,22 @@ class Exchange:
 
     def _call(self, name: str, *buffers: Any) -> None:
         """One of MPI's collective calls by name; whoever waits for it keeps the processor."""
-        getattr(self.comm, name)(*buffers)
+        self._wait_in(name, *buffers)
+
+    def _wait_in(self, name: str, *buffers: Any, **how: Any) -> None:
+        """A call of MPI that blocks, marked for the watchdog while it lasts."""
+        with self.spot(name):
+            getattr(self.comm, name)(*buffers, **how)
 
     def beside(self) -> BesideExchange:
         """One with its own communicator for a thread that works beside the computation."""
-        return BesideExchange(self.comm, self.segment_nbytes)
+        other = BesideExchange(self.comm, self.segment_nbytes)
+        other.share_place(self)
+        return other
+
+    def share_place(self, other: Exchange) -> None:
+        """Have the watchdog of another exchange of this rank watch this one too; local."""
+        self.place, self.spot = other.place, other.place.spot()
 
     # Arrays on a device go to MPI as they are if it takes them, else through pinned memory of the host.
 
@@ -217,9 +231,10 @@ class BesideExchange(Exchange):
     def _call(self, name: str, *buffers: Any) -> None:
         request = getattr(self.comm, f"I{name.lower()}")(*buffers)
         pause = self.SHORTEST
-        while not request.Test():
-            time.sleep(pause)
-            pause = min(1.5 * pause, self.LONGEST)
+        with self.spot(name):
+            while not request.Test():
+                time.sleep(pause)
+                pause = min(1.5 * pause, self.LONGEST)
 
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "or": MPI.BOR}
@@ -299,6 +314,11 @@ def cuda_awareness() -> Awareness:
         return Awareness(False, "this MPI has no MPIX_Query_cuda_support; MPISPARSE_CUDA_AWARE=1 if it takes device buffers")
     answer = bool(query())
     return Awareness(answer, f"MPIX_Query_cuda_support() is {int(answer)}")
+
+
+def end_job(code: int) -> None:
+    """End all ranks of the job with an exit code, from any thread; local. Output that is not flushed is lost."""
+    MPI.COMM_WORLD.Abort(code)
 
 
 def end_job_on_uncaught_exception() -> None:

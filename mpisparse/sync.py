@@ -8,9 +8,11 @@ import hashlib
 import json
 import math
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,7 @@ from mpisparse.schemes import configure
 from mpisparse.schemes.options import Options, check_density
 from mpisparse.step import Stats
 from mpisparse.watch import GradientWatch
+from mpisparse.watchdog import TIMEOUT, check_timeout, watch
 
 
 class GradientSync:
@@ -55,6 +58,9 @@ class GradientSync:
         optimizer.step()
 
     None for density or codec is the scheme's own default. Further options are the scheme's: see mpisparse.schemes.
+
+    timeout: seconds after which a rank that waits in an exchange prints where it is and the job ends with exit code 87; 0:
+    never. See unwatched(). run_directory: where heartbeats are written if they do not get through the network.
     """
 
     def __init__(
@@ -65,12 +71,15 @@ class GradientSync:
         density: float | None = None,
         codec: str | None = None,
         comm: Any = None,
+        timeout: float = TIMEOUT,
+        run_directory: str | Path | None = None,
         **scheme_options: Any,
     ) -> None:
         end_job_on_uncaught_exception()
         self._exchange = Exchange(comm)
         error: ConfigurationError | None = None
         try:
+            self._timeout = check_timeout(timeout)
             self._options: Options = configure(scheme, density=density, codec=codec, **scheme_options)
             self._layout = Layout(model)
             self._backend = load_backend(device=self._layout.device)
@@ -101,6 +110,9 @@ class GradientSync:
         self._damaged: str | None = None
         self._trouble: str | None = None
         self._told_unobserved = False
+        self._watchdog = watch(self._exchange, self._timeout, None if run_directory is None else Path(run_directory))
+        if self._watchdog is not None:
+            weakref.finalize(self, self._watchdog.close).atexit = False  # it has its own word for the interpreter's exit
 
     # What a training loop calls
 
@@ -142,6 +154,7 @@ class GradientSync:
             self._stats = _of_the_rest(self._stats, self._layout)
         self._publish(self._step.used() if self._step.deferred else used)
         self._watch.restart()
+        self._exchange.place.steps = self._stats.step + 1
 
     def finish(self) -> None:
         """The attached optimizer has used the published gradient; local."""
@@ -241,17 +254,29 @@ class GradientSync:
                 self._publish(used)
                 self._watch.restart()
 
-    def global_weights(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def global_weights(self) -> Iterator[None]:
         """Have the weights that are the same on all ranks in the model, their state in the optimizer, for a while; local.
 
         Where ranks have weights of their own (scheme speculative) evaluate inside: `with sync.global_weights(): ...`.
+        What is done inside is exempt from the timeout, in every scheme.
         """
-        return self._step.global_weights()
+        with self.unwatched("evaluating"), self._step.global_weights():
+            yield
+
+    def unwatched(self, phase: str = "busy") -> AbstractContextManager[None]:
+        """Exempt a long phase of this rank from the timeout of those that wait for it; local.
+
+        `with sync.unwatched("plotting"): ...`. Waiting counts again as soon as no rank is in such a phase.
+        """
+        return self._exchange.place.exempt(phase)
 
     def close(self) -> None:
         """Take the hooks off the model and free the communicator; collective."""
         self._watch.remove()
         self._step.close()
+        if self._watchdog is not None:
+            self._watchdog.close()
         self._exchange.close()
 
     # What it tells
@@ -348,6 +373,7 @@ class GradientSync:
         self._frozen.changed = True
         self._published.clear()
         self._watch.restart()
+        self._exchange.place.steps = int(state["step.step"])
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ConfigurationError unless load_state_dict could take the state; local."""
@@ -361,6 +387,7 @@ class GradientSync:
         tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
         lines = [
             f"scheme {self.scheme} {json.dumps(self._options.values(), sort_keys=True)}",
+            f"timeout {self._timeout:g}",
             *(f"parameter {line}" for line in self._layout.describe()),
             *(f"tensor {name} {list(t.shape)} {t.dtype}" for name, t in tensors),
         ]

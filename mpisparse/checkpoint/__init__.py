@@ -8,13 +8,15 @@ The directory must be on a file system that all ranks see. See docs/checkpoint.m
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 from mpisparse import __version__, names
 from mpisparse.checkpoint import onefile, store, tree
@@ -25,6 +27,8 @@ from mpisparse.checkpoint.state import Snapshot, Subjects, flatten_own, flatten_
 from mpisparse.errors import CheckpointError, ConfigurationError, check_choice
 
 __all__ = ["CheckpointError", "Damaged", "Saving", "begin_save", "load", "save"]
+
+P = ParamSpec("P")
 
 
 class Saving:
@@ -70,6 +74,10 @@ class Saving:
 
     def finish(self) -> Path:
         """Wait for all ranks' files and make the checkpoint whole; collective. Raises CheckpointError on all ranks."""
+        with self._exchange.place.exempt("saving"):
+            return self._finish()
+
+    def _finish(self) -> Path:
         if self._thread is not None:
             self._thread.join()
         report = {"error": self._error, "files": [asdict(record) for record in self._records]}
@@ -108,6 +116,19 @@ class Saving:
         return "; ".join(errors)
 
 
+def _exempt_saving(begin: Callable[P, Saving]) -> Callable[P, Saving]:
+    """Exempt a function with the keyword `sync` from that one's timeout."""
+
+    @functools.wraps(begin)
+    def run(*args: P.args, **options: P.kwargs) -> Saving:
+        sync: Any = options.get("sync")
+        with sync.unwatched("saving") if sync is not None else contextlib.nullcontext():
+            return begin(*args, **options)
+
+    return run
+
+
+@_exempt_saving
 def begin_save(
     directory: str | Path, *, step: int, model: Any, optimizer: Any = None, sync: Any = None, scheduler: Any = None,
     scaler: Any = None, extra: dict[str, Any] | None = None, keep: int | None = None, background: bool = True,
@@ -192,7 +213,8 @@ def load(
     subjects = Subjects(model, optimizer, sync, scheduler, scaler)
     exchange = _exchange(sync)
     try:
-        return _load(Path(directory), subjects, extra, exchange, check_extra or (lambda extra: None))
+        with exchange.place.exempt("loading"):
+            return _load(Path(directory), subjects, extra, exchange, check_extra or (lambda extra: None))
     finally:
         _release(exchange, sync)
 

@@ -49,7 +49,7 @@ class TailoredTrainer(Trainer):
         super().__init__(settings, stop)
 
     def make_sync(self) -> TailoredSync:
-        return TailoredSync(self.model, self.reduction)
+        return TailoredSync(self.model, self.reduction, timeout=self.settings.timeout)
 
 
 def run(base: Settings, names: list[str], cases: list[str], seeds: int, *, as_json: bool) -> int:

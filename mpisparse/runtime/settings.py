@@ -16,6 +16,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from mpisparse import names
 from mpisparse.errors import ConfigurationError, check_choice, suggest
 from mpisparse.runtime.workloads.catalogue import MODELS
+from mpisparse.watchdog import TIMEOUT, check_timeout
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "cosine", "step")
@@ -76,6 +77,7 @@ class Settings:
     record_gradients: int | None = _setting(None, "write the gradients of so many steps, the first or next, for bench")
     log_ranks: bool = _setting(False, "a log for each rank in the run's directory")
     stop_before: float = _setting(60.0, "in a Slurm job: seconds before its limit at which to checkpoint and stop")
+    timeout: float = _setting(TIMEOUT, "seconds that a rank waits for others before the job ends with a report; 0: for ever")
 
     def __post_init__(self) -> None:
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
@@ -91,9 +93,11 @@ class Settings:
             raise ConfigurationError(
                 f"unknown model {self.model!r}; {suggest(self.model, MODELS)}, or give package.module:factory"
             )
-        for name in ("scheme", "density", "codec", "comm"):
+        for name in ("scheme", "density", "codec", "comm", "timeout", "run_directory"):
             if name in self.options:
-                raise ConfigurationError(f"{name} is no option of a scheme; " + ("" if name == "comm" else f"pass --{name}"))
+                hint = "" if name in ("comm", "run_directory") else f"pass --{name}"
+                raise ConfigurationError(f"{name} is no option of a scheme; {hint}")
+        check_timeout(self.timeout)
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("evaluate_on", self.evaluate_on, STEERING)
         if not 0.0 <= self.validation < 1.0:

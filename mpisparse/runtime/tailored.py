@@ -45,6 +45,7 @@ class TailoredSync(GradientSync):
             seconds=clock.seconds, sent_density=covered / n,
         )  # fmt: skip
         self._watch.restart()
+        self._exchange.place.steps = self.steps
 
 
 def by_mask(exchange: Exchange, model: nn.Module) -> int:

@@ -123,6 +123,7 @@ class Trainer:
         self.recorder: Recorder | None = None
         if count is not None:
             self.recorder = Recorder(self.out, self.model, count=count, scheme=settings.scheme)
+            self.recorder.exchange.share_place(self.sync._exchange)
         watches = self.sync.rank == 0 and settings.stop_before > 0
         self.deadline = slurm.Deadline(slurm.end_time() if watches else None, settings.stop_before)
 
@@ -130,8 +131,9 @@ class Trainer:
         """The exchange that the settings name; collective."""
         settings = self.settings
         return mpisparse.GradientSync(
-            self.model, scheme=settings.scheme, density=settings.density, codec=settings.codec, **self._options()
-        )
+            self.model, scheme=settings.scheme, density=settings.density, codec=settings.codec, timeout=settings.timeout,
+            run_directory=settings.out, **self._options(),
+        )  # fmt: skip
 
     def _seed(self, seed: int) -> None:
         """Seed the global generators, which dropout and users' own code draw from, differently on every rank."""
@@ -385,7 +387,8 @@ class Trainer:
             return
         try:
             if recorder.left:
-                recorder.record(self.step + 1)
+                with self.sync.unwatched("recording gradients"):
+                    recorder.record(self.step + 1)
             if recorder.left:
                 return
             self._event("recorded", f"gradients of {recorder.count} steps, in {recorder.directory}")

@@ -189,9 +189,10 @@ class SpeculativeStep(Synchronous):
             return _Told()
         asked = "probe"
         try:
-            probed = self._look()
-            asked = "confidence"
-            return _Told(probed if math.isnan(noted) else noted, self._confidence(noted))
+            with self.parts.exchange.place.exempt("probing"):
+                probed = self._look()
+                asked = "confidence"
+                return _Told(probed if math.isnan(noted) else noted, self._confidence(noted))
         except Exception as caught:
             self._cause, inputs.status = caught, BROKEN
             return _Told(trouble=f"{asked}(): {type(caught).__name__}: {caught}")

@@ -94,6 +94,34 @@ for step in range(1_000_000):
     sync.step()
 """
 
+LEAVES = """
+import time
+sync = mpisparse.GradientSync(model, density=0.05, timeout=3)
+for step in range(8 if rank == 0 else 1_000_000):  # the rank that collects heartbeats leaves its loop early
+    backward()
+    if step == 5 and rank == 1:
+        with sync.unwatched("plotting"):
+            time.sleep(8)
+    sync.step()
+print(f"r{rank} is through", flush=True)
+"""
+
+STOPS = """
+def warm_up():  # the first step of an optimizer imports for seconds
+    backward()
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+
+warm_up()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+sync = mpisparse.GradientSync(model, scheme="speculative", density=0.05, timeout=3)
+mpisparse.attach(optimizer, sync)
+for step in range(1_000_000):
+    backward()
+    if step == 8 and rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    optimizer.step()
+"""
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -197,6 +225,32 @@ def test_a_rank_that_raises_ends_the_job_and_shows_its_traceback(launcher: Launc
 def test_a_rank_that_is_killed_ends_the_job(launcher: Launcher) -> None:
     job = launcher.run(DIES, 3)
     assert job.code != 0, job.output
+
+
+def test_a_rank_that_leaves_its_loop_ends_the_job_and_one_in_an_exempt_phase_does_not(launcher: Launcher) -> None:
+    job = launcher.run(LEAVES, 3)
+    assert job.code == 87, job.output
+    assert "r0 is through" in job.output, job.output
+    for rank in (1, 2):
+        assert f"r{rank} | watchdog: waits in Allgather since " in job.output, job.output
+        assert re.search(rf"r{rank} \| .*job.py\", line \d+, in <module>\nr{rank} \|     sync.step\(\)", job.output), (
+            job.output
+        )
+    assert "r0 |   rank 0: left its loop after 8 steps: its interpreter is at exit" in job.output, job.output
+    assert "r0 |   ranks 1-2: waiting in Allgather after 8 steps" in job.output, job.output
+    assert "ending all ranks with exit code 87" in job.output, job.output
+
+
+def test_a_rank_that_is_stopped_ends_the_job_though_results_are_in_flight(launcher: Launcher) -> None:
+    job = launcher.run(STOPS, 3)
+    assert job.code == 87, job.output
+    for rank in (0, 1):
+        assert re.search(rf"r{rank} \| watchdog: waits in \w+ for a result in flight since ", job.output), job.output
+        assert re.search(rf"r{rank} \|     optimizer.step\(\)", job.output), job.output
+    assert re.search(r"r0 \|   rank 2: stopped or gone: last heartbeat \d+ s ago from .*, process \d+, ", job.output), (
+        job.output
+    )
+    assert re.search(r"r0 \|   ranks 0-1: waiting in \w+ after \d+ steps", job.output), job.output
 
 
 def test_an_agreed_error_ends_the_job_and_shows_its_message(launcher: Launcher) -> None:

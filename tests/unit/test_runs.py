@@ -42,7 +42,7 @@ OPTIONS = [
 ]
 
 TINY = '''
-import os, random
+import os, random, signal
 import numpy as np
 import torch
 from torch import nn
@@ -82,6 +82,15 @@ class Failing(Noisy):
             raise OSError("the data of rank 1 is gone")
         return super().__getitem__(index)
 
+class Stopping(Noisy):
+    asked = 0
+
+    def __getitem__(self, index):
+        self.asked += 1
+        if self.asked > 60 and os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "0":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().__getitem__(index)
+
 def model():
     return Net(16)
 
@@ -93,6 +102,9 @@ def data():
 
 def failing():
     return Failing(200), Noisy(50)
+
+def stopping():
+    return Stopping(200), Noisy(50)
 
 def no_data_on_rank_1(error=FileNotFoundError):
     if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
@@ -518,6 +530,17 @@ def test_a_full_disk_costs_metrics_and_checkpoints_and_not_the_run(
     assert newest(out).name == store.name_of(12)
     assert main(["inspect", "--verify", str(out)]) == 0
     assert "end: 12 steps" in (out / "logs" / "rank-0000.log").read_text()
+
+
+def test_the_first_rank_stops_and_heartbeats_go_by_files(home: Path) -> None:
+    """Who collects heartbeats is silent himself: the others find each other in the run's directory."""
+    job = Job(home, home / "stopping", *OPTIONS, "--data", "tiny:stopping", "--steps", "1000000", "--timeout", "4", ranks=3)
+    assert job.wait() == 87, job.output
+    assert "r1 | watchdog: waits in " in job.output
+    assert "r2 | watchdog: waits in " in job.output
+    assert "rank 0: stopped or gone: last heartbeat " in job.output
+    assert "ranks 1-2: waiting in " in job.output
+    assert f"these are from {job.out / 'heartbeats'}" in job.output
 
 
 # On another number of ranks; one rank runs here
