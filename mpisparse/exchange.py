@@ -338,6 +338,7 @@ def end_job_on_uncaught_exception() -> None:
         print(f"r{MPI.COMM_WORLD.Get_rank()} | uncaught {kind.__name__}: ending all ranks", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
+        time.sleep(0.2)  # MPICH drops what its launcher has not read yet
         MPI.COMM_WORLD.Abort(1)
         raise SystemExit(1)
 

@@ -10,6 +10,7 @@ import torch
 
 from mpisparse.errors import ConfigurationError
 from mpisparse.names import FREE_OPTIONS
+from mpisparse.predictive.demand import with_window
 from mpisparse.schemes.options import Options, Step, check_density
 
 STATE_FORMAT = 1
@@ -19,6 +20,7 @@ def check_state(state: Any, here: dict[str, Any], options: Options, step: Step) 
     """Raise ConfigurationError unless an exchange whose state is `here` could take the state; local."""
     if not isinstance(state, dict):
         raise ConfigurationError(f"a state is a dict that state_dict() gave, got {type(state).__name__}")
+    state = with_window(state)
     missing = sorted(set(here) - set(state))
     if missing:
         raise ConfigurationError(f"the state has no {missing[0]!r}")
@@ -40,7 +42,7 @@ def check_state(state: Any, here: dict[str, Any], options: Options, step: Step) 
 
 def step_state(state: dict[str, Any]) -> dict[str, Any]:
     """The scheme's part of a state, as arrays and scalars."""
-    step = {key.removeprefix("step."): value for key, value in state.items() if key.startswith("step.")}
+    step = {key.removeprefix("step."): value for key, value in with_window(state).items() if key.startswith("step.")}
     return {key: v.cpu().numpy() if isinstance(v, torch.Tensor) else v for key, v in step.items()}
 
 

@@ -37,7 +37,6 @@ from mpisparse.exchange import Exchange, end_job_on_uncaught_exception
 from mpisparse.flat import Layout, Published, collect, zeros
 from mpisparse.frozen import Frozen
 from mpisparse.parts import Clock, Parts
-from mpisparse.predictive.demand import with_window
 from mpisparse.registry import parameters_registered
 from mpisparse.saved import STATE_FORMAT, check_state, step_state
 from mpisparse.schemes import configure
@@ -365,7 +364,7 @@ class GradientSync:
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as caught:
             error = ConfigurationError(f"the state is not one that state_dict() gave: {type(caught).__name__}: {caught}")
         self._exchange.raise_together(error)
-        self._step.load(step_state(with_window(state)))
+        self._step.load(step_state(state))
         self._residual.copy_(torch.as_tensor(state["residual"]))
         self._density = float(state["density"])
         self._damaged, self._bad = None, -1
@@ -377,8 +376,7 @@ class GradientSync:
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ConfigurationError unless load_state_dict could take the state; local."""
-        now = with_window(state) if isinstance(state, dict) else state
-        check_state(now, self.state_dict(copy=False), self._options, self._step)
+        check_state(state, self.state_dict(copy=False), self._options, self._step)
 
     # Construction
 

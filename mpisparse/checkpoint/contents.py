@@ -29,7 +29,7 @@ from mpisparse.checkpoint.store import Manifest, rank_file, shared_file
 from mpisparse.checkpoint.tree import unflatten
 from mpisparse.errors import check_choice
 from mpisparse.saved import STATE_FORMAT
-from mpisparse.schemes import SCHEMES, configure
+from mpisparse.schemes import SCHEMES
 from mpisparse.schemes.options import Options
 
 ORIGIN = {"mpisparse": str, "torch": str, "threads": int, "kernels": str, "cpu": str, "scheme": (str, type(None))}
@@ -125,7 +125,9 @@ def saved_options(sync: dict[str, Any]) -> Options:
     check_choice("scheme", scheme, SCHEMES)
     types = {field.name: str(field.type) for field in dataclasses.fields(SCHEMES[scheme])}
     callables = {name for name, kind in types.items() if "Callable" in kind and saved.get(name) is True}
-    return configure(scheme, **{name: float if name in callables else saved[name] for name in types.keys() & saved.keys()})
+    known = types.keys() & saved.keys()
+    options: dict[str, Any] = {name: float if name in callables else saved[name] for name in known}
+    return SCHEMES[scheme](**options)
 
 
 def check_own(manifest: Manifest, shared: dict[str, Any], own: Any, rank: int) -> None:

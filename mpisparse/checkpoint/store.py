@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mpisparse.checkpoint.h5file import Damaged, FileRecord, inside
+from mpisparse.checkpoint.h5file import Damaged, FileRecord, inside, read_file
 from mpisparse.checkpoint.members import check_place
 from mpisparse.owner import Owner, this_process
 
@@ -25,6 +25,7 @@ REMOVER = "mpisparse-remove"
 MOST_NBYTES = 1 << 28  # of a manifest; one of 4,096 ranks has about 2 MB
 UNFINISHED, REPLACED, RETIRED = ".unfinished-", ".replaced-", ".retired-"
 OWNED = re.compile(r"step-\d+-([0-9a-f]+)-(\d+)-(\d+)-[0-9a-f]+")  # ends the name of an unfinished one
+VERIFIED_NBYTES = 1 << 30
 IDLE_SECONDS = 3600  # nothing was written for so long to one of another host: its run is taken for dead
 
 
@@ -133,6 +134,8 @@ def complete(directory: Path, place: Path, manifest: Manifest, keep: int | None)
     target = directory / name_of(manifest.step)
     replaced = _rename_over(place, target)
     sync_directory(directory)
+    with contextlib.suppress(OSError):
+        _known[target] = _written(target, manifest)
     _retire(directory, replaced + _expired(directory, target, keep))
     return target
 
@@ -197,11 +200,32 @@ def _expired(directory: Path, newest: Path, keep: int | None) -> list[Path]:
 
 
 def is_whole(path: Path) -> bool:
-    """Tell whether a checkpoint's manifest is what was written and lists only files that are there in full."""
+    """Tell whether a checkpoint is what was written: its manifest, its files' sizes, and what is in them.
+
+    A file is read once, and again only if it was written to since; those of more than VERIFIED_NBYTES are not read, because
+    one rank would read what all ranks wrote.
+    """
     try:
-        return not missing(path, read_manifest(path))
-    except Damaged:
+        manifest = read_manifest(path)
+        if missing(path, manifest):
+            return False
+        if _known.get(path) == _written(path, manifest):
+            return True
+        if sum(record.nbytes for record in manifest.files) <= VERIFIED_NBYTES:
+            for record in manifest.files:
+                read_file(path / record.name, record)
+        _known[path] = _written(path, manifest)
+    except (Damaged, OSError):
         return False
+    return True
+
+
+def _written(path: Path, manifest: Manifest) -> tuple[int, ...]:
+    """When each of a checkpoint's files was written."""
+    return tuple(inside(path / record.name)[0].stat().st_mtime_ns for record in manifest.files)
+
+
+_known: dict[Path, tuple[int, ...]] = {}  # checkpoints that were whole, and when their files were written
 
 
 def recover(directory: Path) -> None:

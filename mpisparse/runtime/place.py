@@ -18,5 +18,8 @@ def check_place(extra: dict[str, Any]) -> None:
     for name in ("seconds", "received", "dense"):
         if type(extra[name]) not in (int, float) or not 0.0 <= extra[name] < math.inf:
             raise ValueError(f"{name} is {extra[name]!r}, not a number of at least 0")
+    for name, kind in (("settings", dict), ("changes", list), ("split", dict)):  # earlier versions wrote none of them
+        if extra.get(name) is not None and not isinstance(extra[name], kind):
+            raise ValueError(f"{name} is {extra[name]!r}, not a {kind.__name__}")
     if extra["metric"] is not None and type(extra["metric"]) not in (int, float):
         raise ValueError(f"metric is {extra['metric']!r}, not a number")

@@ -23,7 +23,7 @@ SCHEDULES = ("constant", "cosine", "step")
 FIXED = ("seed", "momentum", "weight_decay")  # a checkpoint brings its own: a run goes on with others only by force
 ASIDE = (
     "out", "epochs", "steps", "target", "log_every", "checkpoint_every", "background", "driver", "keep", "resume",
-    "wait_for_lock", "tensorboard", "record_gradients", "log_ranks", "stop_before",
+    "wait_for_lock", "timeout", "tensorboard", "record_gradients", "log_ranks", "stop_before",
 )  # fmt: skip # how long a run goes on and what it writes, not what its steps compute
 MOST = {"lr": 1e6, "weight_decay": 1e6, "stop_before": 1e9}  # beyond that a run cannot go well
 LONGEST_NAME, LONGEST_PATH = 255, 3900  # bytes that Linux takes, less what a run adds to its directory
@@ -291,7 +291,7 @@ def differences(saved: dict[str, Any], settings: Settings) -> dict[str, tuple[An
 
 def to_toml(settings: Settings, notes: Sequence[str] = ()) -> str:
     """The settings as a TOML file that gives the same settings, below notes as comments."""
-    lines, tables = [f"# {note}" for note in notes], []
+    lines, tables = [f"# {' '.join(note.split())}" for note in notes], []
     for name, value in dataclasses.asdict(settings).items():
         if isinstance(value, dict):
             tables += [f"\n[{name}]", *(f"{_toml(k)} = {_toml(v)}" for k, v in value.items() if v is not None)]

@@ -49,7 +49,7 @@ def cases() -> Iterator[dict[str, Any]]:
         for codec in ("fp32", "fp16", "bf16", "int8", "momentum-int8"):
             for path in ("step", "backward"):
                 case = {"scheme": scheme, "codec": codec, "accumulate": path, "density": 0.05, **OF_SCHEME.get(scheme, {})}
-                if scheme == "dense":
+                if scheme in ("dense", "threshold"):
                     case.pop("density")
                 try:
                     configure(**case)

@@ -720,6 +720,22 @@ def test_keep_and_the_newest_is_loaded(tmp_path: Path, run: Run, driver: str | N
     assert run.state() == states[3]
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_one_whose_bytes_were_altered_does_not_count_as_kept(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, restarted: bool
+) -> None:
+    for step in (1, 2, 3):
+        run.save(tmp_path, step)
+    file = tmp_path / "step-00000003" / "rank-0000.h5"
+    altered = bytearray(file.read_bytes())
+    altered[len(altered) // 2 :] = bytes(len(altered) - len(altered) // 2)
+    file.write_bytes(altered)
+    if restarted:
+        monkeypatch.setattr(store, "_known", {})
+    run.save(tmp_path, 4, keep=2)
+    assert [p.name for p in store.found(tmp_path)] == ["step-00000004", "step-00000003", "step-00000002"]
+
+
 def test_another_model_is_refused_with_the_first_difference(tmp_path: Path, run: Run) -> None:
     run.save(tmp_path, 1)
     others = {

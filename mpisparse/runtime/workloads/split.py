@@ -61,7 +61,7 @@ def difference(saved: Any, now: dict[str, Any]) -> str | None:
 def _told(split: Any) -> str:
     if not isinstance(split, dict) or not split.get("share"):
         return "none held out"
-    return f"--validation {split['share']:g} by --seed {split.get('seed')}, {split.get('left')} examples left to train on"
+    return f"--validation {split['share']} by --seed {split.get('seed')}, {split.get('left')} examples left to train on"
 
 
 def held_out_of(total: int, share: float) -> int:
