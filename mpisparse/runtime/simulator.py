@@ -40,7 +40,7 @@ Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 Scopes = list[tuple[int, int]]
 
-READY, HEADER, COUNT = 32, 16, 4  # bytes of a rank's status, of that before counts, and of a count below 2^32
+READY, HEADER, COUNT = 40, 16, 4  # bytes of a rank's status, of that before counts, and of a count below 2^32
 HISTOGRAM_BINS = 2048
 KEPT = 1 << 32  # bytes of accumulators that are kept; more are added up again whenever they are read
 

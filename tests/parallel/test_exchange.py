@@ -176,7 +176,7 @@ def test_the_bytes_of_one_step(comm: MPI.Intracomm) -> None:
     borders = sync.stats.borders
     lengths = np.diff(borders).tolist()
     mine = lengths[comm.rank]  # in the first step partition r is rank r's
-    header = others * (4 * 8 + 2 * 8 + 4)  # status, detail, k, unused; then status, detail, one count
+    header = others * (5 * 8 + 2 * 8 + 4)  # status, detail, k, unused, frozen; then status, detail, one count
     rows = [4 * 1 + 4 * -(-length // 2) for length in lengths]  # one row of at most 65,536 elements, 2 bytes a column
     indices = sum(rows) - rows[comm.rank]
     values = others * 4 * mine  # the others' values of my partition
@@ -194,7 +194,7 @@ def test_the_bytes_of_a_dense_step(comm: MPI.Intracomm) -> None:
     sync = mpisparse.GradientSync(model, scheme="dense")
     loss_of(model, seeded(comm.rank, 0)).backward()
     sync.step()
-    expected = 2 * 4 * 785 * (comm.size - 1) // comm.size + (comm.size - 1) * (4 + 2) * 8
+    expected = 2 * 4 * 785 * (comm.size - 1) // comm.size + (comm.size - 1) * (5 + 2) * 8
     assert sync.stats.bytes_received == expected
     assert sync.stats.bytes_sent == expected
     sync.close()

@@ -341,7 +341,7 @@ def test_a_state_of_another_kind_is_refused(comm: MPI.Intracomm) -> None:
         "short": ({"step.mean.average": torch.zeros(n - 1)}, "the average in the state"),
         "negative": ({"step.mean.average": torch.full((n,), -1.0)}, "the average in the state"),
         "outside": ({"step.blend.index": torch.tensor([n]), "step.blend.value": torch.ones(1)}, "on their way"),
-        "no number": ({"step.step": "x"}, "state_dict() gave"),
+        "no number": ({"step.step": "x"}, "step in the state is malformed"),
         "no borders": ({"step.borders": torch.zeros(0, dtype=torch.int64)}, "borders"),
         "no threshold": ({"step.controller.threshold": float("nan")}, "controller's threshold"),
         "unsorted": ({"step.blend.index": torch.tensor([3, 2]), "step.blend.value": torch.ones(2)}, "on their way"),

@@ -30,6 +30,8 @@ from mpisparse.errors import ConfigurationError, GradientError
 from mpisparse.randomness import random_state
 from mpisparse.runtime import inspect, place
 
+pytestmark = pytest.mark.filterwarnings("ignore:an adaptive optimizer")
+
 Files = dict[str, tuple[Arrays, dict[str, str]]]
 EXTRA = {"epoch": 1, "offset": 8, "seconds": 0.5, "received": 1.0, "dense": 2.0, "metric": None}
 DEEP: Any = []
