@@ -69,10 +69,15 @@ def largest(backend: Backend, acc: Any, k: int) -> Found:
     return Found(found.index[kept], found.magnitude[kept])
 
 
+def certain(found: Found) -> Found:
+    """The same, with magnitudes that reach any threshold."""
+    return Found(found.index, np.full(len(found.index), HUGE, dtype=np.float32))
+
+
 def merge(own: Found, nominated: Found) -> Found:
-    """Each index once, ascending: an owner's selection as HUGE, and what was nominated, with its largest magnitude."""
+    """Each index once, ascending, with its largest magnitude."""
     index = np.concatenate([own.index, nominated.index])
-    magnitude = np.concatenate([np.full(len(own.index), HUGE, dtype=np.float32), nominated.magnitude])
+    magnitude = np.concatenate([own.magnitude, nominated.magnitude])
     order = np.lexsort((-magnitude, index))
     first = np.diff(index[order], prepend=-1) != 0
     return Found(index[order][first], magnitude[order][first])

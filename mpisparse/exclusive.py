@@ -18,6 +18,7 @@ from mpisparse.search import Candidates, Scope, Search, Settled, Settlement, bot
 from mpisparse.selector import ExclusiveSelector
 from mpisparse.threshold import TINY, Rungs
 
+NO_RUNGS: Rungs = np.empty(0, dtype=np.float32)
 BALANCED, DRAWS = 0.1, 3  # borders are drawn anew until the imbalance is at most so much, at most so often
 
 
@@ -37,6 +38,7 @@ def settle_in_regions(
     settled = search.settle(scope, rungs, found, everywhere=selector.in_step)
     everywhere, floor = settled.found, settled.rungs[0]
     draws = DRAWS if search.gathers else 1  # from sums much the same borders would come again
+    able = search.able
     for _ in range(draws if selector.in_step else 0):
         counts = search.block_counts(everywhere, settled.threshold, selector.edges)
         able = search.able if search.gathers else not_poor(settled.workloads)
@@ -49,6 +51,9 @@ def settle_in_regions(
         if settled.rungs[0] < floor:  # selected again below: the next borders need candidates from there
             floor = settled.rungs[0]
             everywhere = search.select(scope, float(floor))
+    if len(able) < search.size:  # what only ranks without a part have must not wait
+        found = search.add_poor(settled.found, settled.threshold, able, selector.regions())
+        settled = both(settled, search.settle(mine, settled.rungs, found))
     return settled
 
 
@@ -56,11 +61,14 @@ class ExclusiveChooser:
     """What reaches the threshold is selected: of the scores, or (mask "gradient") of the accumulator.
 
     `exact`: the threshold is the score that k elements reach, by gathering all; otherwise it is found by counts.
+    `keeps`: what is not sent waits. Scores that do not grow with it would let some of it wait for ever, so that every 16th
+    step selects by the accumulator's magnitude.
     """
 
     def __init__(
-        self, parts: Parts, scorer: Magnitude, selector: ExclusiveSelector, *, mask: str = "score", exact: bool = False
-    ) -> None:
+        self, parts: Parts, scorer: Magnitude, selector: ExclusiveSelector, *, mask: str = "score", exact: bool = False,
+        keeps: bool = True,
+    ) -> None:  # fmt: skip
         self.parts = parts
         self.scorer = scorer
         self.selector = selector
@@ -68,6 +76,9 @@ class ExclusiveChooser:
         self.n = len(parts.acc)
         self.exact = exact
         self.by_ladder = mask == "score" and not exact
+        self.magnitude = Magnitude(parts.residual, parts.backend)
+        self.scored = self.by_ladder and type(scorer) is not Magnitude
+        self.keeps = keeps
         self.last: _Last | None = None
         selector.backend = parts.backend
 
@@ -79,16 +90,19 @@ class ExclusiveChooser:
     def choose(self, inputs: Inputs, clock: Clock) -> Chosen:
         """Accumulate, agree on a threshold, and unite what the ranks selected."""
         exchange, backend, controller = self.parts.exchange, self.parts.backend, self.selector.controller
-        scope, rungs = self.selector.scope(exchange.rank), self._rungs(inputs.k)
+        fills = self.by_ladder and controller.holds
+        by_magnitude = fills and self.scored and self.keeps and self.selector.is_due and inputs.k < self.n
+        scope, rungs = self.selector.scope(exchange.rank), NO_RUNGS if by_magnitude else self._rungs(inputs.k)
         found = self.scorer.accumulate(inputs, *(scope if len(rungs) else (0, 0)), float(rungs[0]) if len(rungs) else 0.0)
         clock.lap("accumulate")
-        search = Settlement(exchange, backend, self.scorer, controller, inputs)
+        search = Settlement(exchange, backend, self.magnitude if by_magnitude else self.scorer, controller, inputs)
         if self.by_ladder:
             settled = settle_in_regions(search, self.selector, scope, rungs, found)
         else:
             settled = self._settle_percentile(search, inputs, scope, rungs, found)
-        regions, fills = self.selector.regions(), self.by_ladder and controller.holds
-        filled = fill(search, scope, settled, regions, self.step) if fills else settled
+        regions = self.selector.regions()
+        sound = self._without_zeros(settled) if fills and self.scored else settled
+        filled = fill(search, scope, sound, regions, self.step) if fills else settled
         clock.lap("agree")
         union, tags = unite(
             exchange, backend, filled.found, filled.threshold, regions, filled.workloads.tolist(), self.scorer.tags
@@ -96,7 +110,8 @@ class ExclusiveChooser:
         if tags is not None:
             self.scorer.heard(union, tags)
         clock.lap("unite")
-        self.last = _Last(None if fills and is_short(search, settled) else settled, union, inputs.k)
+        tells = not by_magnitude and not (fills and is_short(search, settled))
+        self.last = _Last(settled if tells else None, union, inputs.k)
         return Chosen(union, regions, filled.workloads, filled.threshold, filled.reselected, filled.refined)
 
     def adapt(self) -> None:
@@ -126,6 +141,21 @@ class ExclusiveChooser:
             selected = self._first_of_equals(inputs.k, selected, settled.threshold)
         counts = np.array([len(selected.index)], dtype=np.int64)
         return replace(settled, found=selected, workloads=share_counts(exchange, inputs, counts, self.n)[:, 0])
+
+    def _without_zeros(self, settled: Settled[Found]) -> Settled[Found]:
+        """Leave out what has a score and nothing in the accumulator: it would be sent in place of something. Collective."""
+        exchange, backend = self.parts.exchange, self.parts.backend
+        found, level = settled.found, np.float32(settled.threshold)
+        values = backend.empty(len(found.index), np.float32)
+        backend.take(self.parts.acc, found.index, values)
+        backend.put(self.parts.acc, found.index, values)
+        on_host = found.on_host(backend)
+        empty = (backend.to_host(values) == 0.0) & (on_host.magnitude >= level)
+        if not exchange.allreduce_(np.array([np.count_nonzero(empty)], dtype=np.int64), "max")[0]:
+            return settled
+        kept = Found(on_host.index[~empty], on_host.magnitude[~empty])
+        counts = np.array([np.count_nonzero(kept.magnitude >= level)], dtype=np.int64)
+        return replace(settled, found=kept.on_device(backend), workloads=exchange.allgather(counts)[:, 0])
 
     def _percentile(self, k: int, scope: tuple[int, int]) -> float:
         """The score that k of all ranks' scores in their regions reach: by gathering and sorting all, for tests."""

@@ -14,7 +14,7 @@ from mpisparse.errors import ConfigurationError
 from mpisparse.sync import GradientSync
 
 # Names of optimizers that divide by what they have seen of an element's gradient, in torch and elsewhere, or parts of names.
-ADAPTIVE = ("adam", "adagrad", "adadelta", "adafactor", "adabelief", "rmsprop", "lamb")
+ADAPTIVE = ("adam", "adagrad", "adadelta", "adafactor", "adabelief", "rmsprop", "rprop", "lamb")
 
 
 class Attachment:
@@ -24,7 +24,7 @@ class Attachment:
         self._optimizer = optimizer
         self._sync = sync
         sync._step.adopt(optimizer)
-        self._count, self._strangers = -1, list[torch.nn.Parameter]()
+        self._known, self._strangers = list[int](), list[torch.nn.Parameter]()
         self._add_group = optimizer.add_param_group
         optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
         self._handles = (
@@ -54,9 +54,9 @@ class Attachment:
         """What the optimizer would move that is not exchanged: groups may also be changed by hand, and what was frozen set
         free."""
         groups = self._optimizer.param_groups
-        count = sum(len(group["params"]) for group in groups)
-        if count != self._count:
-            self._count, self._strangers = count, strangers(groups, self._sync)
+        now = [id(p) for group in groups for p in group["params"]]
+        if now != self._known:
+            self._known, self._strangers = now, strangers(groups, self._sync)
         return next((not_exchanged(p, self._sync) for p in self._strangers if p.requires_grad), None)
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

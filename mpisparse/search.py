@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpisparse.agree import Inputs, share_counts
-from mpisparse.candidates import Found, count_ties, drop_ties, largest, merge
+from mpisparse.candidates import Found, certain, count_ties, drop_ties, largest, merge
 from mpisparse.threshold import Controller, Rungs
 
 if TYPE_CHECKING:
@@ -125,7 +125,11 @@ class Search(Generic[Scope, Candidates]):
         raise NotImplementedError
 
     def nominate(self, found: Candidates, threshold: float, regions: list[Region]) -> Candidates:
-        """What a region's owner selected, as HUGE, and what other ranks have there among their k largest."""
+        """What a region's owner selected, for certain, and what other ranks have there among their k largest."""
+        raise NotImplementedError
+
+    def add_poor(self, found: Candidates, threshold: float, able: Ints, regions: list[Region]) -> Candidates:
+        """The owners' candidates, and what ranks that are not able have in their regions from the threshold on."""
         raise NotImplementedError
 
     def settle(self, scope: Scope, rungs: Rungs, found: Candidates, *, everywhere: bool = False) -> Settled[Candidates]:
@@ -218,8 +222,18 @@ class Settlement(Search[tuple[int, int], Found]):
         return kept.on_device(self.backend)
 
     def nominate(self, found: Found, threshold: float, regions: list[Region]) -> Found:
+        nominated = self._route(largest(self.backend, self.scorer.acc, self.k), regions)
+        own = certain(found.on_host(self.backend).reaching(threshold))
+        return merge(own, nominated).on_device(self.backend)
+
+    def add_poor(self, found: Found, threshold: float, able: Ints, regions: list[Region]) -> Found:
+        scope = (0, 0) if self.exchange.rank in able else (0, self.n)
+        nominated = self._route(self.select(scope, threshold).on_host(self.backend), regions)
+        return merge(found.on_host(self.backend), nominated).on_device(self.backend)
+
+    def _route(self, mine: Found, regions: list[Region]) -> Found:
+        """Send candidates to the owners of their regions; what other ranks send here. On the host."""
         owners = sorted(regions, key=lambda region: region.rank)
-        mine = largest(self.backend, self.scorer.acc, self.k)
         parts = [mine.within(np.searchsorted, r.lo, r.hi) for r in owners]
         counts = np.array([len(part.index) for part in parts], dtype=np.int64)
         table = self.exchange.allgather(counts)
@@ -227,8 +241,7 @@ class Settlement(Search[tuple[int, int], Found]):
         index = self.exchange.route(order.view(np.uint8), 8 * table).view(np.int64)
         values = np.concatenate([part.magnitude for part in parts])
         magnitude = self.exchange.route(values.view(np.uint8), 4 * table).view(np.float32)
-        own = found.on_host(self.backend).reaching(threshold)
-        return merge(own, Found(index, magnitude)).on_device(self.backend)
+        return Found(index, magnitude)
 
 
 def block_count_type(edges: Ints, ranks: int = 1) -> type[np.unsignedinteger[Any]]:

@@ -56,12 +56,23 @@ class ExclusiveSelector:
         self.backend: Any = host  # of the indices that adapt() is given
 
     @property
+    def is_due(self) -> bool:
+        """Tell whether it is time to look after what would otherwise wait for ever."""
+        return self.partitioner == "best" and self.step % SWEEP == SWEEP - 1
+
+    @property
     def sweeps(self) -> bool:
         """Tell whether this step's partitions are even ones.
 
         Balanced borders depend on what ranks have, and may keep a rank away from elements that no other has for ever.
+        Borders that stay for a whole rotation cannot.
         """
-        return self.partitioner == "best" and self.size > 1 and self.step % SWEEP == SWEEP - 1
+        return self.is_due and self.size > 1 and not self.stays
+
+    @property
+    def stays(self) -> bool:
+        """Tell whether borders stay the same while partitions go once around the ranks."""
+        return self.partitioner == "best" and not self.draws and self.size <= SWEEP
 
     @property
     def in_step(self) -> bool:
@@ -119,7 +130,7 @@ class ExclusiveSelector:
             self.edges = partition.worked_edges(n, self.blocks, union, self.backend.pick)
         if self.sweeps or self.draws:
             self.borders = partition.even_borders(len(self.edges) - 1, self.size)
-        else:
+        elif not self.stays or self.step % self.size == 0:
             self.borders = self._balanced()
 
     def _smooth(self, counts: Ints) -> None:
@@ -153,7 +164,7 @@ class ExclusiveSelector:
         if len(borders) < 2 or borders[0] != 0 or borders[-1] != len(edges) - 1 or (np.diff(borders) < 0).any():
             raise ConfigurationError(f"the borders in the state do not share out {len(edges) - 1} blocks")
         work = np.asarray(state["work"])
-        used = not self.in_step and len(borders) == self.size + 1  # else it is not taken, or never looked at
+        used = not self.draws and len(borders) == self.size + 1  # else it is not taken, or never looked at
         if used and (work.shape != (len(edges) - 1,) or (work < 0).any() or (work > n << FRACTION).any()):
             raise ConfigurationError(f"the work in the state is not that of {len(edges) - 1} blocks")
 

@@ -137,13 +137,16 @@ class GradientSync:
             if not self._step.deferred:
                 used = share_readiness(self._exchange, inputs)
         except StepRefused as refused:
+            self._late = []  # these gradients are still p.grad
             if self._options.nonfinite == "skip" and any(status == NONFINITE for status, _ in refused.statuses):
                 self._skip()
                 return
             raise self._refusal(refused) from None
         except DensityDiffers as differing:
+            self._late = []
             raise self._differing(differing) from None
         except FrozenDiffers:
+            self._late = []
             raise self._frozen_differently() from None
         clock.lap("wait")
         self._freeze()
@@ -579,5 +582,5 @@ class GradientSync:
 def _of_the_rest(stats: Stats, layout: Layout) -> Stats:
     """Densities as shares of what is not frozen."""
     names = ("density", "set_density", "sent_density")
-    shares = {name: min(1.0, getattr(stats, name) * layout.size / layout.remaining) for name in names}
+    shares = {name: min(1.0, getattr(stats, name) * layout.size / max(1, layout.remaining)) for name in names}
     return dataclasses.replace(stats, **shares)

@@ -132,10 +132,8 @@ class Oracle:
         k = max(1, math.floor(self.density * self.n + 1e-6))
         found = self._settle(k)
         bounds = self.edges[self.borders].tolist()
-        picked = []
-        for p, (lo, hi) in enumerate(pairwise(bounds)):
-            mine = self.acc[self._owner(p)][lo:hi]
-            picked.append(lo + np.flatnonzero(np.abs(mine) >= found.threshold))
+        height = self._heights()
+        picked = [lo + np.flatnonzero(height[lo:hi] >= found.threshold) for lo, hi in pairwise(bounds)]
         picked, level = self._fill(k, picked, float(found.threshold))
         union = np.concatenate(picked)
         published = self._publish(union, self._reduce(picked))
@@ -152,9 +150,7 @@ class Oracle:
         total = sum(map(len, picked))
         if self.settings.controller != "tail" or k >= self.n or (total and abs(total - k) <= slack):
             return picked, level
-        height = np.zeros(self.n, np.float32)  # by what an element is chosen: its owner's value where that is enough
-        for p, (lo, hi) in enumerate(pairwise(self.edges[self.borders].tolist())):
-            height[lo:hi] = np.abs(self.acc[self._owner(p)][lo:hi])
+        height = self._heights()
         if total < k:
             self.short = True
             height[:] = 0
@@ -195,7 +191,8 @@ class Oracle:
 
     @property
     def _sweeps(self) -> bool:
-        return self.settings.partitioner == "best" and self.size > 1 and self.t % 16 == 15
+        whole_rotations = not self.draws_in_step and self.size <= 16
+        return self.settings.partitioner == "best" and self.size > 1 and not whole_rotations and self.t % 16 == 15
 
     def _owner(self, p: int) -> int:
         return (p - (self.t // 16 if self._sweeps else self.t)) % self.size
@@ -228,6 +225,7 @@ class Oracle:
     def _settle(self, k: int) -> Found:
         """The threshold for the partitions of this step; where they are drawn in it, from all ranks' counts everywhere."""
         rungs = self.controller.ladder(k) if k < self.n else np.zeros(1, np.float32)
+        self.poor = np.zeros(self.n, np.float32)
         if not self.draws_in_step or self._sweeps:
             return self._search(rungs, self._regions(), k, sum_counts)
         self.able = list(range(self.size))
@@ -243,7 +241,34 @@ class Oracle:
                 break
             if sum(found.workloads) < k and found.rungs[0] <= threshold.TINY:
                 break
-        return found
+        return self._with_poor_ranks(found, k) if len(self.able) < self.size else found
+
+    def _with_poor_ranks(self, found: Found, k: int) -> Found:
+        """The threshold that gives k where ranks without a part add what they have from the one found on."""
+        self.poor = np.zeros(self.n, np.float32)
+        for rank in set(range(self.size)) - set(self.able):
+            magnitude = np.abs(self.acc[rank])
+            self.poor = np.maximum(self.poor, np.where(magnitude >= found.threshold, magnitude, np.float32(0)))
+        rungs, ordered = found.rungs, np.sort(np.where(self._owned() >= found.rungs[0], self._heights(), self.poor))
+        while True:
+            total = self.n - np.searchsorted(ordered, rungs)
+            choice = self.controller.choose(rungs, total, k)
+            if choice.rung is not None:
+                return Found(rungs, total, choice.rung, [])
+            if choice.finer is None:  # nothing new lies below
+                return Found(rungs, total, 0, [])
+            rungs = choice.finer
+
+    def _owned(self) -> Floats:
+        """Each element's magnitude on the rank that owns it."""
+        height = np.zeros(self.n, np.float32)
+        for p, (lo, hi) in enumerate(pairwise(self._bounds())):
+            height[lo:hi] = np.abs(self.acc[self._owner(p)][lo:hi])
+        return height
+
+    def _heights(self) -> Floats:
+        """By what an element is chosen: its owner's magnitude, or that on a rank without a part."""
+        return np.maximum(self._owned(), self.poor)
 
     def _foretell(self, counts: list[Ints]) -> Ints:
         return harmonic_mean([counts[rank] for rank in self.able])
@@ -302,7 +327,9 @@ class Oracle:
         elif self.size > 1:
             now = 256 * partition.block_counts(union, self.edges)
             self.work = now if self.work is None else self.work + (now - self.work) // 4
-            cost = 128 * self.work + 256 * np.diff(self.edges)
+        due = self.size > 16 or (self.t + 1) % self.size == 0  # up to 16 ranks, borders stay for a whole rotation
+        if self.settings.partitioner != "paper" and not self.draws_in_step and due:
+            cost = 128 * self.work + 256 * np.diff(self.edges) if self.size > 1 else np.diff(self.edges)
             self.borders = partition.best_borders([cost] * self.size, self.edges, math.ceil(2 * self.n / self.size))
         self.t += 1
         if self._sweeps:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpisparse.baselines import CyclicTopK, Picker, TopK, merged, shared_out
-from mpisparse.candidates import Found, count_ties, drop_ties, largest, merge
+from mpisparse.candidates import Found, certain, count_ties, drop_ties, largest, merge
 from mpisparse.codecs import CODECS
 from mpisparse.device import load_backend
 from mpisparse.errors import ConfigurationError, check_choice
@@ -180,18 +180,28 @@ class VirtualSearch(Search[Scopes, list[Found]]):
         return [drop_ties(f, threshold, int(share), turn) for f, share in zip(found, shares, strict=True)]
 
     def nominate(self, found: list[Found], threshold: float, regions: list[Region]) -> list[Found]:
-        owners = by_rank(regions)
         every = (largest(self.backend, self.acc.read(worker, 0, self.n), self.k) for worker in range(self.size))
+        own = [certain(f.reaching(threshold)) for f in found]
+        return [merge(*pair) for pair in zip(own, self._route(every, regions), strict=True)]
+
+    def add_poor(self, found: list[Found], threshold: float, able: Ints, regions: list[Region]) -> list[Found]:
+        scopes = ((worker, 0 if worker in able else self.n) for worker in range(self.size))
+        every = (self._select(worker, 0, hi, threshold) for worker, hi in scopes)
+        return [merge(*pair) for pair in zip(found, self._route(every, regions), strict=True)]
+
+    def _route(self, every: Iterable[Found], regions: list[Region]) -> list[Found]:
+        """Send every worker's candidates to the owners of their regions."""
+        owners = by_rank(regions)
         rows = [[nominated.within(np.searchsorted, r.lo, r.hi) for r in owners] for nominated in every]
         table = np.array([[len(part.index) for part in row] for row in rows], dtype=np.int64)
         self.log.add("allgather", 8 * self.size)
         self.log.add_route(8 * table)
         self.log.add_route(4 * table)
-        together = []
-        for own, parts in zip(found, zip(*rows, strict=True), strict=True):
+        joined = []
+        for parts in zip(*rows, strict=True):
             index, magnitude = (np.concatenate([getattr(part, key) for part in parts]) for key in ("index", "magnitude"))
-            together.append(merge(own.reaching(threshold), Found(index, magnitude)))
-        return together
+            joined.append(Found(index, magnitude))
+        return joined
 
 
 class TimedSelector(ExclusiveSelector):

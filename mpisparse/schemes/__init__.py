@@ -54,12 +54,12 @@ def configure(scheme: str, **options: Any) -> Options:
 
 
 def _fits(kind: type[Options], name: str, value: Any, others: dict[str, Any]) -> bool:
-    """Tell whether an option can have a value, by itself or together with the others that are known."""
+    """Tell whether an option can have a value, to some effect, together with the others that are known or by itself."""
     known = {field.name for field in dataclasses.fields(kind)} - {name}
-    for given in ({}, {other: each for other, each in others.items() if other in known and each is not None}):
+    for given in ({other: each for other, each in others.items() if other in known and each is not None}, {}):
         with contextlib.suppress(ValueError, TypeError):
-            kind(**{**given, name: value})
-            return True
+            made = kind(**{**given, name: value})
+            return name not in made.without_effect()
     return False
 
 

@@ -66,7 +66,7 @@ class Partitioned(Options):
         return SparseStep(
             parts,
             scorer=scorer,
-            chooser=ExclusiveChooser(parts, scorer, selector, mask=mask, exact=exact),
+            chooser=ExclusiveChooser(parts, scorer, selector, mask=mask, exact=exact, keeps=keep),
             codec=codec if self.reduce == "owner" else None,
             blend=Blend(self.beta) if codec.blended else None,
             compensate=keep,

@@ -105,6 +105,8 @@ class Speculative(Options):
         idle = {name: f"it is for granularity {kinds}; choose that" for name, kinds in self._for_others().items()}
         if self.probe is None and self.threshold is None:
             idle["epsilon"] = "without a probe or a threshold it scales all influence alike; pass one"
+        if self.threshold is not None and self.granularity == "fine":
+            idle["density"] = "a given threshold decides what is sent; give one of them"
         if self.probe is None and self.granularity != "learned":
             idle["probe_every"] = "there is no probe; pass one"
         if self.probe is None and self.threshold is not None and self.granularity != "learned":

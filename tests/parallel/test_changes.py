@@ -211,6 +211,9 @@ def test_groups_changed_by_hand(comm: MPI.Intracomm) -> None:
     assert "holds a parameter of shape [7, 3] that" in raised(comm, mpisparse.GradientError, lambda: step(2))
     other.weight.requires_grad_(False)
     step(3)
+    if last:
+        optimizer.param_groups[0]["params"][0] = other.bias  # as many as before
+    assert "holds a parameter of shape [7] that" in raised(comm, mpisparse.GradientError, lambda: step(4))
     assert alike(comm, model.parameters())
     sync.close()
 
@@ -366,6 +369,63 @@ def test_resumed_while_frozen(comm: MPI.Intracomm, path: str) -> None:
         trained.append(bits([*model.parameters(), sync.residual]))
         sync.close()
     assert trained[0] == trained[1]
+
+
+def test_what_came_before_the_freezing_waits_once(comm: MPI.Intracomm) -> None:
+    """A step that is refused takes nothing: neither does what finishes other steps."""
+    model = images()
+    sync = mpisparse.GradientSync(model, density=0.2)
+    loss_of(model, comm.rank, 0).backward()
+    given = model[3].bias.grad.clone()
+    model[3].bias.requires_grad_(False)
+    if comm.rank == comm.size - 1:
+        kept = [p.grad for p in model.parameters()]
+        model.zero_grad()
+    raised(comm, mpisparse.GradientError, sync.step)
+    sync.synchronize()
+    if comm.rank == comm.size - 1:
+        for p, grad in zip(model.parameters(), kept, strict=True):
+            p.grad = grad
+        torch.autograd.backward(model[0].bias, torch.zeros(4))
+    sync.step()
+    waiting = sync.residual[-5:].clone()
+    sync.close()
+    assert everywhere(comm, torch.equal(waiting, given) or not waiting.any())
+
+
+def test_a_skipped_step_leaves_nothing_of_a_frozen_parameter(comm: MPI.Intracomm) -> None:
+    model = images()
+    sync = mpisparse.GradientSync(model, density=0.2, nonfinite="skip")
+    (loss_of(model, comm.rank, 0) * float("inf")).backward()
+    model[3].bias.requires_grad_(False)
+    sync.step()
+    sync.synchronize()
+    sound, skipped = bool(torch.isfinite(sync.residual).all()), sync.stats.skipped
+    sync.close()
+    assert everywhere(comm, skipped and sound)
+
+
+@pytest.mark.parametrize("one", [False, True])
+def test_all_frozen_while_results_are_in_flight(comm: MPI.Intracomm, one: bool) -> None:
+    """On all ranks, or on the last alone."""
+    model = images()
+    sync = mpisparse.GradientSync(model, scheme="speculative", density=0.2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpisparse.attach(optimizer, sync)
+
+    def steps() -> None:
+        for number in range(1, 6):
+            optimizer.zero_grad()
+            if model[0].weight.requires_grad:
+                loss_of(model, comm.rank, number).backward()
+            optimizer.step()
+
+    loss_of(model, comm.rank, 0).backward()
+    optimizer.step()
+    if not one or comm.rank == comm.size - 1:
+        model.requires_grad_(False)
+    assert "all parameters are frozen" in raised(comm, mpisparse.GradientError, steps)
+    sync.close()
 
 
 def test_all_frozen(comm: MPI.Intracomm) -> None:

@@ -49,6 +49,9 @@ PLACEMENTS: dict[str, Callable[[int, int], Floats]] = {
     "shares in order": lambda rank, size: only(places(rank, size) == rank),
     "shares in reverse": lambda rank, size: only(places(rank, size) == size - 1 - rank),
     "every so many": lambda rank, size: only(np.arange(N) % size == rank),
+    "ten that only one rank has": lambda rank, size: (
+        only(np.arange(1000, 1100, 10)) if rank == size - 1 else 1 - only(np.arange(1000, 1100, 10))
+    ),
     "three each": lambda rank, size: only(np.array([500, 1500, 2500]) + 7 * rank),
     "nothing at all": lambda rank, size: only([]),
     "one rank has next to nothing": lambda rank, size: only(slice(None)) * np.float32(1.0 if rank or size == 1 else 1e-20),
@@ -99,6 +102,58 @@ def step_and_compare(comm: MPI.Intracomm, model: Vector, sync: mpisparse.Gradien
     model.give(gradient)
     sync.step()
     return sync.stats.selected, wanted
+
+
+def test_what_has_a_score_and_nothing_to_send_is_not_sent(comm: MPI.Intracomm) -> None:
+    """Gradients as those of an embedding: averages stay where the accumulator is empty."""
+    model, sync = make("momentum", "step", 0.1)
+    pairs = []
+    for step in range(8):
+        mask = np.random.default_rng([comm.rank, step]).random(N) < 0.03
+        selected, wanted = step_and_compare(comm, model, sync, mask * np.abs(magnitudes(comm.rank, step)))
+        assert model.w.grad is not None
+        pairs += [(selected, wanted), (int(model.w.grad.count_nonzero()), wanted)]
+    sync.close()
+    assert held(pairs), pairs
+
+
+@pytest.mark.parametrize("scheme", ["momentum", "predictive"])
+@pytest.mark.parametrize("path", PATHS)
+def test_what_never_scores_high_is_sent_too(comm: MPI.Intracomm, scheme: str, path: str) -> None:
+    """Half of the gradients are twice as large as the others, for ever."""
+    model, sync = make(scheme, path, 0.4)
+    sent = np.zeros(N, dtype=bool)
+    for _ in range(50):
+        model.give(np.where(np.arange(N) % 2, 1.0, 2.0).astype(np.float32))
+        sync.step()
+        assert model.w.grad is not None
+        sent |= model.w.grad.numpy() != 0
+    sync.close()
+    assert sent.all()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("path", PATHS)
+def test_states_load_at_any_step(comm: MPI.Intracomm, scheme: str, path: str) -> None:
+    """Also into a run that stands at a step with even partitions, and from one."""
+    model, sync = make(scheme, path, 0.05)
+    states, after = {}, {}
+    for step in range(18):
+        if step in (10, 15, 16):
+            states[step] = sync.state_dict()
+        model.give(magnitudes(comm.rank, step))
+        sync.step()
+        after[step] = sync.residual.numpy().tobytes()
+    sync.load_state_dict(states[15])
+    wrong = []
+    for step, state in states.items():
+        sync.load_state_dict(state)
+        model.give(magnitudes(comm.rank, step))
+        sync.step()
+        wrong += [step] if sync.residual.numpy().tobytes() != after[step] else []
+        sync.load_state_dict(states[15])
+    sync.close()
+    assert not wrong
 
 
 def held(pairs: list[tuple[int, int]]) -> bool:

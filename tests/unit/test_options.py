@@ -223,6 +223,10 @@ def test_compensation_by_a_word(value: Any, name: str) -> None:
         ("speculative", {"tolerence": 0.1}, "did you mean 'tolerance'? "),
         ("speculative", {"averag": "received", "compensate": False}, "did you mean 'average'? "),  # which needs the other
         ("exdyna", {"block": 7.5}, ""),
+        ("dense", {"betta": 0.5}, ""),  # it would have no effect
+        ("exdyna", {"alfa": 0.5}, ""),
+        ("exdyna", {"alfa": 0.5, "scorer": "average"}, "did you mean 'alpha'? "),
+        ("speculative", {"densty": 0.5, "threshold": 1e-6, "granularity": "fine"}, ""),
         ("exdyna", {"block": 7}, "did you mean 'blocks'? "),
     ],
 )
