@@ -11,22 +11,32 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from mpisparse import checkpoint, codecs, device, errors, exchange, schemes
+    from mpisparse import checkpoint, errors, schemes
+    from mpisparse.attachment import attach
+    from mpisparse.backends import device
+    from mpisparse.comm import exchange
+    from mpisparse.core.step import Stats
     from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError
-    from mpisparse.optimizer import attach
-    from mpisparse.step import Stats
     from mpisparse.sync import GradientSync
+    from mpisparse.wire import codecs
 
 _HOMES = {
     "ConfigurationError": "errors",
     "GradientError": "errors",
     "GradientSync": "sync",
     "NonFiniteGradientError": "errors",
-    "Stats": "step",
-    "attach": "optimizer",
+    "Stats": "core.step",
+    "attach": "attachment",
 }
 
-_MODULES = ("checkpoint", "codecs", "device", "errors", "exchange", "schemes")
+_MODULES = {
+    "checkpoint": "checkpoint",
+    "codecs": "wire.codecs",
+    "device": "backends.device",
+    "errors": "errors",
+    "exchange": "comm.exchange",
+    "schemes": "schemes",
+}
 
 __all__ = [
     "ConfigurationError",
@@ -51,7 +61,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     if name in _MODULES:
-        return importlib.import_module(f"mpisparse.{name}")
+        return importlib.import_module(f"mpisparse.{_MODULES[name]}")
     return getattr(importlib.import_module(f"mpisparse.{_HOMES[name]}"), name)
 
 

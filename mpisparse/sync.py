@@ -18,7 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpisparse.agree import (
+from mpisparse.backends.cuda.arrays import DeviceArray
+from mpisparse.backends.device import load_backend
+from mpisparse.comm.exchange import Exchange, end_job_on_uncaught_exception
+from mpisparse.comm.watchdog import TIMEOUT, check_timeout, watch
+from mpisparse.core.agree import (
     BROKEN,
     NO_BACKWARD,
     NONFINITE,
@@ -30,20 +34,16 @@ from mpisparse.agree import (
     StepRefused,
     share_readiness,
 )
-from mpisparse.cuda.arrays import DeviceArray
-from mpisparse.device import load_backend
+from mpisparse.core.records import Clock, Parts
+from mpisparse.core.step import Stats
 from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError
-from mpisparse.exchange import Exchange, end_job_on_uncaught_exception
-from mpisparse.flat import Layout, Published, collect, zeros
-from mpisparse.frozen import Frozen
-from mpisparse.parts import Clock, Parts
-from mpisparse.registry import parameters_registered
-from mpisparse.saved import STATE_FORMAT, check_state, step_state
+from mpisparse.model.frozen import Frozen
+from mpisparse.model.grad_hooks import GradientWatch
+from mpisparse.model.layout import Layout, Published, collect, zeros
+from mpisparse.model.registry import parameters_registered
 from mpisparse.schemes import configure
 from mpisparse.schemes.options import Options, check_density
-from mpisparse.step import Stats
-from mpisparse.watch import GradientWatch
-from mpisparse.watchdog import TIMEOUT, check_timeout, watch
+from mpisparse.schemes.state import STATE_FORMAT, check_state, step_state
 
 
 class GradientSync:

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpisparse import partition, threshold
-from mpisparse.threshold import Choice, Rungs
+from mpisparse.select import partition, threshold
+from mpisparse.select.threshold import Choice, Rungs
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpisparse import reference
-from mpisparse.reference import BF16, FP16, FP32, FP64
-from mpisparse.threshold import HUGE, TINY
+from mpisparse.backends import reference
+from mpisparse.backends.reference import BF16, FP16, FP32, FP64
+from mpisparse.select.threshold import HUGE, TINY
 
 FLOORS = (0.0, TINY, 1e-40, 0.02, 1.0, HUGE)
 SPECIAL = np.array([0.0, -0.0, TINY, -TINY, 1e-40, 1.0, -1.0, 1.0, HUGE, -HUGE], dtype=np.float32)

@@ -252,7 +252,7 @@ def _load(
 
 
 def _exchange(sync: Any) -> Any:
-    from mpisparse.exchange import Exchange
+    from mpisparse.comm.exchange import Exchange
 
     return sync._exchange if sync is not None else Exchange()
 
@@ -315,7 +315,7 @@ def _misfit(
 def _origin(sync: Any) -> dict[str, Any]:
     import torch
 
-    from mpisparse.device import load_backend
+    from mpisparse.backends.device import load_backend
 
     backend = load_backend()
     return {

@@ -28,9 +28,9 @@ from mpisparse.checkpoint.state import described
 from mpisparse.checkpoint.store import Manifest, rank_file, shared_file
 from mpisparse.checkpoint.tree import unflatten
 from mpisparse.errors import check_choice
-from mpisparse.saved import STATE_FORMAT
 from mpisparse.schemes import SCHEMES
 from mpisparse.schemes.options import Options
+from mpisparse.schemes.state import STATE_FORMAT
 
 ORIGIN = {"mpisparse": str, "torch": str, "threads": int, "kernels": str, "cpu": str, "scheme": (str, type(None))}
 Reader = Callable[[Path, FileRecord], tuple[Arrays, dict[str, str]]]

@@ -19,8 +19,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from mpisparse.backends.device import load_backend
 from mpisparse.checkpoint.members import Damaged, check_place, child, members
-from mpisparse.device import load_backend
 
 __all__ = ["Arrays", "Damaged", "Digest", "FileRecord", "Steady", "inside", "read_file", "write_file"]
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpisparse.flat import Layout
-from mpisparse.speculative.weights import checksum
+from mpisparse.model.layout import Layout
+from mpisparse.schemes.speculative.weights import checksum
 
 # Of torch's optimizers, those whose state has a number for each element, or one for all.
 NAMES = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop", "ASGD")

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from mpisparse.backends.device import load_backend
 from mpisparse.checkpoint.contents import saved_options
 from mpisparse.checkpoint.objects import check_belonging
-from mpisparse.device import load_backend
-from mpisparse.flat import Layout, Published
-from mpisparse.parts import Parts
-from mpisparse.saved import STATE_FORMAT, check_state
+from mpisparse.core.records import Parts
+from mpisparse.model.layout import Layout, Published
+from mpisparse.schemes.state import STATE_FORMAT, check_state
 
 
 def check_scheme_state(sync: dict[str, Any], shared: dict[str, Any]) -> None:

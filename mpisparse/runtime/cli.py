@@ -132,7 +132,7 @@ def _add_ablation(ablation: argparse.ArgumentParser) -> None:
 def _ablation(args: argparse.Namespace) -> int:
     given = {"config": args.config, "steps": args.train_steps, "out": str(args.train_out)}
     training = resolve(given) if args.train else None
-    from mpisparse.runtime import bench_ablation
+    from mpisparse.bench import ablation as bench_ablation
 
     return bench_ablation.run(
         bench_ablation.Plan(
@@ -256,38 +256,38 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     if args.bench == "kernels":
-        from mpisparse.runtime.bench_kernels import run as run_kernels
+        from mpisparse.bench.kernels import run as run_kernels
 
         return run_kernels(args.elements, args.density, args.rounds, as_json=args.json)
     if args.bench == "overlap":
-        from mpisparse.runtime.bench_overlap import run as run_overlap
+        from mpisparse.bench.overlap import run as run_overlap
 
         return run_overlap(args.batch_size, args.density, args.rounds, as_json=args.json)
     if args.bench == "checkpoint":
-        from mpisparse.runtime.bench_checkpoint import run as run_checkpoint
+        from mpisparse.bench.checkpoint import run as run_checkpoint
 
         return run_checkpoint(args.elements, args.rounds, args.directory, as_json=args.json)
     if args.bench == "train":
         settings = resolve(vars(args))
-        from mpisparse.runtime.bench_train import run as run_train
+        from mpisparse.bench.train import run as run_train
 
         return run_train(settings, args.models, args.cases, args.seeds, as_json=args.json)
     if args.bench == "sparse-models":
         settings = resolve(vars(args))
-        from mpisparse.runtime.bench_sparse import run as run_sparse
+        from mpisparse.bench.sparse import run as run_sparse
 
         return run_sparse(settings, args.models, args.cases, args.seeds, as_json=args.json)
     if args.bench == "ddp":
         given = {key: value for key, value in vars(args).items() if key != "out"}
         settings = resolve(given, model="lstm-large", steps=30, batch_size=1)
-        from mpisparse.runtime import bench_ddp
+        from mpisparse.bench import ddp as bench_ddp
 
         plan = bench_ddp.Plan(settings, args.cases, args.powersgd_rank, as_json=args.json, out=args.out)
         return bench_ddp.run(plan)
     if args.bench == "ablation":
         return _ablation(args)
     if args.bench == "scaling":
-        from mpisparse.runtime import bench_scaling
+        from mpisparse.bench import scaling as bench_scaling
 
         return bench_scaling.run(
             bench_scaling.Plan(
@@ -295,8 +295,8 @@ def _bench(args: argparse.Namespace) -> int:
                 args.bandwidth, as_json=args.json, out=args.out,
             )
         )  # fmt: skip
-    from mpisparse.runtime.bench_sync import Plan
-    from mpisparse.runtime.bench_sync import run as run_sync
+    from mpisparse.bench.sync import Plan
+    from mpisparse.bench.sync import run as run_sync
 
     return run_sync(
         Plan(

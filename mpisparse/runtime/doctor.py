@@ -43,7 +43,7 @@ def run(*, as_json: bool) -> int:
 def _mpi() -> tuple[dict[str, Any], int]:
     """The library, how ranks were started, and how they lie on hosts and cores."""
     try:
-        from mpisparse.exchange import Exchange, cuda_awareness, library
+        from mpisparse.comm.exchange import Exchange, cuda_awareness, library
     except (ImportError, RuntimeError) as error:
         hint = "load your site's MPI module, or install PyPI's Open MPI: pip install 'mpisparse[mpi]'"
         return {"error": f"{error}; {hint}"}, 0
@@ -83,7 +83,7 @@ def _kernels() -> dict[str, Any]:
 
     import torch
 
-    from mpisparse.device import load_backend
+    from mpisparse.backends.device import load_backend
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

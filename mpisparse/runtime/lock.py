@@ -21,8 +21,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
+from mpisparse.comm.exchange import Exchange
 from mpisparse.errors import ConfigurationError, LockError
-from mpisparse.exchange import Exchange
 from mpisparse.owner import Owner, this_process
 from mpisparse.runtime.signals import INTERRUPTED, StopRequest
 

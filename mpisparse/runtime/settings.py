@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from mpisparse import names
+from mpisparse.comm.watchdog import TIMEOUT, check_timeout
 from mpisparse.errors import ConfigurationError, check_choice, suggest
 from mpisparse.runtime.workloads.catalogue import MODELS
-from mpisparse.watchdog import TIMEOUT, check_timeout
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "cosine", "step")

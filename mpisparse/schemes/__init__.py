@@ -18,8 +18,8 @@ from mpisparse.schemes.baselines import (
 from mpisparse.schemes.dense import Dense
 from mpisparse.schemes.options import Options
 from mpisparse.schemes.partitioned import Exdyna, Momentum
-from mpisparse.schemes.predictive import Predictive
-from mpisparse.schemes.speculative import Speculative
+from mpisparse.schemes.predictive.options import Predictive
+from mpisparse.schemes.speculative.options import Speculative
 
 SCHEMES: dict[str, type[Options]] = {
     "dense": Dense,

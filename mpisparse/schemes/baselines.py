@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mpisparse.baselines import CyclicTopK, HardThreshold, Picker, RandomK, SampledTopK, Sidco, TopK, UnionChooser
-from mpisparse.blend import Blend
-from mpisparse.codecs import CODECS
+from mpisparse.core.records import Parts
+from mpisparse.core.step import SparseStep
 from mpisparse.errors import ConfigurationError
-from mpisparse.parts import Parts
 from mpisparse.schemes.options import KEPT, Options, Step, check_flag, check_positive, check_whole
-from mpisparse.score import Corrected, Magnitude
-from mpisparse.step import SparseStep
+from mpisparse.select.pickers import CyclicTopK, HardThreshold, Picker, RandomK, SampledTopK, Sidco, TopK, UnionChooser
+from mpisparse.select.scorers import Corrected, Magnitude
+from mpisparse.wire.blend import Blend
+from mpisparse.wire.codecs import CODECS
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mpisparse.core.records import Parts
+from mpisparse.core.step import DenseStep
 from mpisparse.errors import ConfigurationError
-from mpisparse.parts import Parts
 from mpisparse.schemes.options import Options, Step
-from mpisparse.step import DenseStep
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mpisparse.agree import Inputs
-from mpisparse.codecs import CODECS
+from mpisparse.core.agree import Inputs
+from mpisparse.core.records import Clock, Parts
+from mpisparse.core.step import Stats
 from mpisparse.errors import ConfigurationError, check_choice
-from mpisparse.parts import Clock, Parts
-from mpisparse.score import Magnitude
-from mpisparse.step import Stats
+from mpisparse.select.scorers import Magnitude
+from mpisparse.wire.codecs import CODECS
 
 SEGMENT_NBYTES = 1 << 30
 

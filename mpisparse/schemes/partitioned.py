@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mpisparse.blend import Blend
-from mpisparse.codecs import CODECS
+from mpisparse.core.records import Parts
+from mpisparse.core.rescale import MassScale
+from mpisparse.core.step import SparseStep
 from mpisparse.errors import ConfigurationError, check_choice
-from mpisparse.exclusive import ExclusiveChooser
-from mpisparse.mass import MassScale
-from mpisparse.parts import Parts
-from mpisparse.predictive.demand import Demand
 from mpisparse.schemes.options import KEPT, Options, Step, check_flag, check_share, check_whole
-from mpisparse.score import Average, Magnitude
-from mpisparse.selector import PARTITIONERS, ExclusiveSelector
-from mpisparse.step import SparseStep
-from mpisparse.threshold import CONTROLLERS
+from mpisparse.select.adaptive_k import Demand
+from mpisparse.select.exclusive import ExclusiveChooser
+from mpisparse.select.scorers import Average, Magnitude
+from mpisparse.select.selector import PARTITIONERS, ExclusiveSelector
+from mpisparse.select.threshold import CONTROLLERS
+from mpisparse.wire.blend import Blend
+from mpisparse.wire.codecs import CODECS
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
-"""Every CUDA operation against mpisparse.reference, to the last bit: on whatever device is given, for a number of elements.
+"""Every CUDA operation against mpisparse.backends.reference, to the last bit.
 
+They run on whatever device is given, for a number of elements.
 A check raises if a result differs. Tests run them on the emulator and on a GPU; planted bugs must make one of them fail.
 """
 
@@ -13,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from samples import FLOORS, NONFINITE, SPECIAL, TYPES, Flat, assert_same, gradients, halfway, values
 
-from mpisparse import host, reference
-from mpisparse.cuda.arrays import DeviceArray
-from mpisparse.cuda.backend import CudaBackend
-from mpisparse.reference import BF16, FP16, FP32, FP64, STORED
-from mpisparse.threshold import HUGE, TINY, spread
+from mpisparse.backends import host_arrays, reference
+from mpisparse.backends.cuda.arrays import DeviceArray
+from mpisparse.backends.cuda.backend import CudaBackend
+from mpisparse.backends.reference import BF16, FP16, FP32, FP64, STORED
+from mpisparse.select.threshold import HUGE, TINY, spread
 
 # Which arguments are arrays on the device.
 ON_DEVICE = {
@@ -65,7 +66,7 @@ class Device:
         results, after = self(name, *args)
         twins = [a.copy() if isinstance(a, np.ndarray) else a for a in expected or args]
         with np.errstate(all="ignore"):
-            assert_same(results, getattr(reference if hasattr(reference, name) else host, name)(*twins))
+            assert_same(results, getattr(reference if hasattr(reference, name) else host_arrays, name)(*twins))
         for i, array in after.items():
             assert_same(array, twins[i])
 

@@ -20,8 +20,8 @@ import torch
 from checks import CHECKS, Device
 from emulator import Emulator, available
 
-from mpisparse import device
-from mpisparse.cuda.backend import CudaBackend
+from mpisparse.backends import device
+from mpisparse.backends.cuda.backend import CudaBackend
 from mpisparse.errors import ConfigurationError
 
 STREAM = 77
@@ -112,14 +112,14 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     cupy = StandIn()
     for name, module in cupy.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "mpisparse.cuda.binding", raising=False)
+    monkeypatch.delitem(sys.modules, "mpisparse.backends.cuda.binding", raising=False)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda n, dtype, device=None, pin_memory=False: empty(n, dtype=dtype))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=STREAM))
     device.load_backend.cache_clear()
     yield cupy
     device.load_backend.cache_clear()
-    sys.modules.pop("mpisparse.cuda.binding", None)
+    sys.modules.pop("mpisparse.backends.cuda.binding", None)
 
 
 def test_a_model_on_a_gpu_has_cuda_kernels(stand_in: StandIn) -> None:
@@ -144,7 +144,7 @@ def test_kernels_that_do_not_compile(stand_in: StandIn) -> None:
 
 def test_no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.delitem(sys.modules, "mpisparse.cuda.binding", raising=False)
+    monkeypatch.delitem(sys.modules, "mpisparse.backends.cuda.binding", raising=False)
     with pytest.raises(ConfigurationError, match=r"on cuda:0, but CuPy cannot be imported .*install mpisparse\[cuda13\]"):
         device.load_backend(device=torch.device("cuda", 0))
 
@@ -161,8 +161,8 @@ def test_cupy_itself_takes_what_the_binding_gives(monkeypatch: pytest.MonkeyPatc
     cupy: Any = pytest.importorskip("cupy", reason="CuPy is not installed: bin/setup --dev could not get it")
     if torch.cuda.is_available():
         pytest.skip("there is a driver: test_gpu.py has the device itself")
-    monkeypatch.delitem(sys.modules, "mpisparse.cuda.binding", raising=False)
-    binding = importlib.import_module("mpisparse.cuda.binding")
+    monkeypatch.delitem(sys.modules, "mpisparse.backends.cuda.binding", raising=False)
+    binding = importlib.import_module("mpisparse.backends.cuda.binding")
     gpu = torch.device("cuda", 0)
     assert "InsufficientDriver" in complaint(lambda: binding.CupyLauncher(gpu))
     monkeypatch.setattr(cupy.cuda, "Device", lambda index: contextlib.nullcontext())

@@ -9,9 +9,10 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from mpisparse import device, exchange
+from mpisparse.backends import device
+from mpisparse.comm import exchange
+from mpisparse.comm.exchange import Exchange, cuda_awareness, local_rank
 from mpisparse.errors import ConfigurationError
-from mpisparse.exchange import Exchange, cuda_awareness, local_rank
 from mpisparse.runtime.settings import Settings
 from mpisparse.runtime.train import build_together
 

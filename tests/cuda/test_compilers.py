@@ -8,7 +8,7 @@ import shutil
 import pytest
 from emulator import kernels_in
 
-from mpisparse.cuda import figures, source
+from mpisparse.backends.cuda import figures, source
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
 
@@ -59,7 +59,7 @@ def test_nvrtc_compiles_through_cupy() -> None:
         nvrtc.getVersion()
     except Exception as error:
         pytest.skip(f"CuPy finds no NVRTC: {error}")
-    from mpisparse.cuda.binding import compile_cubin
+    from mpisparse.backends.cuda.binding import compile_cubin
 
     for sm in ("80", "90"):
         assert compile_cubin(sm)[:4] == b"\x7fELF"

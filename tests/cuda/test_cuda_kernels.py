@@ -9,9 +9,9 @@ import pytest
 from checks import CHECKS, ON_DEVICE, Device
 from emulator import ORDERS, DamageError, Emulator, available, kernels_in
 
-from mpisparse.cuda import source
-from mpisparse.cuda.arrays import DeviceArray
-from mpisparse.cuda.backend import CudaBackend
+from mpisparse.backends.cuda import source
+from mpisparse.backends.cuda.arrays import DeviceArray
+from mpisparse.backends.cuda.backend import CudaBackend
 
 pytestmark = pytest.mark.skipif(not available(), reason="no C++ compiler to build the emulator with")
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from checks import CHECKS, Device
 
-from mpisparse.cuda.backend import CudaBackend
-from mpisparse.threshold import TINY
+from mpisparse.backends.cuda.backend import CudaBackend
+from mpisparse.select.threshold import TINY
 
 pytestmark = pytest.mark.cuda
 
 
 @pytest.fixture(scope="module")
 def backend() -> CudaBackend:
-    from mpisparse.cuda.binding import CupyLauncher
+    from mpisparse.backends.cuda.binding import CupyLauncher
 
     return CudaBackend(CupyLauncher(torch.device("cuda", 0)))
 

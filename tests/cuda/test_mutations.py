@@ -11,8 +11,8 @@ import pytest
 from checks import CHECKS, Device
 from emulator import ORDERS, DamageError, Emulator, available, build
 
-from mpisparse.cuda import source
-from mpisparse.cuda.backend import CudaBackend
+from mpisparse.backends.cuda import source
+from mpisparse.backends.cuda.backend import CudaBackend
 
 pytestmark = pytest.mark.skipif(not available(), reason="no C++ compiler to build the emulator with")
 

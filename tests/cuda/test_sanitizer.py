@@ -18,7 +18,7 @@ import sys
 sys.path[:0] = {paths!r}
 from checks import CHECKS, Device
 from emulator import Emulator
-from mpisparse.cuda.backend import CudaBackend
+from mpisparse.backends.cuda.backend import CudaBackend
 import numpy as np
 
 if "planted" in sys.argv:

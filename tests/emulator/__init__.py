@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpisparse.cuda import source
+from mpisparse.backends.cuda import source
 
 HEADER = Path(__file__).parent / "emulator.hpp"
 ORDERS = ("forward", "reversed", "shuffled")
@@ -54,7 +54,7 @@ class DamageError(AssertionError):
 
 
 class Emulator:
-    """A launcher (mpisparse.cuda.launcher) whose device is this process; memory is the host's, and nobody may know."""
+    """A launcher (mpisparse.backends.cuda.launcher) whose device is this process; its memory is secretly the host's."""
 
     def __init__(
         self, *, block: int = 256, scan: int = 1024, order: str = "forward", seed: int = 0, text: str | None = None,

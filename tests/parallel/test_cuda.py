@@ -15,9 +15,9 @@ from mpi4py import MPI
 from ranks import PATHS, bits, loss_of, seeded, small
 
 import mpisparse.sync
-from mpisparse.cuda.backend import CudaBackend
-from mpisparse.device import load_backend, local_device
-from mpisparse.exchange import cuda_awareness, local_rank
+from mpisparse.backends.cuda.backend import CudaBackend
+from mpisparse.backends.device import load_backend, local_device
+from mpisparse.comm.exchange import cuda_awareness, local_rank
 
 STEPS = 4
 CPU = torch.device("cpu")

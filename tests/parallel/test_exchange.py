@@ -13,9 +13,9 @@ from ranks import PATHS, bits, lawful_steps, published, seeded, train_lawfully
 from torch import nn
 
 import mpisparse
-from mpisparse import search
-from mpisparse.exchange import Exchange
-from mpisparse.runtime.synthetic import GivenModel
+from mpisparse.bench.synthetic import GivenModel
+from mpisparse.comm.exchange import Exchange
+from mpisparse.select import search
 
 both_paths = pytest.mark.parametrize("path", PATHS)
 Bytes = NDArray[np.uint8]

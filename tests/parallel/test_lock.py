@@ -9,8 +9,8 @@ import pytest
 from mpi4py import MPI
 from ranks import everywhere, raised
 
+from mpisparse.comm.exchange import Exchange
 from mpisparse.errors import ConfigurationError, LockError
-from mpisparse.exchange import Exchange
 from mpisparse.runtime.lock import RunLock, StoppedWaitingError, take
 
 

@@ -16,7 +16,7 @@ from oracle import Oracle, Result, Settings
 from torch import nn
 
 import mpisparse.sync
-from mpisparse.device import load_backend
+from mpisparse.backends.device import load_backend
 
 STEPS = 8
 BOOST = (1.0, 1.1, 0.9, 1.0, 40.0, 0.02, 0.0, 1.0)  # gradients grow and vanish: control must search anew

@@ -18,7 +18,7 @@ from ranks import PATHS, alike
 from torch import nn
 
 import mpisparse
-from mpisparse import search
+from mpisparse.select import search
 
 Floats = NDArray[np.float32]
 N = 3000

@@ -16,7 +16,7 @@ from torch import nn
 
 import mpisparse
 from mpisparse import checkpoint
-from mpisparse.predictive.nets import Nets
+from mpisparse.schemes.predictive.nets import Nets
 
 QUICK = {"scheme": "predictive", "density": 0.05, "history": 3, "validate_every": 6, "publish_after": 2}
 RULES = ["product", "importance"]

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from ranks import everywhere
 
 import mpisparse
-from mpisparse import search
+from mpisparse.bench.simulator import simulator
+from mpisparse.bench.synthetic import GivenModel, Synthetic
 from mpisparse.errors import ConfigurationError
-from mpisparse.runtime.simulator import simulator
-from mpisparse.runtime.synthetic import GivenModel, Synthetic
+from mpisparse.select import search
 
 
 class Apart(Synthetic):

@@ -8,8 +8,8 @@ from mpi4py import MPI
 from ranks import alike, everywhere, seeded, total
 from torch import nn
 
-from mpisparse.runtime.sparse_models import experts, pruned
-from mpisparse.runtime.tailored import Reduction, TailoredSync, by_mask, by_rows, by_use
+from mpisparse.bench.sparse_models import experts, pruned
+from mpisparse.bench.tailored import Reduction, TailoredSync, by_mask, by_rows, by_use
 
 SIZES = {"channels": 1, "height": 3, "width": 4, "classes": 5}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpisparse.baselines import HardThreshold, SampledTopK, merged
-from mpisparse.device import load_backend
+from mpisparse.backends.device import load_backend
+from mpisparse.select.pickers import HardThreshold, SampledTopK, merged
 
 
 @pytest.mark.parametrize("k", [20, 500, 5000])

@@ -266,8 +266,8 @@ def test_ablation(tmp_path: Path) -> None:
 
 
 def test_groups_of_the_ablation_are_those_of_the_command_line() -> None:
+    from mpisparse.bench.ablation import GROUPS
     from mpisparse.runtime import cli
-    from mpisparse.runtime.bench_ablation import GROUPS
 
     assert tuple(GROUPS) == cli.GROUPS
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from mpisparse.bench.simulator import SIMULATED
 from mpisparse.names import CODECS, SCHEMES
 from mpisparse.runtime.cli import main
-from mpisparse.runtime.simulator import SIMULATED
 
 pytestmark = pytest.mark.filterwarnings('ignore:scheme "predictive" without validation')
 

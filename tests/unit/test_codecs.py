@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from mpisparse import device
-from mpisparse.codecs import CODECS, Codec
-from mpisparse.reduction import NOT_A_NUMBER
+from mpisparse.backends import device
+from mpisparse.wire.codecs import CODECS, Codec
+from mpisparse.wire.reduction import NOT_A_NUMBER
 
 Floats = NDArray[np.float32]
 

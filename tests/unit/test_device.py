@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpisparse import device, reference
+from mpisparse.backends import device, reference
 from mpisparse.errors import ConfigurationError
 
 # Prints the backend or the error, then warnings. Torch is slow to load and not needed to choose: an empty module stands in.

@@ -25,8 +25,8 @@ import pytest
 import torch
 
 import mpisparse
+from mpisparse.bench.train import Case
 from mpisparse.errors import ConfigurationError
-from mpisparse.runtime.bench_train import Case
 from mpisparse.runtime.cli import COMMANDS, main, parser
 from mpisparse.runtime.settings import resolve
 from mpisparse.schemes import configure

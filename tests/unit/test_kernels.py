@@ -1,4 +1,4 @@
-"""The native kernels against mpisparse.reference, to the last bit, on every instruction set and on 1 and 3 threads."""
+"""The native kernels against mpisparse.backends.reference, to the last bit, on every instruction set, on 1 and 3 threads."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import FLOORS, NONFINITE, SPECIAL, TYPES, assert_same, gradients, halfway, values
 
-from mpisparse import reference
-from mpisparse.device import THREADED
-from mpisparse.reference import BF16, FP16, FP32, FP64, HIDDEN, PRODUCTS, SCORES, STORED
-from mpisparse.threshold import HUGE, TINY, spread
+from mpisparse.backends import reference
+from mpisparse.backends.device import THREADED
+from mpisparse.backends.reference import BF16, FP16, FP32, FP64, HIDDEN, PRODUCTS, SCORES, STORED
+from mpisparse.select.threshold import HUGE, TINY, spread
 
 cpu = pytest.importorskip("mpisparse._cpu", exc_type=ImportError)
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from mpisparse.comm.exchange import Exchange
 from mpisparse.errors import ConfigurationError, LockError
-from mpisparse.exchange import Exchange
 from mpisparse.owner import Owner, start_of, this_process
 from mpisparse.runtime import lock as module
 from mpisparse.runtime.lock import RunLock, StoppedWaitingError, take

@@ -282,7 +282,7 @@ assert dir(mpisparse)
 import mpisparse.schemes
 assert mpisparse.schemes.configure("exdyna", density=0.5).density == 0.5
 assert "mpi4py.MPI" not in sys.modules, "importing mpisparse.schemes starts MPI"
-assert "mpisparse.exchange" not in sys.modules
+assert "mpisparse.comm.exchange" not in sys.modules
 """
 
 
@@ -290,10 +290,12 @@ assert "mpisparse.exchange" not in sys.modules
 FIRST_USE = """
 import sys
 import mpisparse
+homes = {"codecs": "wire.codecs", "device": "backends.device", "exchange": "comm.exchange"}
 for name in ("errors", "codecs", "device", "exchange", "schemes", "checkpoint"):
-    assert f"mpisparse.{name}" in sys.modules or name not in vars(mpisparse)
+    home = f"mpisparse.{homes.get(name, name)}"
+    assert home in sys.modules or name not in vars(mpisparse)
     assert ("mpi4py.MPI" in sys.modules) == (name in ("schemes", "checkpoint")), name
-    assert getattr(mpisparse, name) is sys.modules[f"mpisparse.{name}"]
+    assert getattr(mpisparse, name) is sys.modules[home]
 assert all(getattr(mpisparse, name) is not None for name in mpisparse.__all__)
 assert mpisparse.checkpoint.save and mpisparse.device.local_device and mpisparse.exchange.local_rank() == 0
 assert not sys.modules["torch"].cuda.is_initialized(), "a GPU was touched"

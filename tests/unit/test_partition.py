@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mpisparse import partition
+from mpisparse.select import partition
 
 Ints = NDArray[np.int64]
 
@@ -284,7 +284,7 @@ def test_paper_borders_balance_in_the_end() -> None:
 
 @pytest.mark.parametrize("reads_region", [False, True])
 def test_static_partitions_stay_and_rotate(reads_region: bool) -> None:
-    from mpisparse.selector import ExclusiveSelector
+    from mpisparse.select.selector import ExclusiveSelector
 
     selector = ExclusiveSelector(
         1000, 3, controller="tail", partitioner="static", blocks=10, reads_region=reads_region, prior=0.0

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpisparse import reference
-from mpisparse.device import load_backend
+from mpisparse.backends import reference
+from mpisparse.backends.device import load_backend
+from mpisparse.backends.reference import BF16, PRODUCTS, SCORES, round_to
 from mpisparse.errors import ConfigurationError
-from mpisparse.predictive.background import Background, PredictorError
-from mpisparse.predictive.demand import Demand, with_window
-from mpisparse.predictive.nets import Job, Lesson, Nets, Slice
-from mpisparse.predictive.sample import LEAST, draw
-from mpisparse.reference import BF16, PRODUCTS, SCORES, round_to
+from mpisparse.schemes.predictive.background import Background, PredictorError
+from mpisparse.schemes.predictive.nets import Job, Lesson, Nets, Slice
+from mpisparse.schemes.predictive.sample import LEAST, draw
+from mpisparse.select.adaptive_k import Demand, with_window
 
 DEPTH = 4
 ENDS = np.array([700, 700, 5000, 20_000])  # a layer of no elements too

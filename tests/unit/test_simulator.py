@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from oracle import Oracle, Settings
 
-from mpisparse.runtime.costs import Log, Machine, between
-from mpisparse.runtime.simulator import Accumulators, simulator
-from mpisparse.runtime.synthetic import Synthetic, worker_gradient
+from mpisparse.bench.costs import Log, Machine, between
+from mpisparse.bench.simulator import Accumulators, simulator
+from mpisparse.bench.synthetic import Synthetic, worker_gradient
 
 WORKERS = 20
 

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import nn
 
-from mpisparse.device import load_backend
+from mpisparse.backends.device import load_backend
 from mpisparse.errors import ConfigurationError
-from mpisparse.flat import Layout
+from mpisparse.model.layout import Layout
 from mpisparse.schemes import configure
-from mpisparse.speculative.granularity import Filter
-from mpisparse.speculative.influence import Influence, Probe
-from mpisparse.speculative.local import LocalUpdate, check_elementwise
-from mpisparse.speculative.policy import Learned, Policy, Rule, Schedule, Seen
-from mpisparse.speculative.weights import Tolerance, TwoSets
-from mpisparse.speculative.wire import pack, unpack
+from mpisparse.schemes.speculative.granularity import Filter
+from mpisparse.schemes.speculative.influence import Influence, Probe
+from mpisparse.schemes.speculative.local import LocalUpdate, check_elementwise
+from mpisparse.schemes.speculative.policy import Learned, Policy, Rule, Schedule, Seen
+from mpisparse.schemes.speculative.weights import Tolerance, TwoSets
+from mpisparse.schemes.speculative.wire import pack, unpack
 
 Floats = NDArray[np.float32]
 

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mpisparse import reference
-from mpisparse.agree import Inputs
-from mpisparse.candidates import Found
-from mpisparse.score import Magnitude
-from mpisparse.search import Settled, Settlement
-from mpisparse.threshold import (
+from mpisparse.backends import reference
+from mpisparse.core.agree import Inputs
+from mpisparse.select.candidates import Found
+from mpisparse.select.scorers import Magnitude
+from mpisparse.select.search import Settled, Settlement
+from mpisparse.select.threshold import (
     HUGE,
     TINY,
     Choice,

@@ -257,8 +257,8 @@ def test_overlong_paths_of_other_commands_are_refused(tmp_path: Path, capsys: py
 
 def test_the_names_known_without_torch_are_those_there_are() -> None:
     from mpisparse import names
-    from mpisparse.codecs import CODECS
     from mpisparse.schemes import SCHEMES
+    from mpisparse.wire.codecs import CODECS
 
     assert tuple(SCHEMES) == names.SCHEMES
     assert tuple(CODECS) == names.CODECS

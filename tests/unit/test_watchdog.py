@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 import mpisparse
+from mpisparse.comm.watchdog import beat, transport, watching
+from mpisparse.comm.watchdog.beat import Beat
+from mpisparse.comm.watchdog.place import Place, Wait
+from mpisparse.comm.watchdog.transport import Files, Seen
+from mpisparse.comm.watchdog.words import table
 from mpisparse.runtime.cli import main
-from mpisparse.watchdog import beat, transport, watching
-from mpisparse.watchdog.beat import Beat
-from mpisparse.watchdog.place import Place, Wait
-from mpisparse.watchdog.transport import Files, Seen
-from mpisparse.watchdog.words import table
 
 KEY = bytes(range(32))
 BEAT = Beat(2, 7, 120, beat.RUNS, "loop.py:31 in train", 0.0, "node-3", 4711)

@@ -1,0 +1,338 @@
+"""The operations of mpisparse.backends.reference on a device, by launches; the same results to the last bit.
+
+Vectors, indices and values are device arrays; counts and everything small come back as NumPy arrays. What is collected is
+put in order in three launches (mark, scan, write), between which the host learns only how much there is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mpisparse.backends.cuda.arrays import DeviceArray, allocate
+from mpisparse.backends.cuda.launcher import Launcher
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+Found = tuple[DeviceArray, DeviceArray, int]
+
+GROUP = 256
+RUNGS = 1024  # the most that one launch of tail_counts takes
+
+
+class Marks(NamedTuple):
+    """Bits of the elements to collect, their count in each tile, and where a tile's first value is not finite."""
+
+    masks: DeviceArray
+    counts: DeviceArray
+    bads: DeviceArray
+
+
+class CudaBackend:
+    """Kernels through a launcher."""
+
+    name = "cuda"
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.launcher = launcher
+        self.tile = 32 * launcher.block
+        self._notes: dict[int, DeviceArray] = {}  # by the memory that was added to, as backends are shared
+
+    # Arrays
+
+    def empty(self, count: int, dtype: Any) -> DeviceArray:
+        """An array of anything."""
+        return allocate(self.launcher, count, dtype)
+
+    def array_of(self, tensor: torch.Tensor) -> DeviceArray:
+        """A flat float32 tensor as an array on the same memory."""
+        return DeviceArray(self.launcher, tensor.data_ptr(), len(tensor), np.float32, tensor)
+
+    def from_host(self, values: NDArray[Any] | DeviceArray) -> DeviceArray:
+        """A copy on the device; what is there already, itself."""
+        if isinstance(values, DeviceArray):
+            return values
+        array = self.empty(len(values), values.dtype)
+        if len(values):
+            self.launcher.copy_in(array.pointer, np.ascontiguousarray(values))
+        return array
+
+    def to_host(self, array: DeviceArray | NDArray[Any]) -> NDArray[Any]:
+        """A copy in the host's memory; what is there already, itself."""
+        if not isinstance(array, DeviceArray):
+            return array
+        values = np.empty(len(array), array.dtype)
+        if len(array):
+            self.launcher.copy_out(values, array.pointer)
+        return values
+
+    # Passes over the flat vector
+
+    def accumulate_select(
+        self, acc: DeviceArray, pointers: NDArray[np.uint64], ends: Ints, kinds: NDArray[np.uint8], lo: int, hi: int,
+        floor: float,
+    ) -> Found:  # fmt: skip
+        marks = self._marks(len(acc))
+        gradients = self._gradients(pointers, ends, kinds)
+        region = (np.int64(lo), np.int64(hi), _bits(floor), np.int64(0))
+        self._over_tiles("accumulate_select", len(acc), acc, np.int64(len(acc)), *gradients, *region, *marks)
+        return self._selected(acc, 0, marks)
+
+    def average_select(
+        self, acc: DeviceArray, average: DeviceArray, rate: float, pointers: NDArray[np.uint64], ends: Ints,
+        kinds: NDArray[np.uint8], lo: int, hi: int, floor: float,
+    ) -> Found:  # fmt: skip
+        marks = self._marks(len(acc))
+        gradients = self._gradients(pointers, ends, kinds)
+        rates = (np.float32(rate), np.float32(1) - np.float32(rate), np.int64(len(acc)))
+        region = (np.int64(lo), np.int64(hi), _bits(floor))
+        self._over_tiles("average_select", len(acc), acc, average, *rates, *gradients, *region, *marks)
+        return self._selected(average, 0, marks)
+
+    def select(self, acc: DeviceArray, lo: int, hi: int, floor: float) -> Found:
+        first = lo // self.tile
+        length = max(0, hi - first * self.tile) if hi > lo else 0
+        marks = self._marks(length)
+        region = (np.int64(lo), np.int64(hi), _bits(floor), np.int64(first))
+        self._over_tiles("accumulate_select", length, acc, np.int64(hi), *_NO_GRADIENTS, *region, *marks)
+        return self._selected(acc, first, marks)
+
+    def accumulate(self, acc: DeviceArray, pointer: int, kind: int) -> int:
+        """Returns -1 at once, as nobody waits during backward; late_nonfinite() tells what was met."""
+        if not pointer or not len(acc):
+            return -1
+        bads = self.empty(self._tiles(len(acc)), np.int64)
+        self._over_tiles("accumulate", len(acc), acc, np.int64(len(acc)), np.uint64(pointer), np.uint32(kind), bads)
+        self._launch("note_bad", 1, self.launcher.block, acc, bads, np.int64(len(bads)), self._note_of(acc))
+        return -1
+
+    def late_nonfinite(self, acc: DeviceArray) -> int:
+        """The index in acc where accumulate() first met a value that is not finite since the last call, or -1."""
+        note = self._notes.get(id(acc.owner))
+        if note is None:
+            return -1
+        address = int(self.to_host(note)[0])
+        note.fill(0)
+        return (address - acc.pointer) // acc.itemsize if address else -1
+
+    def first_nonfinite(self, pointers: NDArray[np.uint64], ends: Ints, kinds: NDArray[np.uint8]) -> int:
+        size = int(ends[-1]) if len(ends) else 0
+        tiles = self._tiles(size)
+        counts, bads = self.empty(tiles, np.uint32), self.empty(tiles, np.int64)
+        gradients = self._gradients(pointers, ends, kinds)
+        self._over_tiles("first_nonfinite", size, np.int64(size), *gradients, counts, bads)
+        return self._scan(counts, bads)[2]
+
+    # Counts
+
+    def histogram(self, acc: DeviceArray, lo: int, hi: int) -> Ints:
+        bins = self._zeros(2048, np.uint64)
+        self._over_tiles("histogram", hi - lo, acc, np.int64(lo), np.int64(hi), bins)
+        return self.to_host(bins).astype(np.int64)
+
+    def tail_counts(self, magnitudes: DeviceArray, rungs: Floats) -> Ints:
+        pieces = [self._tail_counts(magnitudes, rungs[at : at + RUNGS]) for at in range(0, len(rungs), RUNGS)]
+        return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
+
+    def _tail_counts(self, magnitudes: DeviceArray, rungs: Floats) -> Ints:
+        reached = self._zeros(len(rungs) + 1, np.uint64)
+        n, count = np.int64(len(magnitudes)), np.uint32(len(rungs))
+        self._over_tiles("tail_counts", len(magnitudes), magnitudes, n, self.from_host(rungs), count, reached)
+        counts: Ints = np.cumsum(self.to_host(reached).astype(np.int64)[::-1])[::-1][1:]
+        return counts
+
+    def block_counts(self, index: DeviceArray, magnitude: DeviceArray, threshold: float, edges: Ints) -> Ints:
+        counts, blocks = self.empty(len(edges) - 1, np.int64), len(edges) - 1
+        found = (index, magnitude, np.int64(len(index)), np.float32(threshold))
+        self._for_each("block_counts", 32 * blocks, *found, self.from_host(edges), np.int64(blocks), counts)
+        return self.to_host(counts)
+
+    def search(self, index: DeviceArray, values: Ints) -> Ints:
+        places = self.empty(len(values), np.int64)
+        wanted = self.from_host(np.asarray(values, dtype=np.int64))
+        self._for_each("search", len(values), index, np.int64(len(index)), wanted, np.int64(len(values)), places)
+        return self.to_host(places)
+
+    def pick(self, index: DeviceArray, places: Ints) -> Ints:
+        picked = self.empty(len(places), np.int64)
+        wanted = self.from_host(np.asarray(places, dtype=np.int64))
+        self._for_each("pick", len(places), index, wanted, np.int64(len(places)), picked)
+        return self.to_host(picked)
+
+    # Rows
+
+    def compress_rows(
+        self, index: DeviceArray, magnitude: DeviceArray, threshold: float, lo: int, row: int, rows: int
+    ) -> tuple[DeviceArray, DeviceArray]:
+        row_counts, n, least = self.empty(rows, np.uint32), np.int64(len(index)), np.float32(threshold)
+        shape = (np.int64(lo), np.int64(row))
+        self._for_each("row_counts", 32 * rows, index, magnitude, n, least, *shape, np.int64(rows), row_counts)
+        masks, counts, _ = self._marks(len(index))
+        self._over_tiles("mark_reached", len(index), magnitude, n, least, masks, counts)
+        offsets, total, _ = self._scan(counts)
+        columns = self.empty(total, np.uint16)
+        self._over_tiles("write_columns", len(index), index, *shape, masks, offsets, columns)
+        return row_counts, columns
+
+    def expand_rows(self, counts: DeviceArray, columns: DeviceArray, lo: int, row: int, out: DeviceArray) -> bool:
+        offsets, total, _ = self._scan(counts)
+        if total != len(out) or len(columns) != len(out):
+            return False
+        sizes = (np.int64(len(out)), np.int64(lo), np.int64(row))
+        self._for_each("expand_rows", len(out), offsets, np.int64(len(counts)), columns, *sizes, out)
+        return True
+
+    # Reads and writes at an index
+
+    def take(self, acc: DeviceArray, index: DeviceArray, out: DeviceArray) -> None:
+        self._for_each("take", len(index), acc, index, np.int64(len(index)), out)
+
+    def put(self, acc: DeviceArray, index: DeviceArray, values: DeviceArray) -> None:
+        self._for_each("put", len(index), acc, index, np.int64(len(index)), values)
+
+    def add_at(self, acc: DeviceArray, index: DeviceArray, values: DeviceArray) -> None:
+        self._for_each("add_at", len(index), acc, index, np.int64(len(index)), values)
+
+    def zero_at(self, address: int, kind: int, count: int, index: DeviceArray) -> None:
+        self._for_each("zero_at", len(index), np.uint64(address), np.uint32(kind), index, np.int64(len(index)))
+
+    def publish_at(self, address: int, kind: int, count: int, index: DeviceArray, values: DeviceArray) -> None:
+        place = (np.uint64(address), np.uint32(kind))
+        self._for_each("publish_at", len(index), *place, index, np.int64(len(index)), values)
+
+    def add(self, total: DeviceArray, term: DeviceArray) -> None:
+        self._for_each("add", len(total), total, term, np.int64(len(total)))
+
+    def divide(self, values: DeviceArray, by: float) -> None:
+        self._for_each("divide", len(values), values, np.float32(by), np.int64(len(values)))
+
+    # Momentum
+
+    def blend(
+        self, index: DeviceArray, values: DeviceArray, carried: DeviceArray, previous: DeviceArray, share: float
+    ) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
+        n, m = len(index), len(carried)
+        masks, counts, _ = self._marks(m)
+        self._over_tiles("mark_absent", m, carried, np.int64(m), index, np.int64(n), masks, counts)
+        absent, before = self._kept(carried, previous, masks, counts)
+        shares = (np.float32(share), np.float32(1) - np.float32(share))
+        both, mixed, selected = (self.empty(n + len(absent), kind) for kind in (np.int64, np.float32, np.uint8))
+        others = np.int64(len(absent))
+        first = (index, values, np.int64(n), carried, previous, np.int64(m), absent, others)
+        self._for_each("blend_selected", n, *first, *shares, both, mixed, selected)
+        second = (absent, before, others, index, np.int64(n))
+        self._for_each("blend_carried", len(absent), *second, *shares, both, mixed, selected)
+        return both, mixed, selected
+
+    def come_to_rest(
+        self, acc: DeviceArray, index: DeviceArray, values: DeviceArray, selected: DeviceArray, mean: DeviceArray,
+        left: DeviceArray, pending: float,
+    ) -> tuple[DeviceArray, DeviceArray]:  # fmt: skip
+        n = len(index)
+        masks, counts, _ = self._marks(n)
+        sent = (acc, index, values, selected, mean, left, np.int64(n), np.float32(pending))
+        self._over_tiles("come_to_rest", n, *sent, masks, counts)
+        return self._kept(index, values, masks, counts)
+
+    # Codecs
+
+    def encode_int8(self, x: DeviceArray, scales: DeviceArray, q: DeviceArray) -> None:
+        self._launch("encode_int8", -(-len(x) // GROUP), GROUP, x, np.int64(len(x)), scales, q)
+
+    def decode_int8(self, scales: DeviceArray, q: DeviceArray, x: DeviceArray) -> None:
+        self._for_each("decode_int8", len(x), scales, q, np.int64(len(x)), x)
+
+    def encode_fp16(self, x: DeviceArray, scales: DeviceArray, h: DeviceArray) -> None:
+        self._launch("encode_fp16", -(-len(x) // GROUP), GROUP, x, np.int64(len(x)), scales, h)
+
+    def decode_fp16(self, scales: DeviceArray, h: DeviceArray, x: DeviceArray) -> None:
+        self._for_each("decode_fp16", len(x), scales, h, np.int64(len(x)), x)
+
+    def encode_bf16(self, x: DeviceArray, h: DeviceArray) -> None:
+        self._for_each("encode_bf16", len(x), x, np.int64(len(x)), h)
+
+    def decode_bf16(self, h: DeviceArray, x: DeviceArray) -> None:
+        self._for_each("decode_bf16", len(x), h, np.int64(len(x)), x)
+
+    # Launches
+
+    def _launch(self, name: str, grid: int, block: int, *args: DeviceArray | np.generic) -> None:
+        if grid:
+            plain = [np.uint64(a.pointer) if isinstance(a, DeviceArray) else a for a in args]
+            self.launcher.launch(name, grid, block, plain)
+
+    def _over_tiles(self, name: str, count: int, *args: DeviceArray | np.generic) -> None:
+        self._launch(name, self._tiles(count), self.launcher.block, *args)
+
+    def _for_each(self, name: str, count: int, *args: DeviceArray | np.generic) -> None:
+        self._launch(name, -(-count // self.launcher.block), self.launcher.block, *args)
+
+    def _tiles(self, count: int) -> int:
+        return -(-max(0, count) // self.tile)
+
+    def _zeros(self, count: int, dtype: Any) -> DeviceArray:
+        array = self.empty(count, dtype)
+        array.fill(0)
+        return array
+
+    def _note_of(self, acc: DeviceArray) -> DeviceArray:
+        """Where the address of the first value that is not finite is noted, for as long as acc's memory lives."""
+        key = id(acc.owner)
+        if key not in self._notes:
+            self._notes[key] = self._zeros(1, np.uint64)
+            weakref.finalize(acc.owner, self._notes.pop, key, None)
+        return self._notes[key]
+
+    def _gradients(
+        self, pointers: NDArray[np.uint64], ends: Ints, kinds: NDArray[np.uint8]
+    ) -> tuple[DeviceArray, DeviceArray, DeviceArray, np.int64]:
+        """Addresses, ends and types in one copy to the device."""
+        count = len(pointers)
+        packed = self.from_host(np.concatenate([pointers.view(np.uint8), ends.view(np.uint8), kinds]))
+        addresses, bounds = packed[: 8 * count].view(np.uint64), packed[8 * count : 16 * count].view(np.int64)
+        return addresses, bounds, packed[16 * count :], np.int64(count)
+
+    def _marks(self, count: int) -> Marks:
+        tiles = self._tiles(count)
+        masks = self.empty(tiles * self.launcher.block, np.uint32)
+        return Marks(masks, self.empty(tiles, np.uint32), self.empty(tiles, np.int64))
+
+    def _scan(self, counts: DeviceArray, bads: DeviceArray | None = None) -> tuple[DeviceArray, int, int]:
+        """Where each count's elements begin, their number, and the lowest of `bads` or -1."""
+        offsets, summary = self.empty(len(counts) + 1, np.int64), self.empty(2, np.int64)
+        low = np.uint64(0) if bads is None else bads
+        self._launch("scan_counts", 1, self.launcher.scan, counts, low, np.int64(len(counts)), offsets, summary)
+        total, bad = self.to_host(summary).tolist()
+        return offsets, total, bad
+
+    def _selected(self, acc: DeviceArray, first: int, marks: Marks) -> Found:
+        """What the marks select, with its magnitudes in acc; `first` is the tile that the marks begin with."""
+        offsets, total, bad = self._scan(marks.counts, marks.bads)
+        index, magnitude = self.empty(total, np.int64), self.empty(total, np.float32)
+        if total:
+            args = (acc, np.int64(first), marks.masks, offsets, index, magnitude)
+            self._launch("write_selected", len(marks.counts), self.launcher.block, *args)
+        return index, magnitude, bad
+
+    def _kept(
+        self, index: DeviceArray, values: DeviceArray, masks: DeviceArray, counts: DeviceArray
+    ) -> tuple[DeviceArray, DeviceArray]:
+        """The marked elements of an index and its values."""
+        offsets, total, _ = self._scan(counts)
+        kept = self.empty(total, np.int64), self.empty(total, np.float32)
+        self._over_tiles("write_kept", len(index), index, values, masks, offsets, *kept)
+        return kept
+
+
+_NO_GRADIENTS = (np.uint64(0), np.uint64(0), np.uint64(0), np.int64(0))
+
+
+def _bits(floor: float) -> np.uint32:
+    """A threshold as the integer that magnitudes are compared with."""
+    if not floor >= 0.0:
+        raise ValueError(f"threshold must be a number >= 0, got {floor}")
+    return np.float32(floor).view(np.uint32)

@@ -1,0 +1,98 @@
+"""Which kernels run: on a CUDA device those for it; on the host native code, or NumPy where it could not be built.
+
+`MPISPARSE_BACKEND=native|numpy` chooses; `MPISPARSE_ISA=generic|avx2|avx512` limits the native instruction set.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import types
+import warnings
+from typing import Any
+
+import torch
+
+from mpisparse.backends import host_arrays, reference
+from mpisparse.backends.protocol import Backend
+from mpisparse.errors import ConfigurationError, check_choice
+
+BACKENDS = ("native", "numpy")
+HOST = ("empty", "array_of", "from_host", "to_host", "search", "pick", "add", "divide", "late_nonfinite")
+THREADED = (
+    "accumulate_select", "accumulate_select_scored", "average_select", "accumulate", "select", "select_scored",
+    "first_nonfinite", "histogram", "histogram_scored",
+)  # fmt: skip
+
+
+def local_device(local_rank: int) -> torch.device:
+    """The CUDA device of a rank by its place among those of its host, and make it torch's current one.
+
+    CUDA_VISIBLE_DEVICES decides which devices there are, and in what order; where a rank is shown its own alone, it is that.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hint = "" if seen is None else f" (CUDA_VISIBLE_DEVICES={seen})"
+        raise ConfigurationError(f"torch {torch.__version__} finds no CUDA device{hint}; see what mpisparse doctor says")
+    device = torch.device("cuda", local_rank % count)
+    torch.cuda.set_device(device)
+    return device
+
+
+@functools.cache
+def load_backend(name: str | None = None, device: torch.device | None = None) -> Any:
+    """Return the kernels: those of a CUDA device; on the host by name, by MPISPARSE_BACKEND, or the fastest there are."""
+    if device is not None and device.type == "cuda":
+        return _cuda(device)
+    wanted = name or os.environ.get("MPISPARSE_BACKEND") or None
+    if wanted is not None:
+        check_choice("backend (MPISPARSE_BACKEND)", wanted, BACKENDS)
+    if wanted == "numpy":
+        return reference
+    try:
+        return _native()
+    except ImportError as error:
+        if wanted == "native":
+            raise ConfigurationError(f"native kernels were asked for but cannot be loaded ({error})") from error
+        warnings.warn(
+            "mpisparse runs without its native kernels, because no C++ compiler was found when it was installed: the same "
+            "bits, but accumulation and selection take several times longer. Install a compiler and mpisparse again; "
+            "MPISPARSE_BACKEND=numpy silences this.",
+            stacklevel=2,
+        )
+        return reference
+
+
+def _cuda(device: torch.device) -> Backend:
+    try:
+        from mpisparse.backends.cuda.binding import CupyLauncher
+    except ImportError as error:
+        raise ConfigurationError(
+            f"the model is on {device}, but CuPy cannot be imported ({error}); install mpisparse[cuda13] or [cuda12]"
+        ) from error
+    from mpisparse.backends.cuda.backend import CudaBackend
+
+    return CudaBackend(CupyLauncher(device))
+
+
+def _native() -> Any:
+    from mpisparse import _cpu
+
+    isa = os.environ.get("MPISPARSE_ISA")
+    if isa:
+        check_choice("instruction set (MPISPARSE_ISA)", isa, _cpu.isas())
+        _cpu.use_isa(isa)
+    functions = {key: getattr(host_arrays, key) for key in HOST}
+    functions |= {key: getattr(_cpu, key) for key in dir(_cpu) if not key.startswith("_")}
+    functions |= {key: _with_threads(functions[key]) for key in THREADED}
+    return types.SimpleNamespace(**{**functions, "name": "native"})
+
+
+def _with_threads(kernel: Any) -> Any:
+    """Run a kernel on as many threads as torch uses now."""
+
+    def run(*args: Any) -> Any:
+        return kernel(*args, torch.get_num_threads())
+
+    return run

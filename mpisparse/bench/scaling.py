@@ -1,0 +1,328 @@
+"""bench scaling: steps on real ranks, as many as mpirun started; then the same steps simulated, and simulated on far more.
+
+The simulator's selection must equal the real one, and its times are compared with real ones. What a step of a scheme
+computes is measured on single ranks, as many at once as there are cores; what messages take, on each number of ranks:
+bandwidth by large ones, latency by steps of exdyna that have next to no elements. Workers beyond the real ranks each have a
+core of their own, and links as two ranks of this run had, unless latency and bandwidth are given.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import mpisparse
+from mpisparse.bench.costs import Log, Machine
+from mpisparse.bench.simulator import Simulated, Simulator, dense_log, simulator
+from mpisparse.bench.sync import open_source
+from mpisparse.bench.synthetic import LAYERS, GivenModel, Source, Synthetic
+from mpisparse.bench.train import Case
+from mpisparse.comm.exchange import Exchange, end_job_on_uncaught_exception
+from mpisparse.core.step import Stats
+from mpisparse.errors import ConfigurationError
+from mpisparse.runtime.table import save, show
+
+COLUMNS = {
+    "ranks": "d", "scheme": "", "how": "", "density": ".6f", "worst_density": ".3f", "build_up": ".3f", "imbalance": ".3f",
+    "received_MB": ".4f", "ms": ".2f", "modelled_ms": ".2f", "error": "+.0%", "same": "",
+}  # fmt: skip
+SMALL, LARGE = 64, 1 << 18  # bytes of a rank's messages by which bandwidth is measured
+TRIES = 15
+LITTLE = 10 * LAYERS  # elements of a step that is nearly all latency
+NAP = 0.002
+NEXT_TO_NOTHING = 1e-9  # seconds
+FIRST = 2  # steps from which on density is judged: the first ones find the threshold
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run, really and virtually."""
+
+    elements: int
+    density: float
+    cases: list[str]
+    steps: int
+    workers: list[int]
+    gradients: Path | None = None
+    latency: float | None = None
+    bandwidth: float | None = None
+    as_json: bool = False
+    out: Path | None = None
+
+
+def run(plan: Plan) -> int:
+    """Measure, simulate and print on rank 0; collective."""
+    end_job_on_uncaught_exception()
+    comm = MPI.COMM_WORLD
+    source = open_source(comm, plan.gradients, plan.elements)
+    _check_cases(comm, plan, source)
+    sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size < comm.size] + [comm.size]
+    real: dict[tuple[str, int], list[list[Stats]]] = {}
+    machine = Machine({}, {}, {}, _cores(comm), _handling(comm))
+    little = Calibration(replace(plan, steps=FIRST + TRIES), Synthetic(LITTLE, comm.size), comm)
+    for size in sizes:
+        part = MPI.Intracomm(comm.Split(0 if comm.rank < size else 1, comm.rank))
+        with _others_asleep(comm):
+            if comm.rank < size:
+                machine.bandwidth[size], machine.reducing[size] = _links(part, sum(source.sizes))
+                little.measure(part)
+                for scheme in plan.cases:
+                    real[scheme, size] = part.allgather(_steps(part, source, scheme, plan))
+        part.Free()
+    computing = {scheme: _computing(comm, source, scheme, plan) for scheme in plan.cases}
+    with _others_asleep(comm):
+        if comm.rank == 0:
+            little.calibrate(machine)
+            cluster = _cluster(plan, machine)
+            records = [_beside(plan, source, machine, computing, key, stats) for key, stats in real.items()]
+            records += _virtual(plan, source, cluster, computing)
+    if comm.rank == 0:
+        _publish(plan, records, machine, cluster, source)
+    return 0
+
+
+def _check_cases(comm: MPI.Intracomm, plan: Plan, source: Source) -> None:
+    """Raise on all ranks, before anything is measured, if a case cannot be simulated, or links are unknown; collective."""
+    exchange = Exchange(comm)
+    error: ConfigurationError | None = None
+    try:
+        if (plan.latency is None or plan.bandwidth is None) and comm.size < 2:
+            raise ConfigurationError("one rank has no links to measure: start at least 2, or give --latency and --bandwidth")
+        for case in plan.cases:
+            _simulator(plan, source, case, 1)
+    except ConfigurationError as caught:
+        error = caught
+    exchange.raise_together(error)
+    exchange.close()
+
+
+@contextmanager
+def _others_asleep(comm: MPI.Intracomm) -> Iterator[None]:
+    """Ranks that come to the end first wait for the others without taking their cores; collective."""
+    yield
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(NAP)
+
+
+# Real ranks
+
+
+def _steps(part: MPI.Intracomm, source: Source, scheme: str, plan: Plan) -> list[Stats]:
+    """What this rank's steps did; `seconds` holds the time from a common start to this rank's end."""
+    model = GivenModel.of(source, part.rank)
+    case = Case.parse(scheme)
+    density = {} if case.scheme == "dense" else {"density": plan.density}
+    sync = mpisparse.GradientSync(model, scheme=case.scheme, comm=part, **{**density, **case.values})
+    notes = []
+    for _ in range(plan.steps):
+        model.zero_grad()
+        model.backward()
+        held = [p.grad for p in model.layers]
+        part.Barrier()
+        start = time.perf_counter()
+        sync.step()
+        notes.append(replace(sync.stats, seconds={"step": time.perf_counter() - start}))
+        held.clear()
+    sync.close()
+    return notes
+
+
+def _median(call: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> float:
+    """Seconds of the middle of several calls, after two to warm up."""
+    seconds = []
+    for turn in range(2 + TRIES):
+        before()
+        start = time.perf_counter()
+        call()
+        if turn >= 2:
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def _links(part: MPI.Intracomm, elements: int) -> tuple[float, float]:
+    """Bytes a second that a rank receives of large messages, and of a sum of so many float32; collective."""
+    if part.size == 1:
+        return 1e12, 1e12
+    times = []
+    for nbytes in (SMALL, LARGE):
+        row, rows = np.zeros(nbytes, np.uint8), np.zeros(nbytes * part.size, np.uint8)
+        times.append(part.allreduce(_median(lambda a=row, b=rows: part.Allgather(a, b), part.Barrier), MPI.MAX))  # type: ignore[misc]
+    values, sums = np.ones(elements, np.float32), np.zeros(elements, np.float32)
+    reduced = part.allreduce(_median(lambda: part.Allreduce(values, sums), part.Barrier), MPI.MAX)
+    moved = 2 * values.nbytes * (part.size - 1) / part.size
+    return (part.size - 1) * LARGE / max(times[1] - times[0], 1e-9), moved / reduced
+
+
+def _cores(comm: MPI.Intracomm) -> int:
+    """Cores of all hosts together, taken to be alike; collective."""
+    local = MPI.Intracomm(comm.Split_type(MPI.COMM_TYPE_SHARED))
+    hosts: int = comm.allreduce(int(local.rank == 0))
+    local.Free()
+    return hosts * (os.cpu_count() or 1)
+
+
+def _handling(comm: MPI.Intracomm) -> float:
+    """Seconds a byte to add values that came to those that are there; rank 0's, collective."""
+    values, more = np.ones((2, LARGE // 4), np.float32)
+    return float(comm.bcast(_median(lambda: np.add(values, more, out=values)) / LARGE))
+
+
+def _computing(comm: MPI.Intracomm, source: Source, scheme: str, plan: Plan) -> float:
+    """Seconds of a step of one rank, but for deciding, when as many ranks as there are cores each do one; collective."""
+    seconds = 0.0
+    with _others_asleep(comm):
+        if comm.rank < (os.cpu_count() or 1):
+            seconds = _typical([_steps(MPI.COMM_SELF, source, scheme, plan)])
+            steps = _simulate(plan, source, scheme, 1)[FIRST:]
+            seconds -= statistics.median(s.work + s.alone for s in steps) if steps else 0.0
+    return float(comm.allreduce(seconds, MPI.MAX))
+
+
+def _typical(stats: list[list[Stats]]) -> float:
+    """The slowest rank's seconds in the middle one of the steps that are judged."""
+    steps = list(zip(*stats, strict=True))[FIRST:]
+    return float(statistics.median(max(rank.seconds["step"] for rank in step) for step in steps))
+
+
+class Calibration:
+    """Steps of exdyna with next to no elements: what they take beyond what one rank computes are rounds of messages.
+
+    What rank 0 reckons comes after all that is measured, when the other ranks sleep.
+    """
+
+    SCHEME = "exdyna"
+
+    def __init__(self, plan: Plan, source: Source, comm: MPI.Intracomm) -> None:
+        self.plan = plan
+        self.source = source
+        self.computing = _computing(comm, source, self.SCHEME, plan)
+        self.seconds: dict[int, float] = {}
+
+    def measure(self, part: MPI.Intracomm) -> None:
+        """Time steps on so many ranks; collective."""
+        self.seconds[part.size] = _typical(part.allgather(_steps(part, self.source, self.SCHEME, self.plan)))
+
+    def calibrate(self, machine: Machine) -> None:
+        """Set the machine's latencies: seconds of a round of messages."""
+        for size, seconds in self.seconds.items():
+            steps = _simulate(self.plan, self.source, self.SCHEME, size)[FIRST:]
+            rounds = statistics.median(sum(message.rounds() for message in s.log.messages) for s in steps)
+            known = statistics.median(machine.busy(size) * (self.computing + s.work) + machine.moving(s.log) for s in steps)
+            machine.latency[size] = max((seconds - known) / rounds, NEXT_TO_NOTHING) if size > 1 else NEXT_TO_NOTHING
+
+
+# Simulated ones
+
+
+def _beside(
+    plan: Plan, source: Source, machine: Machine, computing: dict[str, float], key: tuple[str, int], stats: list[list[Stats]]
+) -> dict[str, Any]:
+    """A record of real steps, with the same steps simulated: whether they selected alike, and how far times are apart."""
+    scheme, size = key
+    seconds = _typical(stats)
+    first = stats[0]
+    record = {
+        "ranks": size, "scheme": scheme, "how": "real",
+        "density": statistics.mean(s.density for s in first[FIRST:]),
+        "worst_density": max(abs(s.build_up - 1) for s in first[FIRST:]),
+        "build_up": statistics.mean(s.build_up for s in first[FIRST:]),
+        "imbalance": statistics.mean(s.imbalance for s in first[FIRST:]),
+        "received_MB": statistics.mean(max(row[t].bytes_received for row in stats) for t in range(FIRST, plan.steps)) / 1e6,
+        "ms": 1e3 * seconds,
+    }  # fmt: skip
+    elements = sum(source.sizes)
+    if scheme == "dense":
+        modelled = machine.seconds(dense_log(size, elements), computing[scheme])
+        same = dense_log(size, elements).received().tolist() == [row[-1].bytes_received for row in stats]
+    else:
+        steps = _simulate(plan, source, scheme, size)
+        modelled = statistics.median(machine.seconds(s.log, computing[scheme] + s.work, s.alone) for s in steps[FIRST:])
+        same = all(_equal(s, [row[t] for row in stats]) for t, s in enumerate(steps))
+    return {**record, "modelled_ms": 1e3 * modelled, "error": modelled / seconds - 1, "same": "yes" if same else "NO"}
+
+
+def _simulator(plan: Plan, source: Source, scheme: str, size: int) -> Simulator | None:
+    """The simulator of a case; None for dense, which chooses nothing."""
+    case = Case.parse(scheme)
+    options = {"density": plan.density, **case.values}
+    return None if scheme == "dense" else simulator(case.scheme, source, size, **options)
+
+
+def _simulate(plan: Plan, source: Source, scheme: str, size: int) -> list[Simulated]:
+    virtual = _simulator(plan, source, scheme, size)
+    return [] if virtual is None else [virtual.step() for _ in range(plan.steps)]
+
+
+def _equal(simulated: Simulated, real: list[Stats]) -> bool:
+    """Tell whether a simulated step chose what a real one did, and moved the same bytes on every rank."""
+    chosen = {(s.selected, s.threshold, s.borders, s.workloads) for s in real}
+    workloads = tuple(int(simulated.workloads[r.rank]) for r in simulated.regions)
+    moved = [(s.bytes_sent, s.bytes_received) for s in real]
+    counted = list(zip(simulated.log.sent().tolist(), simulated.log.received().tolist(), strict=True))
+    return chosen == {(len(simulated.union), simulated.threshold, simulated.borders, workloads)} and moved == counted
+
+
+def _cluster(plan: Plan, machine: Machine) -> Machine:
+    """Where virtual workers are: each on its own core, on links as given or as two ranks here had."""
+    latency = plan.latency if plan.latency is not None else machine.latency[2]
+    bandwidth = plan.bandwidth if plan.bandwidth is not None else machine.bandwidth[2]
+    reducing = plan.bandwidth if plan.bandwidth is not None else machine.reducing[2]
+    return Machine({2: latency}, {2: bandwidth}, {2: reducing}, handling=machine.handling)
+
+
+def _virtual(plan: Plan, source: Source, cluster: Machine, computing: dict[str, float]) -> list[dict[str, Any]]:
+    """Records of steps on virtual workers; schemes without exclusive regions only while all workers differ."""
+    elements, records = sum(source.sizes), []
+    for size in plan.workers:
+        for scheme in plan.cases:
+            if scheme == "dense":
+                log = dense_log(size, elements)
+                records.append(_modelled(size, scheme, [log], cluster.seconds(log, computing[scheme])))
+            elif scheme.startswith("exdyna") or size <= source.ranks * source.steps:
+                steps = _simulate(plan, source, scheme, size)[FIRST:]
+                seconds = statistics.median(cluster.seconds(s.log, computing[scheme] + s.work, s.alone) for s in steps)
+                ratios = [len(s.union) / s.k for s in steps]
+                records.append({
+                    **_modelled(size, scheme, [s.log for s in steps], seconds),
+                    "density": statistics.mean(s.density for s in steps),
+                    "worst_density": max(abs(ratio - 1) for ratio in ratios),
+                    "build_up": statistics.mean(ratios),
+                    "imbalance": statistics.mean(s.imbalance for s in steps),
+                })  # fmt: skip
+    return records
+
+
+def _modelled(size: int, scheme: str, logs: list[Log], seconds: float) -> dict[str, Any]:
+    received = statistics.mean(int(log.received().max()) for log in logs) / 1e6
+    return {"ranks": size, "scheme": scheme, "how": "simulated", "received_MB": received, "modelled_ms": 1e3 * seconds}
+
+
+def _publish(plan: Plan, records: list[dict[str, Any]], machine: Machine, cluster: Machine, source: Source) -> None:
+    elements = sum(source.sizes)
+    for record in records:
+        priced = (machine if record["how"] == "real" else cluster).record()
+        record.update(elements=elements, set_density=plan.density, steps=plan.steps, **priced)
+    if not plan.as_json:
+        print(f"{elements:,} float32, density {plan.density:g}, {plan.steps} steps, judged from the third on")
+    show(records, COLUMNS, as_json=plan.as_json)
+    if not plan.as_json:
+        says, others = (", ".join(f"{key} {value:.4g}" for key, value in m.record().items()) for m in (machine, cluster))
+        errors = [abs(r["error"]) for r in records if "error" in r and r["ranks"] > 1]
+        print(f"machine: {says}, {machine.cores} cores")
+        print(f"virtual workers: {others}, a core each")
+        if errors:
+            print(f"modelled times are off by {statistics.mean(errors):.0%} on average, {max(errors):.0%} at most")
+        print(
+            f"workers beyond {source.ranks} repeat others' gradients some steps later: {source.ranks * source.steps} differ"
+        )
+    save("scaling", records, plan.out)

@@ -1,0 +1,362 @@
+"""All ranks in one process: the selection of real runs, with their own code, for as many workers as one likes.
+
+What ranks decide alike (`ExclusiveSelector`, the controllers, the search for a threshold, the pickers of the baselines) runs
+once; what each rank does to its own accumulator runs for one worker after the other, and messages are noted, not sent.
+No accumulator of many workers is kept: where one is read, it is added up again from the gradients since the first step, with
+the same roundings, and zeroed where all ranks sent. Selection is thus that of a real run with codec fp32, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpisparse.backends.device import load_backend
+from mpisparse.bench.costs import Log
+from mpisparse.bench.synthetic import Source, worker_gradient
+from mpisparse.core.records import Region, imbalance
+from mpisparse.core.step import spans_of
+from mpisparse.errors import ConfigurationError, check_choice
+from mpisparse.schemes import SCHEMES, configure
+from mpisparse.schemes.partitioned import Exdyna
+from mpisparse.select.candidates import Found, certain, count_ties, drop_ties, largest, merge
+from mpisparse.select.exclusive import settle_in_regions
+from mpisparse.select.fill import fill, is_short
+from mpisparse.select.pickers import CyclicTopK, Picker, TopK, merged, shared_out
+from mpisparse.select.scorers import Magnitude
+from mpisparse.select.search import Search, block_count_type, harmonic
+from mpisparse.select.selector import ExclusiveSelector
+from mpisparse.select.threshold import Controller, Rungs
+from mpisparse.wire.codecs import CODECS
+from mpisparse.wire.indices import nbytes_of
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+Scopes = list[tuple[int, int]]
+
+READY, HEADER, COUNT = 40, 16, 4  # bytes of a rank's status, of that before counts, and of a count below 2^32
+HISTOGRAM_BINS = 2048
+KEPT = 1 << 32  # bytes of accumulators that are kept; more are added up again whenever they are read
+
+
+class Accumulators:
+    """Every worker's accumulator: gradients added up since the first step, zero where they were sent."""
+
+    def __init__(self, source: Source, size: int) -> None:
+        self.source = source
+        self.size = size
+        self.n = sum(source.sizes)
+        self.unions: list[Ints] = []
+        self.whole: list[Floats] | None = None
+
+    def keep(self) -> None:
+        """Keep all of them in memory from now on, before the first step: for few workers that read them whole."""
+        self.whole = [np.zeros(self.n, dtype=np.float32) for _ in range(self.size)]
+
+    def begin(self) -> None:
+        """Add a step's gradients to what is kept."""
+        for worker, acc in enumerate(self.whole or []):
+            acc += worker_gradient(self.source, worker, len(self.unions))
+
+    def read(self, worker: int, lo: int, hi: int) -> Floats:
+        """A worker's elements [lo, hi) in the step that is being done."""
+        if self.whole is not None:
+            return self.whole[worker][lo:hi]
+        acc = np.zeros(hi - lo, dtype=np.float32)
+        for step in range(len(self.unions) + 1):
+            acc += worker_gradient(self.source, worker, step)[lo:hi]
+            if step < len(self.unions):
+                union = self.unions[step]
+                a, b = np.searchsorted(union, (lo, hi))
+                acc[union[a:b] - lo] = 0.0
+        return acc
+
+    def sent(self, union: Ints) -> None:
+        """These elements were sent by all; the next step begins."""
+        for acc in self.whole or []:
+            acc[union] = 0.0
+        self.unions.append(union)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What one step of all workers did; workloads and borders are in the order of the regions.
+
+    work: seconds of a worker's own on deciding: what all decide alike (borders and blocks), or picking its largest; alone:
+    of the one whose turn it is, while the others wait.
+    """
+
+    union: Ints
+    regions: list[Region]
+    workloads: Ints
+    threshold: float
+    log: Log
+    work: float
+    alone: float
+    k: int
+    n: int
+
+    @property
+    def borders(self) -> tuple[int, ...]:
+        return (*(r.lo for r in self.regions), self.n)
+
+    @property
+    def density(self) -> float:
+        return len(self.union) / self.n
+
+    @property
+    def imbalance(self) -> float:
+        return imbalance(self.workloads)
+
+
+class VirtualSearch(Search[Scopes, list[Found]]):
+    """The search for a threshold as all ranks do it; what they would send is noted in the log."""
+
+    def __init__(self, controller: Controller, k: int, acc: Accumulators, log: Log) -> None:
+        super().__init__(controller, k, acc.n, acc.size)
+        self.backend = load_backend()
+        self.acc = acc
+        self.log = log
+
+    def ladder(self, found: list[Found], rungs: Rungs, everywhere: bool) -> tuple[Ints, Callable[[int], Ints]]:
+        rows = np.stack([self.backend.tail_counts(f.magnitude, rungs) for f in found])
+        if self.gathers:
+            self.log.add("allgather", HEADER + COUNT * len(rungs))
+            return harmonic(rows[self.able]) if everywhere else rows.sum(axis=0), lambda rung: rows[:, rung]
+        self.log.add("allgather", HEADER)
+        self.log.add("allreduce", 8 * len(rungs))
+
+        def workload_at(rung: int) -> Ints:
+            self.log.add("allgather", 8)
+            share: Ints = rows[:, rung]
+            return share
+
+        return rows.sum(axis=0) // (self.size if everywhere else 1), workload_at
+
+    def histogram(self, scope: Scopes) -> Ints:
+        self.log.add("allreduce", 8 * HISTOGRAM_BINS)
+        total = np.zeros(HISTOGRAM_BINS, dtype=np.int64)
+        for worker, (lo, hi) in enumerate(scope):
+            total += self.backend.histogram(self.acc.read(worker, lo, hi), 0, hi - lo)
+        return total
+
+    def histograms(self, scope: Scopes) -> Ints:
+        self.log.add("allgather", 8 * HISTOGRAM_BINS)
+        reads = ((self.acc.read(worker, lo, hi), hi - lo) for worker, (lo, hi) in enumerate(scope))
+        return np.stack([self.backend.histogram(values, 0, count) for values, count in reads])
+
+    def select(self, scope: Scopes, floor: float) -> list[Found]:
+        return [self._select(worker, lo, hi, floor) for worker, (lo, hi) in enumerate(scope)]
+
+    def _select(self, worker: int, lo: int, hi: int, floor: float) -> Found:
+        index, magnitude, _ = self.backend.select(self.acc.read(worker, lo, hi), 0, hi - lo, floor)
+        return Found(index + lo, magnitude)
+
+    def block_counts(self, found: list[Found], threshold: float, edges: Ints) -> list[Ints]:
+        counts = [self.backend.block_counts(f.index, f.magnitude, threshold, edges).astype(np.int64) for f in found]
+        if self.gathers:
+            self.log.add("allgather", (len(edges) - 1) * block_count_type(edges)().itemsize)
+            return counts
+        self.log.add("allreduce", (len(edges) - 1) * block_count_type(edges, self.size)().itemsize)
+        return [np.sum(counts, axis=0)] * self.size
+
+    def inside(self, found: list[Found], regions: list[Region]) -> tuple[Scopes, list[Found]]:
+        mine = by_rank(regions)
+        return [(r.lo, r.hi) for r in mine], [
+            f.within(np.searchsorted, r.lo, r.hi) for f, r in zip(found, mine, strict=True)
+        ]
+
+    def tied(self, found: list[Found], threshold: float) -> Ints:
+        self.log.add("allgather", 16)
+        return np.stack([count_ties(f, threshold) for f in found])
+
+    def cut(self, found: list[Found], threshold: float, shares: Ints, turn: int) -> list[Found]:
+        return [drop_ties(f, threshold, int(share), turn) for f, share in zip(found, shares, strict=True)]
+
+    def nominate(self, found: list[Found], threshold: float, regions: list[Region]) -> list[Found]:
+        every = (largest(self.backend, self.acc.read(worker, 0, self.n), self.k) for worker in range(self.size))
+        own = [certain(f.reaching(threshold)) for f in found]
+        return [merge(*pair) for pair in zip(own, self._route(every, regions), strict=True)]
+
+    def add_poor(self, found: list[Found], threshold: float, able: Ints, regions: list[Region]) -> list[Found]:
+        scopes = ((worker, 0 if worker in able else self.n) for worker in range(self.size))
+        every = (self._select(worker, 0, hi, threshold) for worker, hi in scopes)
+        return [merge(*pair) for pair in zip(found, self._route(every, regions), strict=True)]
+
+    def _route(self, every: Iterable[Found], regions: list[Region]) -> list[Found]:
+        """Send every worker's candidates to the owners of their regions."""
+        owners = by_rank(regions)
+        rows = [[nominated.within(np.searchsorted, r.lo, r.hi) for r in owners] for nominated in every]
+        table = np.array([[len(part.index) for part in row] for row in rows], dtype=np.int64)
+        self.log.add("allgather", 8 * self.size)
+        self.log.add_route(8 * table)
+        self.log.add_route(4 * table)
+        joined = []
+        for parts in zip(*rows, strict=True):
+            index, magnitude = (np.concatenate([getattr(part, key) for part in parts]) for key in ("index", "magnitude"))
+            joined.append(Found(index, magnitude))
+        return joined
+
+
+class TimedSelector(ExclusiveSelector):
+    """A selector that knows how long it took: in a real run every rank does what it does."""
+
+    seconds = 0.0
+
+    def draw(self, counts: Sequence[Ints], able: Ints, loads: Ints | None = None) -> None:
+        start = time.perf_counter()
+        super().draw(counts, able, loads)
+        self.seconds += time.perf_counter() - start
+
+    def adapt(self, union: Ints, controller: Controller) -> None:
+        start = time.perf_counter()
+        super().adapt(union, controller)
+        self.seconds += time.perf_counter() - start
+
+
+class Simulator:
+    """Steps of all workers of a scheme; a subclass says how they choose."""
+
+    def __init__(self, source: Source, size: int, density: float) -> None:
+        self.acc = Accumulators(source, size)
+        self.size = size
+        self.n = self.acc.n
+        self.k = max(1, math.floor(density * self.n + 1e-6))
+
+    def choose(self, log: Log) -> Choice:
+        """What all send in this step; notes the messages that it takes to know it."""
+        raise NotImplementedError
+
+    def step(self) -> Simulated:
+        """Do one step."""
+        log = Log(self.size)
+        log.add("allgather", READY)
+        self.acc.begin()
+        choice = self.choose(log)
+        codec = CODECS["fp32"]
+        shares = [codec.nbytes(stop - start) for start, stop in spans_of(load_backend(), choice.union, choice.regions)]
+        log.add("alltoallv", shares)
+        log.add("allgatherv", shares)
+        self.acc.sent(choice.union)
+        return Simulated(**vars(choice), log=log, k=self.k, n=self.n)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is sent, where it is summed, what each rank chose, from which magnitude on, and what deciding took.
+
+    work: seconds of every rank; alone: seconds of one while the others wait.
+    """
+
+    union: Ints
+    regions: list[Region]
+    workloads: Ints
+    threshold: float
+    work: float = 0.0
+    alone: float = 0.0
+
+
+class ExclusiveSimulator(Simulator):
+    """Scheme exdyna."""
+
+    def __init__(self, source: Source, size: int, options: Exdyna) -> None:
+        super().__init__(source, size, options.density)
+        plain = Exdyna(
+            density=options.density, accumulate=options.accumulate, controller=options.controller,
+            partitioner=options.partitioner, blocks=options.blocks,
+        )  # fmt: skip
+        if options != plain:
+            raise ConfigurationError(
+                "the simulator knows density, accumulate, controller, partitioner and blocks of scheme exdyna; leave the "
+                "other options as they are by default"
+            )
+        self.selector = TimedSelector(
+            self.n, size, controller=options.controller, partitioner=options.partitioner, blocks=options.blocks,
+            reads_region=options.accumulate == "backward", prior=Magnitude.prior,
+        )  # fmt: skip
+        if self.selector.draws and 4 * self.n * size <= KEPT:
+            self.acc.keep()
+
+    def choose(self, log: Log) -> Choice:
+        selector, k = self.selector, self.k
+        controller, selector.seconds = selector.controller, 0.0
+        search = VirtualSearch(controller, k, self.acc, log)
+        scopes = [selector.scope(rank) for rank in range(self.size)]
+        rungs = controller.ladder(k) if k < self.n else np.zeros(1, dtype=np.float32)
+        found = search.select(scopes, float(rungs[0])) if len(rungs) else [NOTHING] * self.size
+        settled = settle_in_regions(search, selector, scopes, rungs, found)
+        regions = selector.regions()
+        filled = fill(search, scopes, settled, regions, selector.step) if controller.holds else settled
+        log.add("allgatherv", [nbytes_of(r.hi - r.lo, int(filled.workloads[r.rank])) for r in by_rank(regions)])
+        union = np.concatenate([filled.found[r.rank].reaching(filled.threshold).index for r in regions])
+        if k < self.n and not (controller.holds and is_short(search, settled)):
+            controller = controller.after(settled.rungs, settled.total, settled.rung, k)
+        selector.adapt(union, controller)
+        return Choice(union, regions, filled.workloads, filled.threshold, selector.seconds)
+
+
+class UnionSimulator(Simulator):
+    """Schemes topk and cltk: all send what any rank picked."""
+
+    def __init__(self, source: Source, size: int, density: float, *, cyclic: bool) -> None:
+        super().__init__(source, size, density)
+        self.cyclic = cyclic
+        self.pickers: list[Picker] = [CyclicTopK(rank, size) if cyclic else TopK() for rank in range(size)]
+
+    def choose(self, log: Log) -> Choice:
+        picks, seconds = [], []
+        for rank, picker in enumerate(self.pickers):
+            acc = self.acc.read(rank, 0, self.n)
+            start = time.perf_counter()
+            picks.append(picker.pick(acc, self.k, len(self.acc.unions)))
+            seconds.append(time.perf_counter() - start)
+        workloads = np.array([len(index) for index, _ in picks], dtype=np.int64)
+        log.add("allgather", HEADER)
+        log.add("allgather", HEADER + 2 * COUNT)
+        log.add("allgatherv", [nbytes_of(self.n, int(count)) for count in workloads])
+        union = merged(np.concatenate([index for index, _ in picks]))
+        threshold = max(threshold for _, threshold in picks)
+        together = {"alone": max(seconds)} if self.cyclic else {"work": sum(seconds) / self.size}
+        return Choice(union, shared_out(union, self.n, self.size), workloads, threshold, **together)
+
+
+NOTHING = Found(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32))
+
+
+def by_rank(regions: list[Region]) -> list[Region]:
+    """Regions in the order of their ranks."""
+    return sorted(regions, key=lambda region: region.rank)
+
+
+def simulator(scheme: str, source: Source, size: int, density: float, **options: Any) -> Simulator:
+    """The simulator of a scheme by name."""
+    check_choice("scheme", scheme, SCHEMES)
+    if scheme not in SIMULATED:
+        raise ConfigurationError(
+            f'scheme "{scheme}" has no simulator, with which bench scaling compares real ranks; '
+            f"choose from: {', '.join(SIMULATED)}, and dense without options"
+        )
+    chosen = configure(scheme, density=density, **options)
+    if isinstance(chosen, Exdyna):
+        return ExclusiveSimulator(source, size, chosen)
+    if options:
+        raise ConfigurationError(f"the simulator knows no options of scheme {scheme}, got {', '.join(options)}")
+    return UnionSimulator(source, size, density, cyclic=scheme == "cltk")
+
+
+def dense_log(size: int, elements: int) -> Log:
+    """The messages of a dense step."""
+    log = Log(size)
+    log.add("allgather", READY)
+    log.add("allgather", HEADER)
+    log.add("allreduce", 4 * elements)
+    return log
+
+
+SIMULATED = ("exdyna", "topk", "cltk")

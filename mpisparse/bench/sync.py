@@ -1,0 +1,233 @@
+"""bench sync: one step of the exchange against dense all-reduce, in the same run, interleaved.
+
+Timed is step() alone, after a real backward. The gradients of backward are kept alive until the clock has stopped: torch
+frees them in zero_grad() with any kind of exchange, and so it is charged to none. A scheme that moves weights by itself
+(speculative) has no such step: timed is that of a plain SGD to which it is attached, updates included.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+import mpisparse
+from mpisparse.bench.recording import Recording
+from mpisparse.bench.synthetic import GivenModel, Source, Synthetic, worker_gradient
+from mpisparse.comm.exchange import Exchange
+from mpisparse.errors import ConfigurationError
+from mpisparse.names import CODECS
+from mpisparse.runtime.table import save, show
+
+WARM_UP = 3
+COLUMNS = {
+    "what": "", "codec": "", "ms": ".2f", "times_faster": ".2f", "received_MB": ".3f", "bytes_per_element": ".2f",
+    "density": ".6f", "sent_density": ".6f", "build_up": ".3f", "imbalance": ".3f",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure: schemes on paths, and of what gradients."""
+
+    elements: int
+    density: float
+    schemes: list[str]
+    codec: str | None
+    rounds: int
+    paths: list[str]
+    gradients: Path | None = None
+    gloo: bool = True
+    as_json: bool = False
+    out: Path | None = None
+
+
+def run(plan: Plan) -> int:
+    """Measure every scheme on every path and print on rank 0; collective."""
+    comm = MPI.COMM_WORLD
+    source = open_source(comm, plan.gradients, plan.elements)
+    elements = sum(source.sizes)
+    peers = _dense_peers(comm, elements, gloo=plan.gloo)
+    model = GivenModel.of(source, comm.rank)
+    syncs = {
+        f"{scheme}, {path}": _Path(scheme, path, model, plan.density, plan.codec)
+        for scheme in plan.schemes
+        for path in plan.paths
+    }
+    times: dict[str, list[float]] = {}
+    for turn in range(WARM_UP + plan.rounds):
+        for name, work in peers.items():
+            seconds = _timed(comm, work)
+            if turn >= WARM_UP:
+                times.setdefault(name, []).append(seconds)
+        for name, path in syncs.items():
+            path.backward()
+            seconds = _timed(comm, path.step)
+            if turn >= WARM_UP:
+                times.setdefault(name, []).append(seconds)
+                path.note()
+    if comm.rank == 0:
+        _publish(plan, comm.size, elements, times, syncs)
+    for path in syncs.values():
+        path.sync.close()
+    if plan.gloo and torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return 0
+
+
+def _publish(plan: Plan, ranks: int, elements: int, times: dict[str, list[float]], syncs: dict[str, _Path]) -> None:
+    """Print the table or the records, and write them where asked."""
+    records = [_record(name, seconds, times["MPI Allreduce"]) for name, seconds in times.items()]
+    for path, record in zip(syncs.values(), records[len(records) - len(syncs) :], strict=True):
+        record.update(path.summary())
+    for record in records:
+        record.update(elements=elements, ranks=ranks, set_density=plan.density, rounds=plan.rounds)
+    if not plan.as_json:
+        print(f"{elements:,} float32, {ranks} ranks, density {plan.density:g}; medians of {plan.rounds} rounds")
+    show(records, COLUMNS, as_json=plan.as_json)
+    if not plan.as_json:
+        _explain(records, syncs)
+    save("sync", records, plan.out)
+
+
+def open_source(comm: MPI.Intracomm, path: Path | None, elements: int, ranks: int | None = None) -> Source:
+    """Recorded gradients where a path is given, else synthetic ones, those of this rank in memory; collective.
+
+    An error on one rank is raised on all.
+    """
+    exchange = Exchange(comm)
+    source: Source = Synthetic(elements, ranks or comm.size)
+    error: ConfigurationError | None = None
+    try:
+        source = source if path is None else Recording(path)
+        for step in range(source.steps):
+            worker_gradient(source, comm.rank, step)
+    except ConfigurationError as caught:
+        error = caught
+    exchange.raise_together(error)
+    exchange.close()
+    return source
+
+
+def moves_weights(sync: mpisparse.GradientSync) -> bool:
+    """Tell whether a scheme has weights to move: it needs an attached optimizer, and has no step() to call by hand."""
+    return bool(getattr(sync.options, "staleness", 0))
+
+
+class _Path:
+    """One way to accumulate, on parameters of its own that share the model's prepared gradients."""
+
+    def __init__(self, scheme: str, path: str, source: GivenModel, density: float, codec: str | None) -> None:
+        self.model = source.twin()
+        blended = f"momentum-{codec}"
+        self.codec = blended if scheme == "momentum" and blended in CODECS else codec
+        share = None if scheme == "dense" else density
+        self.sync = mpisparse.GradientSync(self.model, scheme=scheme, density=share, codec=self.codec, accumulate=path)
+        self.step: Callable[[], Any] = self.sync.step
+        if moves_weights(self.sync):
+            optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+            mpisparse.attach(optimizer, self.sync)
+            self.step = optimizer.step
+        self.held: list[torch.Tensor | None] = []
+        self.notes: list[mpisparse.Stats] = []
+
+    def backward(self) -> None:
+        self.model.zero_grad()
+        self.model.backward()
+        self.held = [p.grad for p in self.model.layers]
+
+    def note(self) -> None:
+        self.held.clear()
+        self.notes.append(self.sync.stats)
+
+    def summary(self) -> dict[str, Any]:
+        """Medians over the rounds; bytes are the mean, because they alternate with the regions."""
+        selected = statistics.mean(s.selected for s in self.notes)
+        received = statistics.mean(s.bytes_received for s in self.notes)
+        phases = {key: statistics.median(s.seconds[key] for s in self.notes) for key in self.notes[0].seconds}
+        return {
+            "codec": self.sync.options.codec,
+            "received_MB": received / 1e6,
+            "bytes_per_element": received / selected if selected else None,  # sidco may find nothing in small vectors
+            "density": statistics.mean(s.density for s in self.notes),
+            "sent_density": statistics.mean(s.sent_density for s in self.notes),
+            "build_up": statistics.mean(s.build_up for s in self.notes),
+            "imbalance": statistics.mean(s.imbalance for s in self.notes),
+            "ms_by_phase": {key: round(1e3 * value, 3) for key, value in phases.items()},
+        }
+
+
+def _record(name: str, seconds: list[float], dense: list[float]) -> dict[str, Any]:
+    ratios = [d / s for d, s in zip(dense, seconds, strict=True)]
+    return {"what": name, "ms": 1e3 * statistics.median(seconds), "times_faster": statistics.median(ratios)}
+
+
+def _timed(comm: MPI.Intracomm, work: Callable[[], Any]) -> float:
+    """Seconds until the slowest rank is done, from a common start."""
+    comm.Barrier()
+    start = time.perf_counter()
+    work()
+    return float(comm.allreduce(time.perf_counter() - start, op=MPI.MAX))
+
+
+def _dense_peers(comm: MPI.Intracomm, elements: int, *, gloo: bool) -> dict[str, Callable[[], Any]]:
+    """Dense all-reduce of as many elements, and a plain in-place add of them: the least that a step must do."""
+    source = np.random.default_rng(comm.rank).standard_normal(elements, dtype=np.float32)
+    target, zeros = np.zeros_like(source), np.zeros_like(source)
+
+    def in_place() -> None:
+        comm.Allreduce(MPI.IN_PLACE, target)
+
+    peers: dict[str, Callable[[], Any]] = {
+        "MPI Allreduce": lambda: comm.Allreduce(source, target),
+        "MPI Allreduce, in place": in_place,
+    }
+    if gloo:
+        reason = start_gloo(comm)
+        if reason is None:
+            tensor = torch.from_numpy(zeros)
+            peers["gloo all-reduce"] = lambda: torch.distributed.all_reduce(tensor)
+        elif comm.rank == 0:
+            print(f"r0 | no gloo peer: {reason}", file=sys.stderr)
+    peers["plain in-place add"] = lambda: np.add(target, zeros, out=target)
+    return peers
+
+
+def start_gloo(comm: MPI.Intracomm) -> str | None:
+    """Join the ranks in a gloo group through rank 0's host; returns why not, the same on all ranks."""
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        return "this torch has no gloo"
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = comm.bcast(probe.getsockname()[1])
+    host = comm.bcast(socket.gethostname() if os.environ.get("GLOO_SOCKET_IFNAME") else "127.0.0.1")
+    if comm.Split_type(MPI.COMM_TYPE_SHARED).size < comm.size and host == "127.0.0.1":
+        host = comm.bcast(socket.gethostname())
+    error = None
+    try:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"tcp://{host}:{port}", rank=comm.rank, world_size=comm.size
+        )
+    except (RuntimeError, ValueError) as caught:
+        error = str(caught).splitlines()[0]
+    errors = [e for e in comm.allgather(error) if e]
+    return errors[0] if errors else None
+
+
+def _explain(records: list[dict[str, Any]], syncs: dict[str, _Path]) -> None:
+    add = next(r["ms"] for r in records if r["what"] == "plain in-place add")
+    for name, path in syncs.items():
+        record = next(r for r in records if r["what"] == name)
+        phases = ", ".join(f"{key} {value:.2f}" for key, value in path.summary()["ms_by_phase"].items())
+        updates = " (with the optimizer's updates)" if moves_weights(path.sync) else ""
+        print(f"{name}: {record['ms'] / add:.2f} times the plain in-place add{updates}; ms by phase: {phases}")

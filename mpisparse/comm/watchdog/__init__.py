@@ -1,0 +1,44 @@
+"""The watchdog: ends a job in which a rank waits for others that do not come, and tells where each rank was last.
+
+Every rank has a thread that looks how long the rank has been inside one call of MPI, and tells rank 0 by heartbeats outside
+MPI. Time counts only while no rank says that it is in an exempt phase (saving, evaluating, probing, or the user's own).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from pathlib import Path
+from typing import Any
+
+from mpisparse.comm.watchdog.transport import open_socket, own_names
+from mpisparse.comm.watchdog.watching import Watchdog
+from mpisparse.errors import ConfigurationError
+
+TIMEOUT = 600.0  # seconds
+DIRECTORY = "heartbeats"  # in the run's directory
+
+
+def check_timeout(timeout: object) -> float:
+    """Return the timeout in seconds, or say what is wrong with it."""
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout < math.inf:
+        raise ConfigurationError(f"timeout must be a number of seconds >= 0 (0: no watchdog), got {timeout!r}")
+    return float(timeout)
+
+
+def watch(exchange: Any, timeout: float, directory: Path | None = None) -> Watchdog | None:
+    """Start to watch an exchange, unless it has one rank or the timeout is 0; collective.
+
+    directory: the run's, for heartbeats as files where datagrams do not get through; rank 0's counts.
+    """
+    if exchange.size == 1 or timeout == 0:
+        return None
+    made = open_socket()
+    offer: dict[str, Any] = {}
+    if exchange.rank == 0:
+        port = made.getsockname()[1] if made is not None else None
+        where = None if directory is None else str(Path(directory).absolute() / DIRECTORY)
+        offer = {"key": secrets.token_hex(32), "names": own_names(), "port": port, "directory": where}
+    agreed = json.loads(exchange.gather_texts(json.dumps(offer))[0])
+    return Watchdog(exchange, timeout, made, agreed).start()

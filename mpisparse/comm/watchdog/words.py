@@ -1,0 +1,63 @@
+"""What is printed before a job that hangs is ended."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterable, Mapping
+
+from mpisparse.comm.watchdog.place import Place
+from mpisparse.comm.watchdog.transport import Seen
+
+HUNG = 87  # exit code of a job in which ranks waited too long for others
+
+
+def say(rank: int, lines: Iterable[str]) -> None:
+    """Print lines with the rank before each, all at once, so that those of other ranks do not come between them."""
+    with contextlib.suppress(Exception):  # nothing that happens here may keep the job from ending
+        sys.stdout.flush()
+        sys.stderr.write("".join(f"r{rank} | {line}\n" for line in lines))
+        sys.stderr.flush()
+
+
+def own_report(place: Place) -> list[str]:
+    """Where this rank is: the calls of MPI that it waits in, and the stack of its training loop."""
+    now, lines = time.monotonic(), []
+    for wait in place.waits():
+        seconds = now - wait.since
+        begun = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
+        how = "" if wait.thread == place.thread else " for a result in flight"
+        lines.append(f"waits in {wait.call}{how} since {begun} ({seconds:.0f} s)")
+    what = "; ".join(lines) or "does not wait for other ranks"
+    return [f"watchdog: {what}, after {place.steps} steps; its training loop is here:", *place.stack(place.thread)]
+
+
+def table(seen: Mapping[int, Seen], ranks: int, silent: float) -> list[str]:
+    """Where each rank was last, those that wait after all others; ranks of which the same can be said share a line."""
+    told: dict[str, list[int]] = {}
+    for rank in range(ranks):
+        told.setdefault(_last(seen.get(rank), silent), []).append(rank)
+    waiting = {text for text in told if text.startswith("waiting")}
+    return [f"  {_ranks(told[text])}: {text}" for text in sorted(told, key=lambda text: (text in waiting, told[text]))]
+
+
+def _last(known: Seen | None, silent: float) -> str:
+    if known is None:
+        return "no heartbeat of it is known here"
+    beat, age = known
+    if beat.left or age <= silent:
+        return str(beat)
+    return f"stopped or gone: last heartbeat {age:.0f} s ago from {beat.host}, process {beat.pid}, {beat}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    """As in "rank 3" or "ranks 0-2, 5"."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

@@ -1,0 +1,120 @@
+"""Which gradients are new: hooks on the parameters, and whether the published gradient was zeroed before backward.
+
+After a step p.grad is a view of the published buffer. A backward that adds into it without zero_grad would feed the
+mean back as if it were a gradient. torch counts writes (`_version`) but does not say whose they were, so a few
+published elements serve as witnesses: if someone wrote and all of them are zero, the buffer was zeroed.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from mpisparse.model.layout import Layout, Published
+
+WITNESSES = 8
+_watches: weakref.WeakSet[GradientWatch] = weakref.WeakSet()
+
+
+class GradientWatch:
+    """Notes every gradient that backward accumulates; `on_gradient(i)` is called for each, if given."""
+
+    def __init__(self, layout: Layout, published: Published, on_gradient: Callable[[int], None] | None) -> None:
+        self.layout = layout
+        self.published = published
+        self.on_gradient = on_gradient
+        self.removed = False
+        self.fresh = np.zeros(len(layout.slots), dtype=bool)
+        self.unzeroed: set[int] = set()
+        self.seen = published.written()
+        self.zeroed = True
+        self.witnesses: list[int] = []
+        mine = {id(p) for p in layout.params}
+        for other in list(_watches):
+            if not mine.isdisjoint(id(p) for p in other.layout.params):
+                other.remove()
+        _watches.add(self)
+        self.handles = [
+            p.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                functools.partial(_notify, weakref.ref(self), i)
+            )
+            for i, p in enumerate(layout.params)
+        ]
+
+    def grads(self) -> list[torch.Tensor | None]:
+        """The gradients made since the last step, None for a parameter without one."""
+        views, fresh = self.published.views, self.fresh
+        return [
+            None if p.grad is None or (p.grad is views[i] and not fresh[i]) else p.grad
+            for i, p in enumerate(self.layout.params)
+        ]
+
+    def stale(self) -> list[int]:
+        """The parameters whose gradient since the last step holds the published mean too.
+
+        A gradient that is read in step() may have been zeroed or dropped since; one taken during backward may not.
+        """
+        if self.on_gradient is not None:
+            return sorted(self.unzeroed)
+        if self.unzeroed and self.published.written() != self.seen and not any(map(self._is_set, self.witnesses)):
+            self.unzeroed.clear()
+        views, params = self.published.views, self.layout.params
+        return sorted(i for i in self.unzeroed if params[i].grad is views[i])
+
+    def reattach(self) -> None:
+        """Make views of the buffer again where a conversion of the module, there and back, has cut them off."""
+        for i in self.published.cut_off():
+            before, p = self.published.views[i], self.layout.params[i]
+            view = self.published.renew(i)
+            if p.grad is before and not self.fresh[i]:
+                p.grad = view
+
+    def restart(self) -> None:
+        """A step is done: what is in the views now is the published mean."""
+        self.fresh[:] = False
+        self.unzeroed.clear()
+        self.zeroed = False
+        self.seen = self.published.written()
+        self.witnesses = self.published.sample(WITNESSES)
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters; also done when another watch takes one of them over."""
+        self.removed = True
+        for handle in self.handles:
+            handle.remove()
+
+    def note(self, i: int) -> None:
+        """A gradient of parameter i was accumulated into p.grad."""
+        self.fresh[i] = True
+        if self.layout.params[i].grad is self.published.views[i]:
+            self._check_zeroed(i)
+        if self.on_gradient is not None:
+            self.on_gradient(i)
+
+    def _check_zeroed(self, i: int) -> None:
+        version = self.published.written()
+        slot = self.layout.slots[i]
+        if version != self.seen + 1:  # others wrote besides this accumulation: did they zero?
+            self.zeroed = not any(self._is_set(index) for index in self.witnesses if not slot.begin <= index < slot.end)
+        self.seen = version
+        if self.zeroed and self.on_gradient is None:
+            self.unzeroed.clear()
+        elif not self.zeroed:
+            self.unzeroed.add(i)
+
+    def _is_set(self, index: int) -> bool:
+        i = int(np.searchsorted(self.layout.ends, index, side="right"))
+        if self.published.is_cut_off(i):  # what the module has, and may have zeroed, is the copy
+            return bool(self.published.views[i].any())
+        run = next(r for r in self.published.runs if r.begin <= index < r.end)
+        return bool(run.buffer[index - run.begin] != 0)
+
+
+def _notify(watch: weakref.ref[GradientWatch], i: int, _: torch.Tensor) -> None:
+    alive = watch()
+    if alive is not None:
+        alive.note(i)

@@ -1,0 +1,140 @@
+"""Selection by predicted importance."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mpisparse.backends.reference import PRODUCTS, SCORES
+from mpisparse.core.records import Parts
+from mpisparse.core.rescale import MassScale
+from mpisparse.errors import ConfigurationError, check_choice
+from mpisparse.schemes.options import Step, check_flag, check_positive, check_share, check_whole
+from mpisparse.schemes.partitioned import Partitioned, uncontrolled
+from mpisparse.schemes.predictive.nets import Nets
+from mpisparse.schemes.predictive.scorer import Predicted, validation
+from mpisparse.schemes.side_gradient import gradient_aside
+from mpisparse.select.adaptive_k import Demand
+
+RULES = {"product": PRODUCTS, "importance": SCORES}
+
+
+@dataclass(frozen=True)
+class Predictive(Partitioned):
+    """Importance, predicted by small nets from an element's last gradients, together with magnitude; int8; adaptive k.
+
+    rule: "product" of importance and magnitude, or "importance" alone (magnitude decides between equals).
+    percentile: "estimate" selects by counts, "exact" by gathering and sorting all keys, for tests.
+    history: gradients that a net sees. validation: a callable that returns the loss of a held-out batch, taken every
+    validate_every steps. publish_after: steps after which what was given to the thread is used. budget: the
+    thread's share of this rank's cores. learning_rate: of the nets. seed: of samples and nets.
+    compensate: "residual" keeps what is not sent, "scale" lets what is sent stand for it (at most scale_cap times), "none"
+    drops it. adapt_k, k_patience, k_factor, k_least, k_most, k_slow, k_fast: see mpisparse.select.adaptive_k.
+    """
+
+    codec: str = "int8"
+    rule: str = "product"
+    percentile: str = "estimate"
+    history: int = 4
+    validation: Callable[[], Any] | None = None
+    validate_every: int = 32
+    publish_after: int = 4
+    budget: float = 0.1
+    learning_rate: float = 0.01
+    seed: int = 0
+    compensate: str = "residual"
+    scale_cap: float = 4.0
+    adapt_k: bool = True
+    k_patience: int = Demand.patience
+    k_factor: float = Demand.factor
+    k_least: float = Demand.least
+    k_most: float = Demand.most
+    k_slow: float = Demand.slow
+    k_fast: float = Demand.fast
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("rule", self.rule, RULES)
+        check_choice("percentile", self.percentile, ("estimate", "exact"))
+        given = str(self.compensate).lower()
+        if given in ("true", "false"):  # as other schemes take it
+            name = "residual" if given == "true" else "none"
+            raise ConfigurationError(
+                f'compensate must be "residual", "scale" or "none" in scheme "predictive", got {self.compensate!r}; '
+                f'pass "{name}"'
+            )
+        check_choice("compensate", self.compensate, ("residual", "scale", "none"))
+        check_whole("history", self.history, 3)
+        if self.history > 5:
+            raise ConfigurationError(f"history must be 3, 4 or 5 gradients, got {self.history}")
+        if self.validation is not None and not callable(self.validation):
+            raise ConfigurationError(f"validation must be a callable that returns a loss, got {self.validation!r}")
+        check_whole("validate_every", self.validate_every, self.history + 1)
+        check_whole("publish_after", self.publish_after, 1)
+        check_share("budget", self.budget)
+        check_whole("seed", self.seed, 0)
+        check_flag("adapt_k", self.adapt_k)
+        check_whole("k_patience", self.k_patience, 1)
+        for name in ("learning_rate", "scale_cap", "k_factor", "k_least", "k_most", "k_slow", "k_fast"):
+            check_positive(name, getattr(self, name))
+        if self.k_factor <= 1 or not self.k_least <= 1 <= self.k_most or self.k_slow > self.k_fast:
+            raise ConfigurationError(
+                "adaptive k needs k_factor > 1, k_least <= 1 <= k_most and k_slow <= k_fast, got "
+                f"{self.k_factor}, {self.k_least}, {self.k_most}, {self.k_slow}, {self.k_fast}"
+            )
+
+    def without_effect(self) -> dict[str, str]:
+        idle = uncontrolled(self.percentile)
+        if self.compensate != "scale":
+            idle["scale_cap"] = 'it limits compensate="scale"; choose that'
+        if not self.adapt_k:
+            idle |= {
+                f.name: "adapt_k=False leaves k alone; adapt it" for f in dataclasses.fields(self) if f.name[:2] == "k_"
+            }
+        return super().without_effect() | idle
+
+    @property
+    def needs_whole_gradient(self) -> bool:
+        return True
+
+    def build(self, parts: Parts) -> Step:
+        layout, seed, key = parts.layout, (self.seed, parts.exchange.rank), RULES[self.rule]
+        if self.validation is None:
+            warnings.warn(
+                'scheme "predictive" without validation= learns to foretell the accumulator\'s coming magnitude, not what '
+                "helps most: pass a callable that returns the loss of a held-out batch",
+                stacklevel=4,
+            )
+            validate = None
+        else:
+            validate = validation(
+                layout, functools.partial(gradient_aside, parts.model, layout.params, self.validation, "validation")
+            )
+        scorer = Predicted(
+            parts.residual,
+            parts.backend,
+            layout,
+            nets=Nets(parts.backend, layout.ends, self.history, key=key, rate=self.learning_rate, seed=seed),
+            key=key,
+            every=self.validate_every,
+            delay=self.publish_after,
+            cores=self.budget * torch.get_num_threads(),
+            seed=seed,
+            validate=validate,
+        )
+        names = [field.name for field in dataclasses.fields(Demand)]
+        options = {name: getattr(self, f"k_{name}") for name in names if hasattr(self, f"k_{name}")}
+        return self.put_together(
+            parts,
+            scorer,
+            keep=self.compensate == "residual",
+            exact=self.percentile == "exact",
+            mass=MassScale(layout.ends, self.scale_cap) if self.compensate == "scale" else None,
+            demand=Demand(**options) if self.adapt_k else None,
+        )

@@ -1,0 +1,321 @@
+"""Predicted importance as a scorer: records, publishes, selects by importance and magnitude together.
+
+Time is cut into windows of `depth` steps. In each, the gradients of one slice of the vector are recorded, and at its end the
+slice is given to the thread to be scored; the next window takes the next slice. Every `every` steps there is a lesson: the
+gradients of a sample of elements in the `depth` steps before, what had accumulated by then, and what sending each of them
+would gain. Whatever the thread is given in a step is published exactly `delay` steps later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mpisparse.backends.reference import BF16, FP32, round_to, widen
+from mpisparse.core.agree import Inputs
+from mpisparse.errors import ConfigurationError
+from mpisparse.model.layout import Gradients, Layout, in_order, zeros
+from mpisparse.schemes.predictive.background import Background, PredictorError
+from mpisparse.schemes.predictive.nets import Job, Lesson, Nets, Prediction, Slice
+from mpisparse.schemes.predictive.sample import draw
+from mpisparse.select.candidates import Found
+from mpisparse.select.scorers import Dense, WholeGradient
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mpisparse.comm.exchange import Exchange
+    from mpisparse.core.records import Clock
+    from mpisparse.model.layout import Slot
+
+Ints = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
+Halves = NDArray[np.uint16]
+Floats = NDArray[np.float32]
+
+NEUTRAL, MOST = 127, 254  # what untrained nets give every element, and the best score there is
+LEAST, SLICES = 65_536, 32  # a slice is a 32nd of the vector, but no less than so many elements
+SAMPLE = 4096
+
+
+class Predicted(WholeGradient):
+    """Scores of one byte for every element, kept fresh by a thread and by what other ranks tell of their selections.
+
+    validate() gives the gradient of a held-out batch, by which a lesson's gains are measured: what the loss would fall by if
+    the element were sent. None: the gain is the accumulator's magnitude, foretold from that of the step before.
+    """
+
+    backend: Any  # one of the host: it has the kernels for scores
+
+    def __init__(
+        self, residual: torch.Tensor, backend: Any, layout: Layout, *, nets: Nets, key: int, every: int, delay: int,
+        cores: float, seed: tuple[int, ...], validate: Callable[[], Gradients] | None,
+    ) -> None:  # fmt: skip
+        super().__init__(residual, backend, layout.slots)
+        self.layout = layout
+        self.nets = nets
+        self.key = key
+        self.every = every
+        self.delay = delay
+        self.seed = seed
+        self.validate = validate
+        self.depth = nets.depth
+        self.tags: Bytes = zeros(len(residual), torch.uint8).numpy()
+        self.tags.fill(NEUTRAL)
+        self.step = 0
+        n = len(residual)
+        self.length = min(n, max(LEAST, -(-n // SLICES)))
+        self.free: list[Halves] = []  # rows that nobody uses
+        self.rows = self._fresh_rows()
+        self.sample: Ints = np.empty(0, dtype=np.int64)
+        self.sampled: Halves = np.empty(0, dtype=np.uint16)
+        self.background: Background[Job, Prediction] = Background(nets.work, cores)
+        self.due: deque[tuple[int, Halves | None]] = deque()  # when what was submitted is published, and its rows
+        self.ready: deque[Prediction] = deque()  # the results that are here, in the order of `due`
+        self.gradient: Gradients | None = None  # of the held-out batch, in the step of a lesson
+        self.ranking = self.plain = float("nan")
+        if self._lesson_in(0) == 0:
+            self._draw(np.empty(0, dtype=np.int64))
+
+    # When
+
+    @property
+    def _place(self) -> int:
+        """This step's place in its window."""
+        return self.step % self.depth
+
+    def _slice(self, step: int) -> tuple[int, int]:
+        """Where the slice of a step's window begins, and its length."""
+        lo = step // self.depth * self.length % (-(-len(self.acc) // self.length) * self.length)
+        return lo, min(self.length, len(self.acc) - lo)
+
+    @property
+    def _lo(self) -> int:
+        """Where the slice of this window begins."""
+        return self._slice(self.step)[0]
+
+    @property
+    def _n(self) -> int:
+        """The length of this window's slice."""
+        return self._slice(self.step)[1]
+
+    def _lesson_in(self, step: int) -> int:
+        """Steps until the sample's gradients are first recorded; from 0 to -depth + 1 they are, at -depth is the lesson."""
+        return self.every - 1 - self.depth - step % self.every
+
+    # Before and while gradients come
+
+    def trouble(self, clock: Clock) -> str | None:
+        super().trouble(clock)
+        with contextlib.suppress(PredictorError):  # what ended the thread is told below
+            self._await(sum(step <= self.step for step, _ in self.due))
+        clock.lap("predictor")
+        return self.background.trouble
+
+    def _await(self, count: int) -> None:
+        """Wait until so many of the results that are due next are here."""
+        while len(self.ready) < count:
+            self.ready.append(self.background.take())
+
+    def prepare(self, exchange: Exchange, clock: Clock) -> None:
+        while self.due and self.due[0][0] <= self.step:
+            _, rows = self.due.popleft()
+            self._publish(self.ready.popleft())
+            if rows is not None:
+                self.free.append(rows)
+        clock.lap("predictor")
+        if self.validate is not None and self._lesson_in(self.step) == -self.depth:
+            error: Exception | None = None
+            try:
+                with exchange.place.exempt("validating"):
+                    self.gradient = self.validate()
+            except Exception as caught:
+                error = caught
+            exchange.raise_together(error)
+            clock.lap("validate")
+
+    def _publish(self, made: Prediction) -> None:
+        self.tags[made.lo : made.lo + len(made.scores)] = made.scores
+        if made.ranking == made.ranking:
+            self.ranking, self.plain = made.ranking, made.plain
+
+    def accumulate(self, inputs: Inputs, lo: int, hi: int, floor: float) -> Found:
+        found = super().accumulate(inputs, lo, hi, floor)
+        self._submit()
+        if self._lesson_in(self.step + 1) == 0:
+            self._draw(found.index)
+        return found
+
+    def _pass(self, dense: Dense, lo: int, hi: int, floor: float) -> Found:
+        self._record(dense, 0, len(self.acc))
+        return Found(*self.backend.accumulate_select_scored(self.acc, self.tags, self.key, *dense, lo, hi, floor))
+
+    def _update(self, slot: Slot, pointer: int) -> int:
+        one = (np.array([pointer], np.uint64), np.array([slot.end - slot.begin]), np.array([slot.sent_kind], np.uint8))
+        self._record(one, slot.begin, slot.end)
+        return int(self.backend.accumulate(self.acc[slot.begin : slot.end], pointer, slot.sent_kind)) if pointer else -1
+
+    def _record(self, dense: Dense, begin: int, end: int) -> None:
+        """Note the gradients of [begin, end) that belong to the slice or to the sample."""
+        a, b = max(begin, self._lo), min(end, self._lo + self._n)
+        if a < b:
+            row = self._row(self.rows, self._place)
+            self.backend.record(*dense, a - begin, row[a - self._lo : b - self._lo])
+        place = -self._lesson_in(self.step)
+        if 0 <= place < self.depth:
+            first, last = np.searchsorted(self.sample, (begin, end)).tolist()
+            values = np.empty(last - first, dtype=np.float32)
+            self.backend.gather(*dense, self.sample[first:last] - begin, values)
+            self._row(self.sampled, place)[first:last] = round_to(values, BF16)
+
+    # When they are all there
+
+    def _submit(self) -> None:
+        """Give the thread what is complete in this step."""
+        part, lesson, rows = None, None, None
+        if self._place == self.depth - 1:
+            whole = self.acc[self._lo : self._lo + self._n]
+            one = (np.array([whole.ctypes.data], np.uint64), np.array([len(whole)]), np.array([FP32], np.uint8))
+            self.backend.record(*one, 0, self._row(self.rows, self.depth))
+            rows, part = self.rows, Slice(self._lo, self.rows[: (self.depth + 1) * self._n])
+            self.rows = self._fresh_rows()
+        place = -self._lesson_in(self.step)
+        if place == self.depth - 1:
+            self._row(self.sampled, self.depth)[:] = round_to(self.acc[self.sample], BF16)
+        if place == self.depth:
+            lesson = self._lesson()
+        if part is not None or lesson is not None:
+            self.background.submit(Job(lesson, part))
+            self.due.append((self.step + self.delay, rows))
+
+    def _lesson(self) -> Lesson:
+        values = self.acc[self.sample]
+        if self.gradient is None:
+            known, gain = widen(self._row(self.sampled, self.depth), BF16), np.abs(values)
+        else:
+            slope = np.empty(len(values), dtype=np.float32)
+            self.backend.gather(self.gradient.pointers, self.gradient.ends, self.gradient.kinds, self.sample, slope)
+            known, gain, self.gradient = values, np.nan_to_num(slope * values), None
+        return Lesson(self.step // self.every, self.sample, self.sampled, np.abs(known), gain)
+
+    def _draw(self, candidates: Ints) -> None:
+        """Choose the sample of the next lesson."""
+        generator = np.random.default_rng([*self.seed, 2, self.step // self.every])
+        self.sample = draw(generator, self.layout.ends, SAMPLE, candidates)
+        self.sampled = np.zeros((self.depth + 1) * len(self.sample), dtype=np.uint16)
+
+    def _row(self, rows: Halves, r: int) -> Halves:
+        n = self._n if rows is self.rows else len(self.sample)
+        return rows[r * n : (r + 1) * n]
+
+    def _fresh_rows(self) -> Halves:
+        return self.free.pop() if self.free else np.zeros((self.depth + 1) * self.length, dtype=np.uint16)
+
+    # Selecting
+
+    def select(self, lo: int, hi: int, floor: float) -> Found:
+        return Found(*self.backend.select_scored(self.acc, self.tags, self.key, lo, hi, floor))
+
+    def histogram(self, lo: int, hi: int) -> Ints:
+        counts: Ints = self.backend.histogram_scored(self.acc, self.tags, self.key, lo, hi)
+        return counts
+
+    def heard(self, index: Ints, tags: Bytes) -> None:
+        """Take over the scores by which other ranks selected."""
+        self.tags[index] = tags
+
+    def sent(self, index: Ints) -> None:
+        """The step is done."""
+        self.step += 1
+
+    def details(self) -> dict[str, float]:
+        held = [self.rows, self.sampled, *self.free, *(rows for _, rows in self.due if rows is not None)]
+        return {
+            "ranking": self.ranking,
+            "ranking_by_magnitude": self.plain,
+            "predictor_seconds": self.background.seconds,
+            "history_bytes": float(sum(rows.nbytes for rows in held)),
+        }
+
+    def close(self) -> None:
+        self.background.close()
+
+    # State
+
+    def state(self) -> dict[str, Any]:
+        """Scores, nets, what is being recorded, and results that are still to be published; waits for the thread."""
+        self._await(len(self.due))
+        return {
+            **{f"predictor.{key}": value for key, value in self.nets.state().items()},
+            "scores": self.tags,
+            "recorded": self.rows[: (self.depth + 1) * self._n],
+            "sample": self.sample,
+            "sampled": self.sampled,
+            "pending.due": np.array([step for step, _ in self.due], dtype=np.int64),
+            "pending.lo": np.array([made.lo for made in self.ready], dtype=np.int64),
+            "pending.count": np.array([len(made.scores) for made in self.ready], dtype=np.int64),
+            "pending.scores": np.concatenate([np.empty(0, np.uint8), *(made.scores for made in self.ready)]),
+            "pending.ranking": np.array([(made.ranking, made.plain) for made in self.ready], dtype=np.float64).reshape(-1),
+            "ranking": np.array([self.ranking, self.plain]),
+            "time": self.step,
+        }
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise ConfigurationError unless the state is of this vector and these nets."""
+        self.nets.check({key: state[f"predictor.{key}"] for key in self.nets.state()})
+        n, time, counts = len(self.acc), int(state["time"]), np.asarray(state["pending.count"])
+        sample, places, due = (np.asarray(state[key]) for key in ("sample", "pending.lo", "pending.due"))
+        fits = (
+            np.shape(state["scores"]) == (n,)
+            and np.shape(state["ranking"]) == (2,)
+            and all(int(np.max(state[key], initial=0)) <= MOST for key in ("scores", "pending.scores"))
+            and time >= 0
+            and len(state["recorded"]) == (self.depth + 1) * self._slice(time)[1]
+            and len(state["sampled"]) == (self.depth + 1) * len(sample)
+            and (not len(sample) or (sample[0] >= 0 and sample[-1] < n and (np.diff(sample) > 0).all()))
+            and len(places) == len(counts) == len(due)
+            and (not len(due) or (time <= due[0] and due[-1] < time + self.delay and bool((np.diff(due) > 0).all())))
+            and len(state["pending.ranking"]) == 2 * len(counts)
+            and counts.sum() == len(state["pending.scores"])
+            and bool(((places >= 0) & (places + counts <= n)).all())
+        )
+        if not fits:
+            raise ConfigurationError(f"the predicted scores and their history in the state do not fit {n} elements")
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take what state() gave, also on another number of ranks."""
+        super().load(state)
+        self._await(len(self.due))
+        self.nets.load({key: state[f"predictor.{key}"] for key in self.nets.state()})
+        self.step = int(state["time"])
+        self.tags[:] = state["scores"]
+        self.rows[: len(state["recorded"])] = state["recorded"]
+        self.sample = np.array(state["sample"], dtype=np.int64)
+        self.sampled = np.array(state["sampled"], dtype=np.uint16)
+        self.due = deque((step, None) for step in np.asarray(state["pending.due"]).tolist())
+        cuts = np.cumsum(state["pending.count"])[:-1]
+        parts = np.split(np.array(state["pending.scores"], dtype=np.uint8), cuts)
+        rankings = np.asarray(state["pending.ranking"], dtype=np.float64).reshape(-1, 2).tolist()
+        places = np.asarray(state["pending.lo"]).tolist()
+        self.ready = deque(
+            Prediction(lo, scores, *ranking) for lo, scores, ranking in zip(places, parts, rankings, strict=False)
+        )
+        self.ranking, self.plain = np.asarray(state["ranking"], dtype=np.float64).tolist()
+        self.gradient = None
+
+
+def validation(layout: Layout, gradient: Callable[[], list[torch.Tensor | None]]) -> Callable[[], Gradients]:
+    """The gradient of a held-out batch as addresses in flat order."""
+
+    def take() -> Gradients:
+        grads = gradient()
+        alive = [None if g is None else in_order(s, g.to_dense()) for s, g in zip(layout.slots, grads, strict=True)]
+        pointers = np.array([0 if g is None else g.data_ptr() for g in alive], dtype=np.uint64)
+        return Gradients(pointers, layout.ends, layout.kinds, [], [g for g in alive if g is not None])
+
+    return take

@@ -1,0 +1,123 @@
+"""Whole layers or single weights: which elements a rank updates and sends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpisparse.core.records import Floats, Ints
+from mpisparse.model.layout import Slot
+from mpisparse.select.threshold import TINY
+
+SAMPLE, LEAST, SLACK = 0.01, 4096, 1.3
+
+
+@dataclass(frozen=True)
+class Filtered:
+    """What passed: ascending indices, the influence from which single weights did, and the layers taken whole."""
+
+    index: Ints
+    threshold: float
+    fine: tuple[bool, ...]
+    whole: tuple[str, ...]
+
+
+class Filter:
+    """Takes about k elements a step. Fine: the weights of the greatest influence. Coarse: whole layers, greatest mean first,
+    until k elements are reached, and so at least one.
+
+    A layer is a parameter; one of more than `largest` elements (None: 4 k) is never taken whole but filtered finely, for it
+    would cost too much or wait too long. With a threshold all that reaches it passes, whatever k is.
+    """
+
+    def __init__(self, slots: list[Slot], backend: Any, *, largest: int | None, threshold: float | None, seed: int) -> None:
+        self.layers = [slot for slot in slots if slot.end > slot.begin]
+        self.backend = backend
+        self.largest = largest
+        self.threshold = threshold
+        self.seed = seed
+
+    def run(self, scores: Floats, k: int, share: float, step: int) -> Filtered:
+        """Filter with this share of the layers fine: 1 is fine-grained, 0 coarse, between them a hybrid."""
+        fine = self._levels(scores, k, share)
+        singles = [layer for layer, is_fine in zip(self.layers, fine, strict=True) if is_fine]
+        coarse = [layer for layer, is_fine in zip(self.layers, fine, strict=True) if not is_fine]
+        n, count = (sum(layer.end - layer.begin for layer in group) for group in (self.layers, singles))
+        whole = self._whole(scores, coarse, k * (n - count) / n)
+        index, threshold = self._singles(scores, singles, -(-k * count // n), step)
+        if whole:
+            index = np.sort(np.concatenate([index, *(np.arange(layer.begin, layer.end) for layer in whole)]))
+        return Filtered(index, threshold, fine, tuple(layer.name for layer in whole))
+
+    def _levels(self, scores: Floats, k: int, share: float) -> tuple[bool, ...]:
+        """Which layers are fine: those first whose influence is spread least evenly, as there choosing pays."""
+        largest = 4 * k if self.largest is None else self.largest
+        fine = [layer.end - layer.begin > largest for layer in self.layers]
+        small = [i for i, is_fine in enumerate(fine) if not is_fine]
+        count = round(share * len(small))
+        if 0 < count < len(small):
+            spreads = np.array([_spread(scores[self.layers[i].begin : self.layers[i].end]) for i in small])
+            small = [small[place] for place in np.argsort(-spreads, kind="stable").tolist()]
+        for i in small[:count]:
+            fine[i] = True
+        return tuple(fine)
+
+    def _whole(self, scores: Floats, layers: list[Slot], budget: float) -> list[Slot]:
+        """The layers to take whole."""
+        means = {layer.begin: float(scores[layer.begin : layer.end].mean(dtype=np.float64)) for layer in layers}
+        if self.threshold is not None:
+            return [layer for layer in layers if means[layer.begin] >= self.threshold]
+        taken, left = [], budget
+        for layer in sorted(layers, key=lambda layer: (-means[layer.begin], layer.begin)):
+            if left <= 0.0 or means[layer.begin] <= 0.0:
+                break
+            left -= layer.end - layer.begin
+            taken.append(layer)
+        return taken
+
+    def _singles(self, scores: Floats, layers: list[Slot], k: int, step: int) -> tuple[Ints, float]:
+        """Index of the k weights of the greatest influence in some layers, by a sample where they are many."""
+        if not layers:
+            return np.empty(0, dtype=np.int64), 0.0
+        stretches = _joined(layers)
+        threshold = self.threshold if self.threshold is not None else self._sampled(scores, stretches, k, step)
+        found = [self.backend.select(scores, lo, hi, max(threshold, TINY)) for lo, hi in stretches]
+        index = np.concatenate([f[0] for f in found])
+        if self.threshold is None and len(index) > SLACK * k:
+            magnitude = np.concatenate([f[1] for f in found])
+            largest = np.sort(np.argpartition(magnitude, len(magnitude) - k)[len(magnitude) - k :])
+            index, threshold = index[largest], float(magnitude[largest].min())
+        return index, float(threshold)
+
+    def _sampled(self, scores: Floats, stretches: list[tuple[int, int]], k: int, step: int) -> float:
+        lengths = np.array([hi - lo for lo, hi in stretches])
+        n = int(lengths.sum())
+        count = max(LEAST, int(SAMPLE * n))
+        if count >= n:
+            sample, count = np.concatenate([scores[lo:hi] for lo, hi in stretches]), n
+        else:
+            places = np.random.Generator(np.random.Philox(key=[self.seed, step])).integers(0, n, count)
+            starts = np.cumsum([0, *lengths[:-1]])
+            part = np.searchsorted(starts, places, side="right") - 1
+            sample = scores[places - starts[part] + np.array([lo for lo, _ in stretches])[part]]
+        wanted = min(count, max(1, round(k * count / n)))
+        return float(np.partition(sample, count - wanted)[count - wanted])
+
+
+def _spread(scores: Floats) -> float:
+    """How unevenly influence is spread: its standard deviation as a multiple of its mean."""
+    mean = float(scores.mean(dtype=np.float64))
+    return float(scores.std(dtype=np.float64)) / mean if mean > 0.0 else 0.0
+
+
+def _joined(layers: list[Slot]) -> list[tuple[int, int]]:
+    """Layers as stretches, neighbours in one."""
+    stretches: list[tuple[int, int]] = []
+    for layer in layers:
+        if stretches and stretches[-1][1] == layer.begin:
+            stretches[-1] = stretches[-1][0], layer.end
+        else:
+            stretches.append((layer.begin, layer.end))
+    return stretches

@@ -1,0 +1,95 @@
+"""The user's optimizer on a few elements: their weights and their state move, all others keep both."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpisparse.core.records import Floats, Ints
+from mpisparse.errors import ConfigurationError
+from mpisparse.model.layout import Layout, Slot
+
+ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad)
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Raise unless the optimizer moves every element by that element's gradient and state alone."""
+    if type(optimizer) not in ELEMENTWISE:
+        known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+        raise ConfigurationError(
+            f'scheme "speculative" updates single weights, which {type(optimizer).__name__} is not known to do element by '
+            f"element; use one of {known}, or staleness=0"
+        )
+
+
+def is_elementwise(name: str, value: Any, shape: torch.Size) -> bool:
+    """Tell whether an entry of a parameter's optimizer state has a value for each element."""
+    return isinstance(value, torch.Tensor) and name != "step" and value.shape == shape
+
+
+def flat(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of a parameter's shape and order as its elements in flat order, on the same memory."""
+    return tensor.as_strided((slot.end - slot.begin,), (1,))
+
+
+class LocalUpdate:
+    """Runs an optimizer of the same kind, with the groups as they are now, on gathered elements."""
+
+    def __init__(self, layout: Layout, optimizer: torch.optim.Optimizer) -> None:
+        self.layout = layout
+        self.optimizer = optimizer
+        known = inspect.signature(type(optimizer)).parameters
+        settings = {name: value for name, value in optimizer.defaults.items() if name in known}
+        self.shadow = type(optimizer)([torch.zeros(1)], **settings)
+
+    @torch.no_grad()
+    def apply(self, index: Ints, gradient: Floats) -> None:
+        """Move the elements of an ascending index by their gradients."""
+        cuts = np.searchsorted(index, [0, *self.layout.ends]).tolist()
+        ranges = {id(p): (i, cuts[i], cuts[i + 1]) for i, p in enumerate(self.layout.params) if cuts[i] < cuts[i + 1]}
+        touched: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self.shadow.param_groups, self.shadow.state = [], defaultdict(dict)
+        for group in self.optimizer.param_groups:
+            gathered = []
+            for p in group["params"]:
+                if id(p) in ranges:
+                    i, a, b = ranges[id(p)]
+                    at = torch.from_numpy(index[a:b] - self.layout.slots[i].begin)
+                    gathered.append(self._gather(i, p, at, torch.from_numpy(gradient[a:b])))
+                    touched.append((i, at, gathered[-1]))
+            if gathered:
+                self.shadow.param_groups.append({**group, "params": gathered})
+        self.shadow.step()
+        for i, at, values in touched:
+            self._scatter(i, at, values)
+        self.shadow.param_groups, self.shadow.state = [], defaultdict(dict)
+
+    def _gather(self, i: int, p: torch.Tensor, at: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """The elements as a parameter of their own, with their part of the state."""
+        slot = self.layout.slots[i]
+        values = flat(slot, p.data)[at]
+        values.grad = gradient.to(p.dtype)
+        state = self.optimizer.state.get(p, {})
+        if state:
+            self.shadow.state[values] = {
+                name: flat(slot, value)[at] if is_elementwise(name, value, p.shape) else value
+                for name, value in state.items()
+            }
+        return values
+
+    def _scatter(self, i: int, at: torch.Tensor, values: torch.Tensor) -> None:
+        """Put the elements and their state where they came from; a state that begins now is zero elsewhere."""
+        slot, p = self.layout.slots[i], self.layout.params[i]
+        flat(slot, p.data)[at] = values
+        state = self.optimizer.state[p]
+        for name, value in self.shadow.state[values].items():
+            if not is_elementwise(name, value, values.shape):
+                state[name] = value
+                continue
+            if name not in state:
+                state[name] = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype).zero_()
+            flat(slot, state[name])[at] = value

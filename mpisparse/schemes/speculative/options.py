@@ -1,0 +1,172 @@
+"""Influential weights move at once; the exchange comes later, and corrects."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpisparse.core.records import Parts
+from mpisparse.errors import ConfigurationError, check_choice
+from mpisparse.schemes.options import KEPT, Options, Step, check_flag, check_positive, check_share, check_whole
+from mpisparse.schemes.speculative.granularity import Filter
+from mpisparse.schemes.speculative.influence import Influence, Probe
+from mpisparse.schemes.speculative.policy import Fixed, Learned, Policy, Rule, Schedule
+from mpisparse.schemes.speculative.step import Rules, SpeculativeStep
+from mpisparse.schemes.speculative.weights import Tolerance
+from mpisparse.wire.codecs import CODECS
+
+GRANULARITIES = {"fine": 1.0, "hybrid": 0.5, "coarse": 0.0}
+KINDS = (*GRANULARITIES, "schedule", "rule", "learned")
+
+
+@dataclass(frozen=True)
+class Speculative(Options):
+    """Every rank moves its own influential weights at once; the exchange is a few steps late, and corrects.
+
+    staleness: steps from sending to the global update; 0: at once, and no update ahead of it.
+    epsilon: the perturbation in the influence, epsilon |g| + epsilon^2 h / 2. rate: of new values in its rolling average.
+    probe: returns the loss of a batch, from which h is estimated every probe_every steps. None: h is 0.
+    threshold: of the influence; None: the one that gives the set density.
+    granularity: "fine" (weights), "coarse" (layers), "hybrid" (half of the layers fine), or by "schedule" (coarse to fine in
+    `horizon` steps), by "rule" (progress, confidence, byte budget of a step), or "learned" (reward: loss decrease per
+    "bytes" or, which is not deterministic, per "seconds").
+    largest: a layer of more elements is never taken whole; None: 4 times what the density gives.
+    confidence: returns a number in [0, 1] for "rule"; None: exp(-loss).
+    server: who sums: the "owners" of regions, or "rank0".
+    average: over "all" ranks, or those that sent an element ("received"; needs compensate=False).
+    tolerance: the distance from the global weights beyond which a weight returns to them; measure: "absolute" or
+    "relative"; per: "weight" or "layer". compensate: what is not sent stays in the residual; False drops it.
+    seed: of random signs, samples and the learned policy.
+    """
+
+    density: float = 0.01
+    staleness: int = 1
+    epsilon: float = 1e-3
+    rate: float = 0.5
+    probe: Callable[[], Any] | None = None
+    probe_every: int = 50
+    threshold: float | None = None
+    granularity: str = "schedule"
+    largest: int | None = None
+    horizon: int = 1000
+    budget: int | None = None
+    reward: str = "bytes"
+    confidence: Callable[[], float] | None = None
+    server: str = "owners"
+    average: str = "all"
+    tolerance: float = 1e-3
+    measure: str = "absolute"
+    per: str = "weight"
+    compensate: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, least in (("staleness", 0), ("probe_every", 1), ("horizon", 1), ("seed", 0)):
+            check_whole(name, getattr(self, name), least)
+        for name in ("budget", "largest"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), 1)
+        check_share("rate", self.rate)
+        check_positive("epsilon", self.epsilon)
+        check_positive("threshold", self.threshold)
+        check_flag("compensate", self.compensate, KEPT)
+        check_choice("granularity", self.granularity, KINDS)
+        check_choice("reward", self.reward, ("bytes", "seconds"))
+        check_choice("server", self.server, ("owners", "rank0"))
+        check_choice("average", self.average, ("all", "received"))
+        check_choice("measure", self.measure, ("absolute", "relative"))
+        check_choice("per", self.per, ("weight", "layer"))
+        if isinstance(self.tolerance, bool) or not isinstance(self.tolerance, int | float) or not self.tolerance >= 0:
+            raise ConfigurationError(f"tolerance must be a number >= 0, got {self.tolerance!r}")
+        for name in ("probe", "confidence"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise ConfigurationError(f"{name} must be a function without arguments, got {getattr(self, name)!r}")
+        if self.average == "received" and self.compensate:
+            raise ConfigurationError(
+                'average="received" needs compensate=False: with residuals kept, what arrives late would count several times'
+            )
+        if CODECS[self.codec].blended:
+            raise ConfigurationError(
+                f'scheme "speculative" sends each rank\'s own elements, which codec {self.codec!r} cannot blend; '
+                'choose "fp32", "fp16", "bf16" or "int8"'
+            )
+        if self.nonfinite == "skip" and self.staleness:
+            raise ConfigurationError(
+                'nonfinite="skip" needs staleness=0: other ranks have gone on when they hear of a non-finite gradient'
+            )
+
+    def codecs(self) -> Sequence[str]:
+        return [name for name, codec in CODECS.items() if not codec.blended]
+
+    def without_effect(self) -> dict[str, str]:
+        idle = {name: f"it is for granularity {kinds}; choose that" for name, kinds in self._for_others().items()}
+        if self.probe is None and self.threshold is None:
+            idle["epsilon"] = "without a probe or a threshold it scales all influence alike; pass one"
+        if self.threshold is not None and self.granularity == "fine":
+            idle["density"] = "a given threshold decides what is sent; give one of them"
+        if self.probe is None and self.granularity != "learned":
+            idle["probe_every"] = "there is no probe; pass one"
+        if self.probe is None and self.threshold is not None and self.granularity != "learned":
+            idle["seed"] = "nothing is random without a probe and with a given threshold; pass a probe"
+        if self.staleness == 0:
+            idle |= dict.fromkeys(
+                ("tolerance", "measure", "per"), "at staleness 0 no weight is ahead; choose a staleness >= 1"
+            )
+        elif self.tolerance in (0.0, math.inf):
+            idle |= dict.fromkeys(("measure", "per"), f"a tolerance of {self.tolerance:g} needs no measure; choose another")
+        return super().without_effect() | idle
+
+    def _for_others(self) -> dict[str, str]:
+        """The options that are for other granularities, with these."""
+        kinds = {
+            "horizon": ("schedule", "rule"),
+            "reward": ("learned",),
+            "confidence": ("rule",),
+            **dict.fromkeys(("largest", "budget"), tuple(kind for kind in KINDS if kind != "fine")),
+        }
+        return {
+            name: " or ".join(f'"{kind}"' for kind in fitting)
+            for name, fitting in kinds.items()
+            if self.granularity not in fitting
+        }
+
+    def policy(self) -> Policy:
+        """How fine."""
+        if self.granularity in GRANULARITIES:
+            return Fixed(GRANULARITIES[self.granularity])
+        if self.granularity == "schedule":
+            return Schedule(self.horizon)
+        if self.granularity == "rule":
+            return Rule(self.horizon, self.budget)
+        return Learned(seed=self.seed, per_second=self.reward == "seconds", patience=max(100, 2 * self.probe_every))
+
+    def most_whole(self) -> int | None:
+        """The largest layer that may be taken whole: one that the byte budget of a step pays for."""
+        limits = [limit for limit in (self.largest, self.budget and max(1, self.budget // 4)) if limit is not None]
+        return min(limits, default=None)
+
+    def build(self, parts: Parts) -> Step:
+        epsilon = self.epsilon
+        return SpeculativeStep(
+            parts,
+            Rules(
+                staleness=self.staleness,
+                tolerance=Tolerance(self.tolerance, relative=self.measure == "relative", by_layer=self.per == "layer"),
+                compensate=self.compensate,
+                received=self.average == "received",
+                one_server=self.server == "rank0",
+                probe_every=self.probe_every,
+                timed=self.reward == "seconds",
+            ),
+            codec=CODECS[self.codec],
+            influence=Influence(parts.layout.size, rate=self.rate, epsilon=epsilon),
+            filter_=Filter(
+                parts.layout.slots, parts.backend, largest=self.most_whole(), threshold=self.threshold, seed=self.seed
+            ),
+            policy=self.policy(),
+            probe=Probe(parts.model, parts.layout, self.probe, epsilon=epsilon, seed=self.seed) if self.probe else None,
+            confidence=self.confidence,
+        )

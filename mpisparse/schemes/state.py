@@ -1,0 +1,73 @@
+"""Whether a saved state is one that an exchange of the same scheme can go on with. No MPI."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpisparse.errors import ConfigurationError
+from mpisparse.names import FREE_OPTIONS
+from mpisparse.schemes.options import Options, Step, check_density
+from mpisparse.select.adaptive_k import with_window
+
+STATE_FORMAT = 1
+
+
+def check_state(state: Any, here: dict[str, Any], options: Options, step: Step) -> None:
+    """Raise ConfigurationError unless an exchange whose state is `here` could take the state; local."""
+    if not isinstance(state, dict):
+        raise ConfigurationError(f"a state is a dict that state_dict() gave, got {type(state).__name__}")
+    state = with_window(state)
+    missing = sorted(set(here) - set(state))
+    if missing:
+        raise ConfigurationError(f"the state has no {missing[0]!r}")
+    for key in ("format", "scheme", "size", "rank"):
+        if state[key] != here[key]:
+            raise ConfigurationError(f"the state was saved with {key} {state[key]!r}, this is {key} {here[key]!r}")
+    check_density(state["density"])
+    _check_options(state["options"], options)
+    residual, size = state["residual"], len(here["residual"])
+    if not isinstance(residual, torch.Tensor) or residual.dim() != 1:
+        raise ConfigurationError("the residual in the state must be a flat tensor")
+    if not bool(torch.isfinite(residual).all()):
+        raise ConfigurationError("the residual in the state is not finite everywhere")
+    if len(residual) != size:
+        raise ConfigurationError(f"the state is of a model with {len(residual)} trainable elements, this one has {size}")
+    _check_kinds(step_state(state), step_state(here))
+    step.check(step_state(state))
+
+
+def step_state(state: dict[str, Any]) -> dict[str, Any]:
+    """The scheme's part of a state, as arrays and scalars."""
+    step = {key.removeprefix("step."): value for key, value in with_window(state).items() if key.startswith("step.")}
+    return {key: v.cpu().numpy() if isinstance(v, torch.Tensor) else v for key, v in step.items()}
+
+
+def _check_options(text: Any, options: Options) -> None:
+    try:
+        saved, here = dict(json.loads(text)), options.values()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigurationError(f"the options in the state cannot be read: {error}") from error
+    free = {*FREE_OPTIONS, *options.without_effect()}
+    for key in here:
+        if key not in free and saved.get(key) != here[key]:
+            raise ConfigurationError(f"the state was saved with {key}={saved.get(key)!r}, this is {key}={here[key]!r}")
+
+
+def _check_kinds(state: dict[str, Any], here: dict[str, Any]) -> None:
+    """Raise ConfigurationError unless the scheme's values are of the types that it has; None goes with any but numbers."""
+    for key, now in here.items():
+        value = state[key]
+        if isinstance(now, np.ndarray):
+            fits = isinstance(value, np.ndarray) and value.dtype == now.dtype and value.ndim == now.ndim
+        elif isinstance(now, bool | str | list | tuple | dict):
+            fits = value is None or isinstance(value, type(now))
+        elif isinstance(now, int):
+            fits = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+        else:
+            fits = now is None or (isinstance(value, int | float) and not isinstance(value, bool))
+        if not fits:
+            raise ConfigurationError(f"the scheme's {key} in the state is malformed")

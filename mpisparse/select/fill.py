@@ -1,0 +1,61 @@
+"""Select exactly k where a threshold in exclusive regions cannot: drop ties beyond k, and top up what is short.
+
+A threshold selects too many where magnitudes are equal. Regions select too few where an owner's own values are zero in its
+region although other ranks have some there: experts, heads, frozen parts, a rank without data. Then every rank nominates
+its k largest elements to their owners, and the largest of what the owners did not select fill the step up to k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpisparse.select.search import Candidates, Scope, Search, Settled, both
+from mpisparse.select.threshold import HUGE, TINY, is_close, spread
+
+if TYPE_CHECKING:
+    from mpisparse.core.records import Region
+
+Ints = NDArray[np.int64]
+
+
+def is_short(search: Search[Scope, Candidates], settled: Settled[Candidates]) -> bool:
+    """Tell whether the owners' own values are too few for k."""
+    selected = int(settled.workloads.sum())
+    return selected < search.k < search.n and not is_close(selected, search.k)
+
+
+def fill(
+    search: Search[Scope, Candidates], scope: Scope, settled: Settled[Candidates], regions: list[Region], turn: int
+) -> Settled[Candidates]:
+    """Bring what the regions select to k, or to all that is not zero on any rank if that is less. Collective."""
+    if is_short(search, settled):
+        found = search.nominate(settled.found, settled.threshold, regions)
+        settled = both(settled, search.settle(scope, spread(TINY, HUGE), found))
+    selected = int(settled.workloads.sum())
+    if selected > search.k and not is_close(selected, search.k):
+        settled = _drop_ties(search, settled, turn)
+    return settled
+
+
+def _drop_ties(search: Search[Scope, Candidates], settled: Settled[Candidates], turn: int) -> Settled[Candidates]:
+    """Of what equals the threshold keep as many as k has room for, shared out by how many each rank has."""
+    above, equal = search.tied(settled.found, settled.threshold).T
+    shares = even_shares(equal, search.k - int(above.sum()))
+    found = search.cut(settled.found, settled.threshold, shares, turn)
+    return replace(settled, found=found, workloads=above + shares)
+
+
+def even_shares(equal: Ints, room: int) -> Ints:
+    """Share out the room in proportion to what each rank has; none gets more than that."""
+    ends = np.cumsum(equal) * min(room, int(equal.sum())) // max(1, int(equal.sum()))
+    return np.diff(ends, prepend=0)
+
+
+def ascending_shares(equal: Ints, room: int) -> Ints:
+    """Share out the room to the first ranks."""
+    before: Ints = np.cumsum(equal) - equal
+    return np.clip(room - before, 0, equal)

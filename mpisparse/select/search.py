@@ -1,0 +1,262 @@
+"""The search for the threshold that gives k over all ranks, which all ranks do alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpisparse.core.agree import Inputs, share_counts
+from mpisparse.select.candidates import Found, certain, count_ties, drop_ties, largest, merge
+from mpisparse.select.threshold import Controller, Rungs
+
+if TYPE_CHECKING:
+    from mpisparse.backends.protocol import Backend
+    from mpisparse.comm.exchange import Exchange
+    from mpisparse.core.records import Region
+    from mpisparse.select.scorers import Magnitude
+
+Ints = NDArray[np.int64]
+Scope = TypeVar("Scope")
+Candidates = TypeVar("Candidates")
+
+GATHERED_RANKS = 16  # up to so many ranks counts are gathered with their owners; beyond, summed
+REACH = 16  # bins of a histogram, two octaves: so far may the threshold be lowered to give a poor rank its share
+POOR = 32  # beyond 16 ranks: a rank with so many times less than the mean is poor
+
+
+@dataclass(frozen=True)
+class Settled(Generic[Candidates]):
+    """A threshold that all ranks know: its rung, the counts at every rung, and how it was found."""
+
+    found: Candidates
+    rungs: Rungs
+    rung: int
+    total: Ints
+    workloads: Ints
+    reselected: int = 0
+    refined: int = 0
+
+    @property
+    def threshold(self) -> float:
+        return float(self.rungs[self.rung])
+
+
+def harmonic(rows: Ints) -> Ints:
+    """Foretell how many elements are selected once borders are drawn, from what each rank would select everywhere.
+
+    Balanced parts are as long as their owners are frugal, so that the harmonic mean over ranks counts.
+    """
+    mean: Ints = np.rint(len(rows) / (1.0 / np.maximum(rows, 0.5)).sum(axis=0)).astype(np.int64)
+    return mean
+
+
+def able_ranks(histograms: Ints, k: int) -> Ints:
+    """The ranks that share the selection, by a histogram of each rank's magnitudes.
+
+    A rank whose gradient is zero, or far smaller than the others', selects nothing at a threshold that suits them: balanced
+    borders would give it nearly the whole vector. The poorest ranks are left out until the rest together select k at most
+    two octaves below the threshold at which a rank selects k on average. If no choice of ranks does, all take part.
+    """
+    tails: Ints = np.cumsum(histograms[:, ::-1], axis=1)[:, ::-1]
+    reached = np.flatnonzero(tails.sum(axis=0) >= k * len(tails))
+    at = max(1, int(reached[-1]) if len(reached) else 0)  # bin 0 holds the zeros
+    floor = max(1, at - REACH)
+    richest_last = np.argsort(tails[:, at], kind="stable")
+    for poor in range(len(tails)):
+        able = np.sort(richest_last[poor:])
+        if harmonic(tails[able, floor : floor + 1])[0] >= k:
+            return able
+    return np.arange(len(tails))
+
+
+class Search(Generic[Scope, Candidates]):
+    """The search for the rung that gives k over all ranks; how ranks count and select is for those who do it to say.
+
+    A scope is where candidates are collected. Subclasses are one rank among others, or all of them at once. `able` are
+    the ranks that share the selection where borders are drawn in the step.
+    """
+
+    def __init__(self, controller: Controller, k: int, n: int, size: int) -> None:
+        self.controller = controller
+        self.k = k
+        self.n = n
+        self.size = size
+        self.able: Ints = np.arange(size)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether ranks are few enough to tell each other their own counts."""
+        return self.size <= GATHERED_RANKS
+
+    def ladder(self, found: Candidates, rungs: Rungs, everywhere: bool) -> tuple[Ints, Callable[[int], Ints]]:
+        """How many reach each rung over all ranks, and what tells how many of each rank reach one of them."""
+        raise NotImplementedError
+
+    def histogram(self, scope: Scope) -> Ints:
+        """All ranks' magnitudes in their scopes, by exponent and the first bits of the mantissa."""
+        raise NotImplementedError
+
+    def histograms(self, scope: Scope) -> Ints:
+        """The same, a row for each rank."""
+        raise NotImplementedError
+
+    def select(self, scope: Scope, floor: float) -> Candidates:
+        """What reaches the floor in the scope."""
+        raise NotImplementedError
+
+    def block_counts(self, found: Candidates, threshold: float, edges: Ints) -> list[Ints]:
+        """Every rank's count in every block above the threshold, in rank order; for many ranks all have the sum of all."""
+        raise NotImplementedError
+
+    def inside(self, found: Candidates, regions: list[Region]) -> tuple[Scope, Candidates]:
+        """The part of a scope, and of the candidates in it, that lies in the region of its rank."""
+        raise NotImplementedError
+
+    def tied(self, found: Candidates, threshold: float) -> Ints:
+        """For every rank, how many candidates lie above the threshold and how many equal it."""
+        raise NotImplementedError
+
+    def cut(self, found: Candidates, threshold: float, shares: Ints, turn: int) -> Candidates:
+        """What lies above the threshold, and of what equals it as many as each rank's share."""
+        raise NotImplementedError
+
+    def nominate(self, found: Candidates, threshold: float, regions: list[Region]) -> Candidates:
+        """What a region's owner selected, for certain, and what other ranks have there among their k largest."""
+        raise NotImplementedError
+
+    def add_poor(self, found: Candidates, threshold: float, able: Ints, regions: list[Region]) -> Candidates:
+        """The owners' candidates, and what ranks that are not able have in their regions from the threshold on."""
+        raise NotImplementedError
+
+    def settle(self, scope: Scope, rungs: Rungs, found: Candidates, *, everywhere: bool = False) -> Settled[Candidates]:
+        """Find the rung for the candidates that the ranks collected in their scopes (`everywhere`: in all there is).
+
+        Where k lies between rungs, counts a finer ladder; where it lies below, places a new one by a histogram and
+        selects again. Everywhere, poor ranks are left out first: without them the ladder may do.
+        """
+        k = self.k
+        everything = k >= self.n
+        reselected = refined = attempts = 0
+        counted: Ints | None = None
+        while True:
+            total, workload_at = self.ladder(found, rungs, everywhere)
+            choice = None if everything else self.controller.choose(rungs, total, k)
+            if choice is None or choice.rung is not None:
+                rung = 0 if choice is None or choice.rung is None else choice.rung
+                return Settled(found, rungs, rung, total, workload_at(rung), reselected, refined)
+            if choice.finer is not None:
+                refined += 1
+                rungs = choice.finer
+                continue
+            if counted is None:
+                counted = self._count(scope, everywhere)
+                if len(self.able) < self.size and everywhere and len(rungs):
+                    continue
+            reselected += len(rungs) > 0
+            wanted = (k << attempts) * (len(self.able) if everywhere else 1)
+            attempts += 1
+            rungs = self.controller.locate(counted, wanted)
+            found = self.select(scope, float(rungs[0]))
+
+    def _count(self, scope: Scope, everywhere: bool) -> Ints:
+        """The histogram to place a ladder by; everywhere, that of the able ranks, which it finds."""
+        if not (everywhere and self.gathers):
+            return self.histogram(scope)
+        rows = self.histograms(scope)
+        self.able = able_ranks(rows, self.k)
+        total: Ints = rows[self.able].sum(axis=0)
+        return total
+
+
+class Settlement(Search[tuple[int, int], Found]):
+    """The search as one rank does it, in messages of a ladder's counts each; collective."""
+
+    def __init__(
+        self, exchange: Exchange, backend: Backend, scorer: Magnitude, controller: Controller, inputs: Inputs
+    ) -> None:
+        super().__init__(controller, inputs.k, len(scorer.acc), exchange.size)
+        self.exchange = exchange
+        self.backend = backend
+        self.scorer = scorer
+        self.inputs = inputs
+
+    def ladder(self, found: Found, rungs: Rungs, everywhere: bool) -> tuple[Ints, Callable[[int], Ints]]:
+        """Combine the ladders over ranks; beyond 16 ranks by a sum, and each rank's share at the rung by another message."""
+        counts = self.backend.tail_counts(found.magnitude, rungs)
+        if self.gathers:
+            rows = share_counts(self.exchange, self.inputs, counts, self.n)
+            return harmonic(rows[self.able]) if everywhere else rows.sum(axis=0), lambda rung: rows[:, rung]
+        share_counts(self.exchange, self.inputs, counts[:0], self.n)
+        total = self.exchange.allreduce_(counts.copy()) // (self.size if everywhere else 1)
+        return total, lambda rung: self.exchange.allgather(counts[rung : rung + 1])[:, 0]
+
+    def histogram(self, scope: tuple[int, int]) -> Ints:
+        counted: Ints = self.exchange.allreduce_(self.scorer.histogram(*scope))
+        return counted
+
+    def histograms(self, scope: tuple[int, int]) -> Ints:
+        return self.exchange.allgather(self.scorer.histogram(*scope))
+
+    def select(self, scope: tuple[int, int], floor: float) -> Found:
+        return self.scorer.select(*scope, floor)
+
+    def block_counts(self, found: Found, threshold: float, edges: Ints) -> list[Ints]:
+        counts = self.backend.block_counts(found.index, found.magnitude, threshold, edges)
+        if self.gathers:
+            return list(self.exchange.allgather(counts.astype(block_count_type(edges))).astype(np.int64))
+        return [self.exchange.allreduce_(counts.astype(block_count_type(edges, self.size))).astype(np.int64)] * self.size
+
+    def inside(self, found: Found, regions: list[Region]) -> tuple[tuple[int, int], Found]:
+        mine = next((r.lo, r.hi) for r in regions if r.rank == self.exchange.rank)
+        return mine, found.within(self.backend.search, *mine)
+
+    def tied(self, found: Found, threshold: float) -> Ints:
+        return self.exchange.allgather(count_ties(found.on_host(self.backend), threshold))
+
+    def cut(self, found: Found, threshold: float, shares: Ints, turn: int) -> Found:
+        kept = drop_ties(found.on_host(self.backend), threshold, int(shares[self.exchange.rank]), turn)
+        return kept.on_device(self.backend)
+
+    def nominate(self, found: Found, threshold: float, regions: list[Region]) -> Found:
+        nominated = self._route(largest(self.backend, self.scorer.acc, self.k), regions)
+        own = certain(found.on_host(self.backend).reaching(threshold))
+        return merge(own, nominated).on_device(self.backend)
+
+    def add_poor(self, found: Found, threshold: float, able: Ints, regions: list[Region]) -> Found:
+        scope = (0, 0) if self.exchange.rank in able else (0, self.n)
+        nominated = self._route(self.select(scope, threshold).on_host(self.backend), regions)
+        return merge(found.on_host(self.backend), nominated).on_device(self.backend)
+
+    def _route(self, mine: Found, regions: list[Region]) -> Found:
+        """Send candidates to the owners of their regions; what other ranks send here. On the host."""
+        owners = sorted(regions, key=lambda region: region.rank)
+        parts = [mine.within(np.searchsorted, r.lo, r.hi) for r in owners]
+        counts = np.array([len(part.index) for part in parts], dtype=np.int64)
+        table = self.exchange.allgather(counts)
+        order = np.concatenate([part.index for part in parts])
+        index = self.exchange.route(order.view(np.uint8), 8 * table).view(np.int64)
+        values = np.concatenate([part.magnitude for part in parts])
+        magnitude = self.exchange.route(values.view(np.uint8), 4 * table).view(np.float32)
+        return Found(index, magnitude)
+
+
+def block_count_type(edges: Ints, ranks: int = 1) -> type[np.unsignedinteger[Any]]:
+    """The smallest type that holds the count of any block, summed over so many ranks."""
+    longest = ranks * int(np.diff(edges).max())
+    if longest >= 2**32:
+        return np.uint64
+    return np.uint8 if longest < 2**8 else np.uint16 if longest < 2**16 else np.uint32
+
+
+def not_poor(loads: Ints) -> Ints:
+    """The ranks that select at least a small part of the mean."""
+    return np.flatnonzero(loads * POOR * len(loads) >= loads.sum())
+
+
+def both(first: Settled[Candidates], second: Settled[Candidates]) -> Settled[Candidates]:
+    """The second, with the first's effort added."""
+    return replace(second, reselected=first.reselected + second.reselected, refined=first.refined + second.refined)

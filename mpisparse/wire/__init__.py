@@ -1,0 +1,1 @@
+"""Indices and values on the wire: how they are encoded, and how owners reduce them."""

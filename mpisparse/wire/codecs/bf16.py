@@ -1,0 +1,31 @@
+"""Values rounded to bfloat16."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from mpisparse.wire.codecs import Bytes, Floats, Kernels
+
+
+@dataclass(frozen=True)
+class Bf16:
+    """2 bytes a value (padded to 4 in all), rounded to the nearest finite bfloat16."""
+
+    name = "bf16"
+    lossless = False
+    blended = False
+
+    def nbytes(self, count: int) -> int:
+        return 4 * -(-count // 2)
+
+    def encode(self, kernels: Kernels, values: Floats, payload: Bytes) -> None:
+        halves = payload.view(np.uint16)
+        halves[len(values) :] = 0
+        kernels.encode_bf16(values, halves[: len(values)])
+
+    def decode(self, kernels: Kernels, payload: Bytes, values: Floats) -> None:
+        kernels.decode_bf16(payload.view(np.uint16)[: len(values)], values)

@@ -1,0 +1,34 @@
+"""Values as IEEE half precision, scaled by a power of two so that none overflows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpisparse.wire.codecs.grouped import grouped_nbytes, split_payload
+
+if TYPE_CHECKING:
+    from mpisparse.wire.codecs import Bytes, Floats, Kernels
+
+
+@dataclass(frozen=True)
+class Fp16:
+    """2 bytes a value and a scale for each 256."""
+
+    name = "fp16"
+    lossless = False
+    blended = False
+
+    def nbytes(self, count: int) -> int:
+        return grouped_nbytes(count, 2)
+
+    def encode(self, kernels: Kernels, values: Floats, payload: Bytes) -> None:
+        scales, halves = split_payload(payload, len(values), np.uint16)
+        halves[len(values) :] = 0
+        kernels.encode_fp16(values, scales, halves[: len(values)])
+
+    def decode(self, kernels: Kernels, payload: Bytes, values: Floats) -> None:
+        scales, halves = split_payload(payload, len(values), np.uint16)
+        kernels.decode_fp16(scales, halves[: len(values)], values)

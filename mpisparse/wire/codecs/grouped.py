@@ -1,0 +1,25 @@
+"""The payload that fp16 and int8 share: a float32 scale for each group of values, then the values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from mpisparse.wire.codecs import Bytes, Floats
+
+GROUP = 256
+
+
+def grouped_nbytes(count: int, itemsize: int) -> int:
+    """Scales, values, and padding to a multiple of 4."""
+    return 4 * (-(-count // GROUP) + -(-count * itemsize // 4))
+
+
+def split_payload(payload: Bytes, count: int, dtype: type[np.generic]) -> tuple[Floats, NDArray[Any]]:
+    """Views of the scales and of the values in a payload of `count` values."""
+    scales_nbytes = 4 * -(-count // GROUP)
+    values = payload[scales_nbytes:].view(dtype)
+    return payload[:scales_nbytes].view(np.float32), values

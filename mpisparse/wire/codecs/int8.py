@@ -1,0 +1,34 @@
+"""Values in 255 even steps between the largest magnitude of their group and its negative."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpisparse.wire.codecs.grouped import grouped_nbytes, split_payload
+
+if TYPE_CHECKING:
+    from mpisparse.wire.codecs import Bytes, Floats, Kernels
+
+
+@dataclass(frozen=True)
+class Int8:
+    """1 byte a value and a scale for each 256; rounding to nearest, ties to even."""
+
+    name = "int8"
+    lossless = False
+    blended = False
+
+    def nbytes(self, count: int) -> int:
+        return grouped_nbytes(count, 1)
+
+    def encode(self, kernels: Kernels, values: Floats, payload: Bytes) -> None:
+        scales, steps = split_payload(payload, len(values), np.int8)
+        steps[len(values) :] = 0
+        kernels.encode_int8(values, scales, steps[: len(values)])
+
+    def decode(self, kernels: Kernels, payload: Bytes, values: Floats) -> None:
+        scales, steps = split_payload(payload, len(values), np.int8)
+        kernels.decode_int8(scales, steps[: len(values)], values)
