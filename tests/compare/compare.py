@@ -131,7 +131,9 @@ def main() -> int:
     site = build(args.commit)
     fine = args.no_bits or compare_bits(site, args.ranks, args.expect)
     quick = args.no_time or compare_times(site, args.rounds, args.elements)
-    print("compare | the same bits" if fine else "compare | bits differ", "| as fast" if quick else "| slower", flush=True)
+    bits = "not compared" if args.no_bits else "the same" if fine else "different"
+    times = "not compared" if args.no_time else "as fast" if quick else "slower"
+    print(f"compare | bits: {bits}; times: {times}", flush=True)
     return 0 if fine and quick else 1
 
 
