@@ -18,6 +18,7 @@ from mpi4py import MPI
 import mpisparse
 from mpisparse import checkpoint
 from mpisparse.bench.synthetic import GivenModel, Synthetic
+from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.table import show
 
 COLUMNS = {"what": "", "ms": ".1f", "MB_per_s": ".0f", "of_plain": ".2f", "of_copy": ".2f"}
@@ -26,6 +27,8 @@ COLUMNS = {"what": "", "ms": ".1f", "MB_per_s": ".0f", "of_plain": ".2f", "of_co
 def run(elements: int, rounds: int, directory: Path | None, *, as_json: bool) -> int:
     """Measure on all ranks at once and print on rank 0; collective."""
     comm = MPI.COMM_WORLD
+    if directory is not None and not directory.is_dir():
+        raise ConfigurationError(f"--directory {directory} is no directory; make it, or leave it out for a temporary one")
     place = Path(comm.bcast(tempfile.mkdtemp(dir=directory) if comm.rank == 0 else None))
     model = GivenModel.of(Synthetic(elements, comm.size), comm.rank)
     sync = mpisparse.GradientSync(model)

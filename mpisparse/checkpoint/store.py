@@ -145,8 +145,11 @@ def missing(path: Path, manifest: Manifest) -> str:
     for record in manifest.files:
         whole, _ = inside(path / record.name)
         try:
+            check_place(whole)
             with open(whole, "rb") as file:  # opened, because a network file system may remember an old size
                 nbytes = os.fstat(file.fileno()).st_size
+        except Damaged as error:
+            return str(error)
         except OSError as error:
             return f"{whole} cannot be read: {error.strerror}"
         if nbytes != record.nbytes:

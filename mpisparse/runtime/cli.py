@@ -99,7 +99,7 @@ def _add_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _add_scaling(scaling: argparse.ArgumentParser) -> None:
-    scaling.add_argument("--elements", type=_count, default=4_000_000, help="float32 elements (default %(default)s)")
+    scaling.add_argument("--elements", type=_elements, default=4_000_000, help="float32 elements (default %(default)s)")
     scaling.add_argument("--density", type=_density, default=0.001, help="share of elements selected (default %(default)s)")
     scaling.add_argument(
         "--cases", nargs="+", default=["exdyna", "topk", "dense"], metavar="SCHEME[:NAME=VALUE,...]",
@@ -117,7 +117,7 @@ def _add_scaling(scaling: argparse.ArgumentParser) -> None:
 
 def _add_ablation(ablation: argparse.ArgumentParser) -> None:
     ablation.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS), help="default: all")
-    ablation.add_argument("--elements", type=_count, default=4_000_000, help="float32 elements (default %(default)s)")
+    ablation.add_argument("--elements", type=_elements, default=4_000_000, help="float32 elements (default %(default)s)")
     ablation.add_argument("--density", type=_density, default=0.001, help="share of elements selected (default %(default)s)")
     ablation.add_argument("--steps", type=_steps, default=40, help="steps of each variant (default %(default)s)")
     ablation.add_argument("--train", metavar="MODEL[=DATA]", help="train every variant on this too")
@@ -143,7 +143,7 @@ def _ablation(args: argparse.Namespace) -> int:
 
 
 def _add_common(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--elements", type=_count, default=25_000_000, help="float32 elements (default %(default)s)")
+    command.add_argument("--elements", type=_elements, default=25_000_000, help="float32 elements (default %(default)s)")
     command.add_argument("--rounds", type=_count, default=15, help="interleaved rounds, of which medians are taken")
     command.add_argument("--json", action="store_true", help="print one record a line instead of a table")
 
@@ -162,6 +162,13 @@ def _count(text: str) -> int:
         value = 0
     if not 1 <= value < 2**53:
         raise argparse.ArgumentTypeError(f"expected a whole number >= 1 and below 2^53, got {text[:40]!r}")
+    return value
+
+
+def _elements(text: str) -> int:
+    value = _count(text)
+    if value > 2**36:
+        raise argparse.ArgumentTypeError(f"expected at most 2^36 elements, 256 GiB, got {text!r}")
     return value
 
 

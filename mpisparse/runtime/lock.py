@@ -15,6 +15,7 @@ import json
 import os
 import re
 import secrets
+import stat
 import threading
 import time
 from dataclasses import asdict
@@ -228,7 +229,12 @@ class RunLock:
             found = _read(self.path)
             if found is not None and found.identity == self.token:
                 self._remove(found, ours=True)
-            if self._made:
+        self.leave()
+
+    def leave(self) -> None:
+        """Remove the directory if it is new and empty."""
+        if self._made:
+            with contextlib.suppress(OSError):
                 self.path.parent.rmdir()
 
 
@@ -247,10 +253,22 @@ def _write_new(path: Path, text: bytes) -> None:
 def _read(path: Path) -> Record | None:
     """A lock as it is now, or None; opened each time, because network file systems look again only then."""
     try:
-        with open(path, "rb") as file:
-            return Record(file.read(1 << 16), os.fstat(file.fileno()).st_mtime_ns)
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a FIFO would be waited for
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise _strange(path) if error.errno == errno.ELOOP else error from None
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise _strange(path)
+        return Record(os.read(handle, 1 << 16), status.st_mtime_ns)
+    finally:
+        os.close(handle)
+
+
+def _strange(path: Path) -> OSError:
+    return OSError(errno.EINVAL, f"{path.name} is no plain file; remove it")
 
 
 def take(directory: Path, exchange: Exchange, stop: StopRequest, *, wait: bool) -> RunLock | None:
@@ -269,6 +287,7 @@ def take(directory: Path, exchange: Exchange, stop: StopRequest, *, wait: bool) 
                     state = "taken"
             except OSError as caught:
                 error = ConfigurationError(f"cannot write to {directory}: {caught.strerror}")
+                lock.leave()
             patient = wait or (lock.owner is not None and lock.owner.precedes(lock.me))
             if state == "wait" and lock.alive and not patient:
                 state = "refused"

@@ -19,7 +19,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class SteadyOutput:
     """Writes to a stream, and to a log if there is one; all else is the stream's.
 
-    What finds no room on a full disk is dropped, with one warning. Output must not end a run.
+    What finds no room on a full disk is dropped, with one warning, and so is what nobody reads. Output must not end a run.
     """
 
     def __init__(self, stream: TextIO, log: TextIO | None = None) -> None:
@@ -42,9 +42,9 @@ class SteadyOutput:
         try:
             action()
         except OSError as error:
-            if error.errno not in NO_ROOM:
+            if error.errno not in (*NO_ROOM, errno.EPIPE):
                 raise
-            if not self.warned:
+            if not self.warned and error.errno != errno.EPIPE:  # who reads through `head` has seen enough
                 self.warned = True
                 name = getattr(target, "name", "output")
                 warnings.warn(f"{name}: {error.strerror}; output is dropped until there is room", stacklevel=4)
@@ -58,7 +58,7 @@ def give_up(stream: TextIO) -> None:
     try:
         stream.flush()
     except OSError as error:
-        if error.errno not in NO_ROOM:
+        if error.errno not in (*NO_ROOM, errno.EPIPE):
             raise
         kept, nowhere = os.dup(stream.fileno()), os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

@@ -205,7 +205,7 @@ class Trainer:
         if named is not None and (named / "checkpoints").is_dir():
             named = named / "checkpoints"
         error: ConfigurationError | None = None
-        if mode == "never" and (self.out / "metrics.jsonl").exists():
+        if mode == "never" and ((self.out / "metrics.jsonl").exists() or store.found(self.checkpoints)):
             error = ConfigurationError(
                 f"{self.out} holds a run already; choose another --out, or resume it with --resume auto"
             )
@@ -237,8 +237,13 @@ class Trainer:
         self.done = self.metric is not None and reached(self.metric, self.settings.target, self.task)
         self.sync.density = self.density
         changed = self._changed_settings(source, extra, forced=forced)
-        other = None if forced else difference(extra.get("split"), split_of(self.data, self.settings.seed))
-        self.sync.check_together(None if other is None else ConfigurationError(f"the run in {source} {other}"))
+        other = difference(extra.get("split"), split_of(self.data, self.settings.seed))
+        refused = other is not None and not forced
+        self.sync.check_together(ConfigurationError(f"the run in {source} {other}") if refused else None)
+        if other is not None:
+            note = f"from step {self.step} on: other validation data, of which some was trained on before"
+            self.changed_now.append(note)
+            self.changes.append(note)
         if forced:
             for group, own in zip(self.optimizer.param_groups, set_here, strict=True):
                 group.update(own)
@@ -286,7 +291,8 @@ class Trainer:
         if self.sync.rank == 0:
             try:
                 self.out.mkdir(parents=True, exist_ok=True)
-                write_whole(self.out / "config.toml", to_toml(self.settings, self.changes))
+                if not self.resumed or self._goes_on():  # a run that has ended uses no new settings
+                    write_whole(self.out / "config.toml", to_toml(self.settings, self.changes))
                 metrics = MetricsFile(self.out / "metrics.jsonl")
             except OSError as caught:
                 error = ConfigurationError(f"cannot write to {self.out}: {caught.strerror}")
@@ -312,12 +318,12 @@ class Trainer:
         self._event(
             "resume" if self.resumed else "start", f"{self.sync.size} ranks, {self.sync.residual.numel():,} parameters"
         )
-        for change in self.changed_now:
+        for change in self.changed_now if self._goes_on() else ():
             self._event("settings", change)
         if self.lock is not None and self.lock.taken_from:
             self._event("lock", f"taken over from {self.lock.taken_from}, which no longer runs")
         self.model.train()
-        while self.step < self.total and not self.done:
+        while self._goes_on():
             asked = self._one_step()
             done = self.step % self._eval_every() == 0 or self.step == self.total
             self.done = hit = self._evaluate() if done else False
@@ -329,12 +335,16 @@ class Trainer:
             if asked:
                 why = "the job's time limit is near" if self.deadline.reached else "asked to stop"
                 again = "the same command" if self.settings.resume != "never" else "it without --resume never"
-                self._event("signal", f"{why}; start {again} again to go on from step {self.step}")
+                where = "the last checkpoint that was written" if self.failed else f"step {self.step}"
+                self._event("signal", f"{why}; start {again} again to go on from {where}")
                 return 1 if self.failed else INTERRUPTED
             if hit:
                 self._event("stop", f"target {self.settings.target:g} reached")
         self._finish()
         return int(self.failed)
+
+    def _goes_on(self) -> bool:
+        return self.step < self.total and not self.done
 
     def _eval_every(self) -> int:
         return self.settings.eval_every or self._steps_an_epoch()
@@ -550,9 +560,17 @@ def build_together(settings: Settings) -> tuple[torch.nn.Module, Data, Task]:
         model, data, task = build(settings.model, settings.data, seed=settings.seed)
         data = hold_out(data, settings.validation, seed=settings.seed)
         check_steering(settings, data)
+        sizes = [len(part) for part in (data.train, data.validation, data.test) if part is not None]
         built = model.to(local_device(here)) if settings.device == "cuda" else model, data, task
     except ConfigurationError as caught:
         error = caught
+    exchange.raise_together(error)
+    told = exchange.gather_texts(", ".join(map(str, sizes)))
+    if told[exchange.rank] != told[0]:
+        error = ConfigurationError(
+            f"every rank must see the same data, which the runtime shares out: rank 0 has {told[0]} examples, this one "
+            f"{told[exchange.rank]}; let the factory return all of it on every rank"
+        )
     exchange.raise_together(error)
     exchange.close()
     return built

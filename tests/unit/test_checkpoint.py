@@ -510,6 +510,14 @@ def test_one_that_lacks_a_file_neither_counts_as_kept_nor_gets_a_name(tmp_path: 
     assert [p.name for p in store.found(tmp_path)] == ["step-00000004", "step-00000003", "step-00000002"]
 
 
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    path = complete(tmp_path, 1)
+    (path / "rank-0000.h5").unlink()
+    os.mkfifo(path / "rank-0000.h5")
+    assert not store.is_whole(path)
+    complete(tmp_path, 2, keep=1)
+
+
 OTHER = """
 import sys
 from pathlib import Path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -304,6 +305,29 @@ def test_only_an_earlier_start_of_the_same_job_precedes() -> None:
     assert not first.precedes(first)
     assert not first.precedes(dataclasses.replace(first, job="Slurm job 8", restart=1))
     assert not dataclasses.replace(first, job="").precedes(dataclasses.replace(first, job="", restart=1))
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "directory"])
+def test_what_is_no_plain_file_is_refused_and_not_waited_for(tmp_path: Path, exchange: Exchange, kind: str) -> None:
+    path = tmp_path / "lock"
+    if kind == "link":
+        path.symlink_to(tmp_path / "nowhere")
+    elif kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    with pytest.raises(ConfigurationError, match="lock is no plain file; remove it"):
+        take(tmp_path, exchange, Asked(), wait=True)
+
+
+def test_a_refused_start_leaves_no_directory(tmp_path: Path, exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("mpisparse.runtime.lock._write_new", no_room)
+    with pytest.raises(ConfigurationError, match="No space left on device"):
+        take(tmp_path / "run", exchange, Asked(), wait=False)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path, exchange: Exchange) -> None:

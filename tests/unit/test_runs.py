@@ -111,6 +111,10 @@ def no_data_on_rank_1(error=FileNotFoundError):
         raise error("rank 1 sees no file")
     return data()
 
+def more_on_rank_1():
+    rank_1 = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1"
+    return Noisy(240 if rank_1 else 200), Noisy(50)
+
 def refused_on_rank_1():
     from mpisparse import ConfigurationError
     return no_data_on_rank_1(ConfigurationError)
@@ -435,13 +439,14 @@ def test_signals_stop_after_a_checkpoint_and_the_same_command_goes_on(home: Path
         ("failing", "OSError: the data of rank 1 is gone"),
         ("no_data_on_rank_1", "FileNotFoundError: rank 1 sees no file"),
         ("refused_on_rank_1", "rank 1 sees no file"),
+        ("more_on_rank_1", "rank 0 has 180, 20, 50 examples, this one 216, 24, 50"),
     ],
 )
 def test_an_error_on_one_rank_ends_all_and_is_shown(home: Path, data: str, says: str) -> None:
     job = Job(home, home / data, *OPTIONS, "--data", f"tiny:{data}", "--steps", "1000000")
     assert job.wait() not in (0, 85), job.output
     assert says in job.output
-    assert "Traceback (most recent call last)" in job.output or data == "refused_on_rank_1"
+    assert "Traceback (most recent call last)" in job.output or data in ("refused_on_rank_1", "more_on_rank_1")
 
 
 # A full disk
@@ -669,7 +674,10 @@ def test_a_forced_seed_holds_and_is_resumed_to_the_last_bit(copied: Path, tmp_pa
     parts, same = tmp_path / "parts", tmp_path / "same"
     shutil.copytree(copied, same)
     assert train(copied, *options, "--resume", "force") == 0
-    assert said_of_settings(copied) == ["from step 6 on: seed 4, before 3"]
+    assert said_of_settings(copied) == [
+        "from step 6 on: seed 4, before 3",
+        "from step 6 on: other validation data, of which some was trained on before",
+    ]
     shutil.rmtree(newest(Path(shutil.copytree(copied, parts))))
     assert train(parts, *options) == 0
     assert_same_end(parts, copied, steps=8)
@@ -690,6 +698,49 @@ def test_what_takes_effect_anyway_is_said_and_not_refused(copied: Path) -> None:
     assert train(copied, *OPTIONS, "--steps", "8") == 0
     notes = [line for line in (copied / "config.toml").read_text().splitlines() if line.startswith("#")]
     assert len(notes) == 4, "what was changed before stays"
+
+
+def test_a_run_that_has_ended_takes_no_new_settings(copied: Path) -> None:
+    before = (copied / "config.toml").read_text()
+    assert train(copied, *OPTIONS, "--steps", "6", "--momentum", "0.5", "--resume", "force") == 0
+    assert (copied / "config.toml").read_text() == before
+    assert said_of_settings(copied) == []
+    assert train(copied, *OPTIONS, "--steps", "7") == 0, "and goes on as it was"
+
+
+def test_a_forced_split_is_said(copied: Path) -> None:
+    assert train(copied, *OPTIONS, "--steps", "7", "--validation", "0.2", "--resume", "force") == 0
+    assert "from step 6 on: other validation data, of which some was trained on before" in said_of_settings(copied)
+
+
+def test_a_new_run_beside_old_checkpoints_is_refused(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (copied / "metrics.jsonl").unlink()
+    assert train(copied, *OPTIONS, "--steps", "3", "--resume", "never") == 2
+    assert "holds a run already" in capsys.readouterr().err
+
+
+def test_a_stop_without_its_checkpoint_does_not_promise_its_step(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(self: Trainer, *, wait: bool) -> None:
+        self.failed = True
+
+    monkeypatch.setattr(Trainer, "_checkpoint", fail)
+    monkeypatch.setattr(Trainer, "_one_step", lambda self: True)
+    assert train(tmp_path / "run", *OPTIONS, "--steps", "9") == 1
+    assert "to go on from the last checkpoint that was written" in capsys.readouterr().out
+
+
+def test_who_reads_no_more_ends_nothing(home: Path, tmp_path: Path) -> None:
+    """As with `mpisparse train ... | head -1`."""
+    command = [sys.executable, "-m", "mpisparse", "train", "--out", "run", *OPTIONS, "--steps", "40", "--log-every", "1"]
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(home)}
+    run = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE)
+    assert run.stdout is not None
+    run.stdout.readline()
+    run.stdout.close()
+    assert run.wait(TIMEOUT) == 0
+    assert newest(tmp_path / "run").name == store.name_of(40)
 
 
 def test_another_runs_checkpoint_can_be_forced_too(single: Path, tmp_path: Path) -> None:
