@@ -198,7 +198,7 @@ class Files:
     def remove(self, rank: int) -> None:
         """Remove a rank's file, and the directory with the last of them."""
         with contextlib.suppress(OSError):
-            self._path(rank).unlink()
+            self._path(rank).unlink(missing_ok=True)
             self.directory.rmdir()
 
     def _path(self, rank: int) -> Path:

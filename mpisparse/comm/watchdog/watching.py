@@ -84,6 +84,8 @@ class Watchdog:
                 self._listen(due - now)
                 self._act()
         finally:
+            if self.final and self.files is not None:  # a beat may have been on its way to a file when this rank left
+                self.files.remove(self.rank)
             if self.mail is not None:
                 self.mail.close()
 
