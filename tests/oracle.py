@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpisparse.select import partition, threshold
+from mpisparse.select import partition, selector, threshold
 from mpisparse.select.threshold import Choice, Rungs
 
 Floats = NDArray[np.float32]
@@ -192,10 +192,11 @@ class Oracle:
     @property
     def _sweeps(self) -> bool:
         whole_rotations = not self.draws_in_step and self.size <= 16
-        return self.settings.partitioner == "best" and self.size > 1 and not whole_rotations and self.t % 16 == 15
+        due = self.t % selector.SWEEP == selector.SWEEP - 1
+        return self.settings.partitioner == "best" and self.size > 1 and not whole_rotations and due
 
     def _owner(self, p: int) -> int:
-        return (p - (self.t // 16 if self._sweeps else self.t)) % self.size
+        return (p - (self.t // selector.SWEEP if self._sweeps else self.t)) % self.size
 
     def _reduce(self, picked: list[Ints]) -> Floats:
         """The mean of what the ranks send; they keep the rest, and a partition's owner what it does not send back."""
@@ -335,6 +336,11 @@ class Oracle:
         if self._sweeps:
             self.edges = partition.even_edges(self.n, self.blocks)
             self.borders = partition.even_borders(len(self.edges) - 1, self.size)
+        if self._sweeps and self.draws_in_step:
+            if self.t // selector.SWEEP % self.size == 0:
+                self.work = 256 * partition.block_counts(union, self.edges)
+            work = np.zeros(len(self.edges) - 1, np.int64) if self.work is None else self.work
+            self.borders = partition.best_borders([128 * work + 256 * np.diff(self.edges)] * self.size, self.edges)
 
 
 def abs_bits(values: Floats) -> NDArray[np.uint32]:

@@ -26,7 +26,9 @@ Ints = NDArray[np.int64]
 PARTITIONERS = ("best", "paper", "static")
 FRACTION = 8  # bits behind the point of the moving average
 SMOOTHING = 2  # it moves by 2^-2 of the difference at each step
-SWEEP = 16  # every so many steps partitions are even, so that each rank selects everywhere in turn
+SWEEP = 64  # every so many steps partitions are held ones, so that each rank selects everywhere in turn
+DUE = 16  # every so many steps scores give way to magnitude
+ROTATION = 16  # up to so many ranks, borders that are not drawn in the step stay for a whole rotation
 READS_PER_SELECTED = 128  # elements that one can read in the time that handling a selected one takes
 
 
@@ -58,22 +60,23 @@ class ExclusiveSelector:
 
     @property
     def is_due(self) -> bool:
-        """Tell whether it is time to look after what would otherwise wait for ever."""
-        return self.partitioner == "best" and self.step % SWEEP == SWEEP - 1
+        """Tell whether it is time to look after elements whose scores would let them wait for ever."""
+        return self.partitioner == "best" and self.step % DUE == DUE - 1
 
     @property
     def sweeps(self) -> bool:
-        """Tell whether this step's partitions are even ones.
+        """Tell whether this step's partitions are those that are held while each rank selects in each of them once.
 
         Balanced borders depend on what ranks have, and may keep a rank away from elements that no other has for ever.
         Borders that stay for a whole rotation cannot.
         """
-        return self.is_due and self.size > 1 and not self.stays
+        due = self.partitioner == "best" and self.step % SWEEP == SWEEP - 1
+        return due and self.size > 1 and not self.stays
 
     @property
     def stays(self) -> bool:
         """Tell whether borders stay the same while partitions go once around the ranks."""
-        return self.partitioner == "best" and not self.draws and self.size <= SWEEP
+        return self.partitioner == "best" and not self.draws and self.size <= ROTATION
 
     @property
     def in_step(self) -> bool:
@@ -127,12 +130,18 @@ class ExclusiveSelector:
         n = int(self.edges[-1])
         if self.sweeps:
             self.edges = partition.even_edges(n, self.blocks)
+            self.borders = self._held(union) if self.draws else partition.even_borders(len(self.edges) - 1, self.size)
         elif self.draws:
             self.edges = partition.worked_edges(n, self.blocks, union, self.backend.pick)
-        if self.sweeps or self.draws:
             self.borders = partition.even_borders(len(self.edges) - 1, self.size)
         elif not self.stays or self.step % self.size == 0:
             self.borders = self._balanced()
+
+    def _held(self, union: Ints) -> Ints:
+        """Borders that balance what was selected last, and stay until sweeps have gone once around the ranks."""
+        if self.turn % self.size == 0:
+            self.work = partition.block_counts(union, self.edges, self.backend.search) << FRACTION
+        return partition.best_borders([self._cost()] * self.size, self.edges)
 
     def _smooth(self, counts: Ints) -> None:
         """Average the work over recent steps in fixed point: the same integers on any machine."""
@@ -141,9 +150,12 @@ class ExclusiveSelector:
 
     def _balanced(self) -> Ints:
         """The best borders by the averaged work of selecting, and of reading."""
-        cost = self.work * READS_PER_SELECTED + (np.diff(self.edges) << FRACTION)
         longest = -(-2 * int(self.edges[-1]) // self.size)
-        return partition.best_borders([cost] * self.size, self.edges, longest)
+        return partition.best_borders([self._cost()] * self.size, self.edges, longest)
+
+    def _cost(self) -> Ints:
+        """What selecting in every block costs, and reading it."""
+        return self.work * READS_PER_SELECTED + (np.diff(self.edges) << FRACTION)
 
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on."""
@@ -165,9 +177,10 @@ class ExclusiveSelector:
         if len(borders) < 2 or borders[0] != 0 or borders[-1] != len(edges) - 1 or (np.diff(borders) < 0).any():
             raise ConfigurationError(f"the borders in the state do not share out {len(edges) - 1} blocks")
         work = np.asarray(state["work"])
-        used = not self.draws and len(borders) == self.size + 1  # else it is not taken, or never looked at
-        if used and (work.shape != (len(edges) - 1,) or (work < 0).any() or (work > n << FRACTION).any()):
-            raise ConfigurationError(f"the work in the state is not that of {len(edges) - 1} blocks")
+        blocks = len(self.work) if self.draws else len(edges) - 1
+        taken = len(borders) == self.size + 1
+        if taken and (work.shape != (blocks,) or (work < 0).any() or (work > n << FRACTION).any()):
+            raise ConfigurationError(f"the work in the state is not that of {blocks} blocks")
 
     def _try_controller(self, fields: dict[str, Any]) -> None:
         """Raise ConfigurationError unless a controller with these numbers finds thresholds for any number of elements."""

@@ -18,7 +18,7 @@ from ranks import PATHS, alike
 from torch import nn
 
 import mpisparse
-from mpisparse.select import search
+from mpisparse.select import search, selector
 
 Floats = NDArray[np.float32]
 N = 3000
@@ -134,8 +134,9 @@ def test_what_never_scores_high_is_sent_too(comm: MPI.Intracomm, scheme: str, pa
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("path", PATHS)
-def test_states_load_at_any_step(comm: MPI.Intracomm, scheme: str, path: str) -> None:
-    """Also into a run that stands at a step with even partitions, and from one."""
+def test_states_load_at_any_step(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, scheme: str, path: str) -> None:
+    """Also into a run that stands at a step with held partitions, and from one."""
+    monkeypatch.setattr(selector, "SWEEP", 16)
     model, sync = make(scheme, path, 0.05)
     states, after = {}, {}
     for step in range(18):
@@ -210,12 +211,15 @@ def test_the_density_is_held_wherever_gradients_lie(
 
 @all_placements
 @pytest.mark.parametrize(("scheme", "path"), [("exdyna", "step"), ("exdyna", "backward"), ("momentum", "step")])
-def test_every_element_is_sent_and_training_converges(comm: MPI.Intracomm, scheme: str, path: str, placement: str) -> None:
+def test_every_element_is_sent_and_training_converges(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, scheme: str, path: str, placement: str
+) -> None:
     """Ranks pull what they have towards one. All of it must get as near as with dense gradients."""
+    monkeypatch.setattr(selector, "SWEEP", 16)  # to see several of them
     mask = PLACEMENTS[placement](comm.rank, comm.size)
     pulled = comm.allreduce(mask) / comm.size
     model, sync = make(scheme, path, 0.1)
-    rate, steps = 0.05 / max(float(pulled.max()), 0.01), 80 + 16 * comm.size
+    rate, steps = (0.05 if scheme == "exdyna" else 0.03) / max(float(pulled.max()), 0.01), 80 + 16 * comm.size
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     sent = np.zeros(N, dtype=bool)
     for _ in range(steps):
@@ -235,8 +239,11 @@ def test_every_element_is_sent_and_training_converges(comm: MPI.Intracomm, schem
 
 @pytest.mark.parametrize(("path", "tied"), [("step", False), ("step", True), ("backward", False)])
 @all_placements
-def test_steps_equal_the_oracle(comm: MPI.Intracomm, placement: str, path: str, tied: bool) -> None:
-    """Twenty steps: among them one in which partitions are even."""
+def test_steps_equal_the_oracle(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, placement: str, path: str, tied: bool
+) -> None:
+    """Twenty steps: among them some with held partitions."""
+    monkeypatch.setattr(selector, "SWEEP", 4)
     options = Settings(density=0.05, accumulate=path)
     masks = [PLACEMENTS[placement](rank, comm.size) for rank in range(comm.size)]
     oracle, wrong = Oracle(N, comm.size, options), []

@@ -9,15 +9,17 @@ from oracle import Oracle, Settings
 from mpisparse.bench.costs import Log, Machine, between
 from mpisparse.bench.simulator import Accumulators, simulator
 from mpisparse.bench.synthetic import Synthetic, worker_gradient
+from mpisparse.select import selector
 
 WORKERS = 20
 
 
-def test_more_than_sixteen_workers_against_numpy() -> None:
+def test_more_than_sixteen_workers_against_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selector, "SWEEP", 16)
     source = Synthetic(20_011, 3)
     virtual = simulator("exdyna", source, WORKERS, 0.02, accumulate="backward")
     oracle = Oracle(20_011, WORKERS, Settings(density=0.02, accumulate="backward"))
-    for step in range(18):  # the 16th has even partitions
+    for step in range(18):  # the 16th has held partitions
         expected = oracle.step([worker_gradient(source, worker, step) for worker in range(WORKERS)])
         done = virtual.step()
         assert np.array_equal(done.union, np.flatnonzero(expected.published)), step
