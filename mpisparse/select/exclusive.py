@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from mpisparse.core.agree import Inputs, share_counts
 from mpisparse.core.records import Chosen, Clock, Parts, imbalance
@@ -144,18 +145,14 @@ class ExclusiveChooser:
 
     def _without_zeros(self, settled: Settled[Found]) -> Settled[Found]:
         """Leave out what has a score and nothing in the accumulator: it would be sent in place of something. Collective."""
-        exchange, backend = self.parts.exchange, self.parts.backend
-        found, level = settled.found, np.float32(settled.threshold)
-        values = backend.empty(len(found.index), np.float32)
-        backend.take(self.parts.acc, found.index, values)
-        backend.put(self.parts.acc, found.index, values)
-        on_host = found.on_host(backend)
-        empty = (backend.to_host(values) == 0.0) & (on_host.magnitude >= level)
-        if not exchange.allreduce_(np.array([np.count_nonzero(empty)], dtype=np.int64), "max")[0]:
+        exchange, residual = self.parts.exchange, self.parts.residual
+        selected = settled.found.on_host(self.parts.backend).reaching(settled.threshold)
+        held = residual.index_select(0, torch.from_numpy(selected.index).to(residual.device)).cpu().numpy() != 0.0
+        counts = exchange.allgather(np.array([len(held), np.count_nonzero(held)], dtype=np.int64))
+        if (counts[:, 0] == counts[:, 1]).all():
             return settled
-        kept = Found(on_host.index[~empty], on_host.magnitude[~empty])
-        counts = np.array([np.count_nonzero(kept.magnitude >= level)], dtype=np.int64)
-        return replace(settled, found=kept.on_device(backend), workloads=exchange.allgather(counts)[:, 0])
+        kept = Found(selected.index[held], selected.magnitude[held])
+        return replace(settled, found=kept.on_device(self.parts.backend), workloads=counts[:, 1])
 
     def _percentile(self, k: int, scope: tuple[int, int]) -> float:
         """The score that k of all ranks' scores in their regions reach: by gathering and sorting all, for tests."""
