@@ -764,7 +764,7 @@ def test_checkpoints_of_versions_that_stored_no_settings_are_compared_too(
         assert train(tmp_path, *OPTIONS, "--steps", "3", f"--{setting}", value) == 2
         assert f"was written with {setting.replace('-', '_')} " in capsys.readouterr().err
     assert train(tmp_path, *OPTIONS, "--steps", "3", "--momentum", "0.5", "--seed", "4", "--resume", "force") == 0
-    assert len(said_of_settings(tmp_path)) == 2
+    assert len(said_of_settings(tmp_path)) == 3, "the seed, the momentum, and what the seed means for validation"
 
 
 # Going well
