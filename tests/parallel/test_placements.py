@@ -219,7 +219,8 @@ def test_every_element_is_sent_and_training_converges(
     mask = PLACEMENTS[placement](comm.rank, comm.size)
     pulled = comm.allreduce(mask) / comm.size
     model, sync = make(scheme, path, 0.1)
-    rate, steps = (0.05 if scheme == "exdyna" else 0.03) / max(float(pulled.max()), 0.01), 80 + 16 * comm.size
+    rate, steps = (0.05, 80) if scheme == "exdyna" else (0.03, 240)  # scores give way to what waits every 16th step only
+    rate, steps = rate / max(float(pulled.max()), 0.01), steps + 16 * comm.size
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     sent = np.zeros(N, dtype=bool)
     for _ in range(steps):
@@ -234,7 +235,8 @@ def test_every_element_is_sent_and_training_converges(
     assert same
     assert sent[pulled > 1e-6].all(), np.flatnonzero((pulled > 1e-6) & ~sent)
     assert not sent[pulled == 0].any()
-    assert (distance**2).mean() <= (dense**2).mean() + 0.1  # it began at 1
+    behind = 0.1 if scheme == "exdyna" else 0.2  # of 1 at the beginning; momentum lets small gradients wait longer
+    assert (distance**2).mean() <= (dense**2).mean() + behind
 
 
 @pytest.mark.parametrize(("path", "tied"), [("step", False), ("step", True), ("backward", False)])
