@@ -173,9 +173,9 @@ def attach(optimizer: torch.optim.Optimizer, sync: GradientSync, scaler: Any = N
     sparse = sync.scheme != "dense" and min(sync.density, sync.options.density) < 1.0
     if sparse and is_adaptive(optimizer) and sync.rank == 0:
         warnings.warn(
-            f"an adaptive optimizer ({type(optimizer).__name__}) on sparse gradients: measured on a GPT of 0.8 million "
-            "parameters with AdamW on 4 ranks, the validation loss after 300 steps was 2.401 at density 0.1 and 2.506 at "
-            '0.01, where one rank alone had 2.405 and dense 2.249. Compare with one rank alone; use scheme="dense", or SGD',
+            f"an adaptive optimizer ({type(optimizer).__name__}) on sparse gradients: measured on a GPT with AdamW on 2 ranks, "
+            "600 steps, one seed, exdyna's validation loss was 2.325 at density 0.1 and 2.416 at 0.01, where one rank alone "
+            'had 2.263 and dense 2.143. Compare with one rank alone; use scheme="dense", or SGD',
             stacklevel=2,
         )
     return attachment
