@@ -173,9 +173,9 @@ def attach(optimizer: torch.optim.Optimizer, sync: GradientSync, scaler: Any = N
     sparse = sync.scheme != "dense" and min(sync.density, sync.options.density) < 1.0
     if sparse and is_adaptive(optimizer) and sync.rank == 0:
         warnings.warn(
-            f"an adaptive optimizer ({type(optimizer).__name__}) on sparse gradients: with AdamW on a GPT, 2 ranks, 600 steps "
-            "and one seed, the measured validation loss of exdyna was 2.325 at density 0.1 and 2.416 at 0.01, where one rank "
-            'alone had 2.263 and dense 2.143. Compare with one rank alone; use scheme="dense", or SGD',
+            f"an adaptive optimizer ({type(optimizer).__name__}) on sparse gradients: with AdamW on a GPT, 2 ranks, 600 "
+            "steps and one seed, the measured validation loss of exdyna was 2.325 at density 0.1 and 2.416 at 0.01, where "
+            'one rank alone had 2.263 and dense 2.143. Compare with one rank alone; use scheme="dense", or SGD',
             stacklevel=2,
         )
     return attachment
