@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float32]
-Ints = NDArray[np.int64]
+from mpisparse.arrays import Floats, Ints
 
 
 def empty(count: int, dtype: Any) -> NDArray[Any]:

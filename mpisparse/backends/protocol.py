@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mpisparse.arrays import Bytes, Floats, Ints
+
 Vector = Any
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float32]
 Pointers = NDArray[np.uint64]
-Kinds = NDArray[np.uint8]
+Kinds = Bytes
 Found = tuple[Vector, Vector, int]
 
 

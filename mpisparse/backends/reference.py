@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpisparse.arrays import Bytes, Floats, Halves, Ints
 from mpisparse.backends.host_arrays import add as add
 from mpisparse.backends.host_arrays import array_of as array_of
 from mpisparse.backends.host_arrays import divide as divide
@@ -21,10 +22,6 @@ from mpisparse.backends.host_arrays import late_nonfinite as late_nonfinite
 from mpisparse.backends.host_arrays import pick as pick
 from mpisparse.backends.host_arrays import search as search
 from mpisparse.backends.host_arrays import to_host as to_host
-
-Floats = NDArray[np.float32]
-Ints = NDArray[np.int64]
-Bytes = NDArray[np.uint8]
 
 FP32, FP16, BF16, FP64 = 0, 1, 2, 3
 PRODUCTS, SCORES = 1, 2  # what scored elements are compared by; see keys_of
@@ -69,7 +66,7 @@ def _first_bad(values: Floats, base: int = 0) -> int:
     return base + int(bad[0]) if len(bad) else -1
 
 
-def _add(acc: Floats, pointers: NDArray[np.uint64], ends: Ints, kinds: NDArray[np.uint8]) -> int:
+def _add(acc: Floats, pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes) -> int:
     begin, bad = 0, -1
     for pointer, end, kind in zip(pointers.tolist(), ends.tolist(), kinds.tolist(), strict=True):
         if pointer:
@@ -82,7 +79,7 @@ def _add(acc: Floats, pointers: NDArray[np.uint64], ends: Ints, kinds: NDArray[n
 
 
 def accumulate_select(
-    acc: Floats, pointers: NDArray[np.uint64], ends: Ints, kinds: NDArray[np.uint8], lo: int, hi: int, floor: float
+    acc: Floats, pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes, lo: int, hi: int, floor: float
 ) -> tuple[Ints, Floats, int]:
     """Add the gradients into acc; return index and magnitude of what reaches the floor in acc[lo:hi], ascending, and the
     first non-finite index or -1."""
@@ -93,7 +90,7 @@ def accumulate_select(
 
 
 def average_select(
-    acc: Floats, average: Floats, rate: float, pointers: NDArray[np.uint64], ends: Ints, kinds: NDArray[np.uint8],
+    acc: Floats, average: Floats, rate: float, pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes,
     lo: int, hi: int, floor: float,
 ) -> tuple[Ints, Floats, int]:  # fmt: skip
     """Add the gradients into acc, update average = rate x |gradient| + (1 - rate) x average, and collect from that."""
@@ -109,9 +106,7 @@ def average_select(
     return index, magnitude, bad
 
 
-def blend(
-    index: Ints, values: Floats, carried: Ints, previous: Floats, share: float
-) -> tuple[Ints, Floats, NDArray[np.uint8]]:
+def blend(index: Ints, values: Floats, carried: Ints, previous: Floats, share: float) -> tuple[Ints, Floats, Bytes]:
     """Mix share x value + (1 - share) x previous at the union of two ascending indices; also which are of the first."""
     both = np.union1d(index, carried)
     new, old = np.zeros((2, len(both)), dtype=np.float32)
@@ -122,7 +117,7 @@ def blend(
 
 
 def come_to_rest(
-    acc: Floats, index: Ints, values: Floats, selected: NDArray[np.uint8], mean: Floats, left: Floats, pending: float
+    acc: Floats, index: Ints, values: Floats, selected: Bytes, mean: Floats, left: Floats, pending: float
 ) -> tuple[Ints, Floats]:
     """Add to `left` what was still to come (pending x value) of elements that are not selected and of which nothing arrived;
     add `left` into acc; return the other elements with their values."""
@@ -152,7 +147,7 @@ def keys_of(acc: Floats, scores: Bytes, key: int) -> Floats:
 
 
 def accumulate_select_scored(
-    acc: Floats, scores: Bytes, key: int, pointers: NDArray[np.uint64], ends: Ints, kinds: NDArray[np.uint8],
+    acc: Floats, scores: Bytes, key: int, pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes,
     lo: int, hi: int, floor: float,
 ) -> tuple[Ints, Floats, int]:  # fmt: skip
     """As accumulate_select, by keys that combine scores with magnitudes."""
@@ -173,7 +168,7 @@ def histogram_scored(acc: Floats, scores: Bytes, key: int, lo: int, hi: int) -> 
     return histogram(keys_of(acc[lo:hi], scores[lo:hi], key), 0, hi - lo)
 
 
-def record(pointers: NDArray[np.uint64], ends: Ints, kinds: NDArray[np.uint8], lo: int, out: NDArray[np.uint16]) -> None:
+def record(pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes, lo: int, out: Halves) -> None:
     """Write the gradients of [lo, lo + len(out)) as finite bfloat16; an absent one is zeros."""
     out[:] = 0
     begin, hi = 0, lo + len(out)
@@ -184,7 +179,7 @@ def record(pointers: NDArray[np.uint64], ends: Ints, kinds: NDArray[np.uint8], l
         begin = end
 
 
-def gather(pointers: NDArray[np.uint64], ends: Ints, kinds: NDArray[np.uint8], index: Ints, out: Floats) -> None:
+def gather(pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes, index: Ints, out: Floats) -> None:
     """Write the gradients at ascending indices; an absent one is zero."""
     out[:] = 0.0
     begin = 0
@@ -196,7 +191,7 @@ def gather(pointers: NDArray[np.uint64], ends: Ints, kinds: NDArray[np.uint8], i
 
 
 @np.errstate(over="ignore")
-def _features(history: NDArray[np.uint16], inverse: Floats, depth: int) -> Floats:
+def _features(history: Halves, inverse: Floats, depth: int) -> Floats:
     """Signed logarithms of the last gradients in units of their layers; oriented by the accumulator, the last row."""
     rows = history.reshape(depth + 1, -1)
     x = widen(rows[:depth], BF16) * inverse
@@ -227,7 +222,7 @@ def _layers(ends: Ints) -> Ints:
     return np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
 
 
-def predict(history: NDArray[np.uint16], nets: Floats, inverse: Floats, ends: Ints, depth: int, out: Bytes) -> None:
+def predict(history: Halves, nets: Floats, inverse: Floats, ends: Ints, depth: int, out: Bytes) -> None:
     """Score elements by their layers' nets: importance in (0, 1) in steps of 1 / 255. `ends` are the layers' among them."""
     layer = _layers(ends)
     _, z = _forward(nets.reshape(len(ends), -1)[layer], _features(history, inverse[layer], depth))
@@ -236,7 +231,7 @@ def predict(history: NDArray[np.uint16], nets: Floats, inverse: Floats, ends: In
 
 @np.errstate(over="ignore", invalid="ignore", divide="ignore")
 def learn(
-    nets: Floats, mean: Floats, square: Floats, history: NDArray[np.uint16], inverse: Floats, ends: Ints, depth: int,
+    nets: Floats, mean: Floats, square: Floats, history: Halves, inverse: Floats, ends: Ints, depth: int,
     magnitude: Floats, pairs: Ints, weights: Floats, batch: int, rate: float, corrections: Floats,
 ) -> None:  # fmt: skip
     """Learn from pairs (better, worse) to give the better the larger key, importance x magnitude, by Adam in batches.
@@ -279,7 +274,7 @@ def accumulate(acc: Floats, pointer: int, kind: int) -> int:
     return _add(acc, np.array([pointer], np.uint64), np.array([len(acc)]), np.array([kind], np.uint8))
 
 
-def first_nonfinite(pointers: NDArray[np.uint64], ends: Ints, kinds: NDArray[np.uint8]) -> int:
+def first_nonfinite(pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes) -> int:
     """Read the gradients only: the first non-finite flat index, or -1."""
     begin = 0
     for pointer, end, kind in zip(pointers.tolist(), ends.tolist(), kinds.tolist(), strict=True):
@@ -310,14 +305,14 @@ def block_counts(index: Ints, magnitude: Floats, threshold: float, edges: Ints) 
 
 def compress_rows(
     index: Ints, magnitude: Floats, threshold: float, lo: int, row: int, rows: int
-) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
+) -> tuple[NDArray[np.uint32], Halves]:
     """Compressed sparse rows of the candidates that reach the threshold: counts for each row, columns inside it."""
     offset = index[magnitude >= np.float32(threshold)] - lo
     counts = np.bincount(offset // row, minlength=rows).astype(np.uint32)
     return counts, (offset % row).astype(np.uint16)
 
 
-def expand_rows(counts: NDArray[np.uint32], columns: NDArray[np.uint16], lo: int, row: int, out: Ints) -> bool:
+def expand_rows(counts: NDArray[np.uint32], columns: Halves, lo: int, row: int, out: Ints) -> bool:
     """Write the flat indices of compressed rows to out; False if the counts do not add up to it."""
     if int(counts.sum()) != len(out) or len(columns) != len(out):
         return False
@@ -353,7 +348,7 @@ def publish_at(address: int, kind: int, count: int, index: Ints, values: Floats)
     values -= widen(rounded, kind)
 
 
-def fletcher32(data: NDArray[np.uint8]) -> int:
+def fletcher32(data: Bytes) -> int:
     """HDF5's checksum: sums of big-endian 16-bit words (an odd last byte is a high one), modulo 65535, 0 only for 0."""
     words = np.append(data, np.zeros(len(data) % 2, np.uint8)).view(">u2").astype(np.uint64)
     one, two = 0, 0
@@ -391,7 +386,7 @@ def decode_int8(scales: Floats, q: NDArray[np.int8], x: Floats) -> None:
     x[:] = q.astype(np.float32) * np.repeat(scales, GROUP)[: len(x)]
 
 
-def encode_fp16(x: Floats, scales: Floats, h: NDArray[np.uint16]) -> None:
+def encode_fp16(x: Floats, scales: Floats, h: Halves) -> None:
     """Send fp16(x / scale) * scale, scale a power of two for each group of 256; x keeps the rest."""
     most = np.abs(_groups(x)).max(axis=1, initial=0.0)
     exponent = np.clip(np.frexp(most)[1] - 15, -126, 127)
@@ -401,17 +396,17 @@ def encode_fp16(x: Floats, scales: Floats, h: NDArray[np.uint16]) -> None:
     x -= widen(h, FP16) * scale
 
 
-def decode_fp16(scales: Floats, h: NDArray[np.uint16], x: Floats) -> None:
+def decode_fp16(scales: Floats, h: Halves, x: Floats) -> None:
     """The values that encode_fp16 sent."""
     x[:] = widen(h, FP16) * np.repeat(scales, GROUP)[: len(x)]
 
 
-def encode_bf16(x: Floats, h: NDArray[np.uint16]) -> None:
+def encode_bf16(x: Floats, h: Halves) -> None:
     """Send the nearest finite bfloat16; x keeps the rest."""
     h[:] = round_to(x, BF16)
     x -= widen(h, BF16)
 
 
-def decode_bf16(h: NDArray[np.uint16], x: Floats) -> None:
+def decode_bf16(h: Halves, x: Floats) -> None:
     """The values that encode_bf16 sent."""
     x[:] = widen(h, BF16)

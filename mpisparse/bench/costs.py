@@ -9,9 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from mpisparse.arrays import Ints
 
 
 @dataclass(frozen=True)

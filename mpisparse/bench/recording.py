@@ -15,14 +15,13 @@ import torch
 from numpy.typing import NDArray
 
 from mpisparse import __version__
+from mpisparse.arrays import Floats
 from mpisparse.backends.device import load_backend
 from mpisparse.checkpoint import store
 from mpisparse.checkpoint.h5file import Damaged, FileRecord, read_file, write_file
 from mpisparse.comm.exchange import Exchange
 from mpisparse.errors import CheckpointError, ConfigurationError
 from mpisparse.model.layout import Layout
-
-Floats = NDArray[np.float32]
 
 DIRECTORY = "gradients"
 

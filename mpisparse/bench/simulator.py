@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mpisparse.arrays import Floats, Ints
 from mpisparse.backends.device import load_backend
 from mpisparse.bench.costs import Log
 from mpisparse.bench.synthetic import Source, worker_gradient
@@ -36,8 +36,6 @@ from mpisparse.select.threshold import Controller, Rungs
 from mpisparse.wire.codecs import CODECS
 from mpisparse.wire.indices import nbytes_of
 
-Floats = NDArray[np.float32]
-Ints = NDArray[np.int64]
 Scopes = list[tuple[int, int]]
 
 READY, HEADER, COUNT = 40, 16, 4  # bytes of a rank's status, of that before counts, and of a count below 2^32

@@ -8,9 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float32]
+from mpisparse.arrays import Floats
 
 LAYERS = 160
 SETS = 3

@@ -20,11 +20,9 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from mpisparse.arrays import Bytes, Ints
 from mpisparse.comm.watchdog.place import Place
 from mpisparse.errors import ConfigurationError, check_choice
-
-Bytes = NDArray[np.uint8]
-Ints = NDArray[np.int64]
 
 
 class Exchange:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
+
+from mpisparse.arrays import Bools, Ints
 
 if TYPE_CHECKING:
     from mpisparse.comm.exchange import Exchange
     from mpisparse.model.layout import Gradients
 
-Ints = NDArray[np.int64]
 
 FINE, NONFINITE, NO_BACKWARD, STALE, BROKEN = range(5)
 
@@ -44,7 +44,7 @@ class Inputs:
 
     gradients: Gradients | None
     k: int
-    unused: NDArray[np.bool_]
+    unused: Bools
     status: int = FINE
     detail: int = 0
     frozen: int = 0  # a digest of which parameters are frozen
@@ -56,7 +56,7 @@ class Inputs:
             self.status, self.detail = NONFINITE, index
 
 
-def share_readiness(exchange: Exchange, inputs: Inputs) -> NDArray[np.bool_] | None:
+def share_readiness(exchange: Exchange, inputs: Inputs) -> Bools | None:
     """Raise everywhere if any rank cannot go on or is set to another density, before anything is added. Collective.
 
     Returns which parameters had a gradient on some rank; None if all had one on all.

@@ -6,18 +6,15 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+
+from mpisparse.arrays import Floats, Ints
 
 if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend
     from mpisparse.comm.exchange import Exchange
     from mpisparse.core.agree import Inputs
     from mpisparse.model.layout import Layout, Published
-
-Floats = NDArray[np.float32]
-Ints = NDArray[np.int64]
 
 
 @dataclass

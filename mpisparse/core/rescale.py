@@ -5,10 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float32]
+from mpisparse.arrays import Floats, Ints
 
 
 class MassScale:

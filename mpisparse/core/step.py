@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from mpisparse.arrays import Bools, Ints
 from mpisparse.backends.protocol import Backend
 from mpisparse.core.agree import Inputs, Overflow, share_counts
-from mpisparse.core.records import Chooser, Chosen, Clock, Ints, Parts, Region, Speculation, imbalance
+from mpisparse.core.records import Chooser, Chosen, Clock, Parts, Region, Speculation, imbalance
 from mpisparse.core.rescale import MassScale
 from mpisparse.select.adaptive_k import Demand
 from mpisparse.select.scorers import Magnitude
@@ -102,11 +102,11 @@ class Synchronous:
     def note_loss(self, loss: float) -> None:
         """The loss of this rank's batch of the coming step."""
 
-    def used(self) -> NDArray[np.bool_] | None:
+    def used(self) -> Bools | None:
         """Which parameters had a gradient on some rank in the step that the published gradient is of."""
         return None
 
-    def drain(self) -> Iterator[NDArray[np.bool_] | None]:
+    def drain(self) -> Iterator[Bools | None]:
         """Publish what is still in flight, one by one, let the optimizer use it, and make the replicas equal; collective."""
         yield from ()
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mpisparse.arrays import Bools, Bytes, Floats, Ints
 from mpisparse.backends.reference import BF16, FP16, FP32, FP64
 from mpisparse.errors import ConfigurationError
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend
 
 KINDS = {torch.float32: FP32, torch.float16: FP16, torch.bfloat16: BF16, torch.float64: FP64}
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Layout:
         """How many elements are not frozen."""
         return self.size - sum(end - begin for begin, end in self.waiting)
 
-    def waits(self, index: Ints) -> NDArray[np.bool_]:
+    def waits(self, index: Ints) -> Bools:
         """Which elements of an index are frozen."""
         inside = np.zeros(len(index), dtype=bool)
         for begin, end in self.waiting:
@@ -162,7 +162,7 @@ class Gradients:
 
     pointers: NDArray[np.uint64]
     ends: Ints
-    kinds: NDArray[np.uint8]
+    kinds: Bytes
     sparse: list[tuple[Slot, torch.Tensor]]
     alive: list[torch.Tensor]
 
@@ -306,7 +306,7 @@ class Published:
         """Every element was written from outside: the next clear must be of the whole."""
         self.version = self.written() - 1
 
-    def write(self, union: Ints, mean: NDArray[np.float32]) -> bool:
+    def write(self, union: Ints, mean: Floats) -> bool:
         """Write the mean at the union (the buffer is clear); mean keeps what rounding left. True if it rounded."""
         self.union = union
         start = 0

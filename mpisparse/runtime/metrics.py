@@ -11,8 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+from mpisparse.arrays import Doubles
 
 
 class MetricsFile:
@@ -94,12 +93,12 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def spread(values: NDArray[np.float64]) -> dict[str, float]:
+def spread(values: Doubles) -> dict[str, float]:
     """Least, mean and greatest over ranks."""
     return {"min": float(values.min()), "mean": float(values.mean()), "max": float(values.max())}
 
 
-def step_fields(stats: Any, phases: list[str], rows: NDArray[np.float64]) -> dict[str, Any]:
+def step_fields(stats: Any, phases: list[str], rows: Doubles) -> dict[str, Any]:
     """The fields of a step's line; rows[r] is rank r's loss, bytes sent, bytes received, and seconds by phase."""
     shown = (
         "density",

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+
+from mpisparse.arrays import Ints
 
 
 def lr_factor(step: int, total: int, kind: str, warmup: int, drop_at: Sequence[float]) -> float:
@@ -44,9 +45,9 @@ class Order:
         self.count = count
         self.seed = seed
         self._epoch = -1
-        self._order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._order: Ints = np.empty(0, dtype=np.int64)
 
-    def take(self, position: Position, share: int, rank: int, size: int) -> tuple[NDArray[np.int64], int]:
+    def take(self, position: Position, share: int, rank: int, size: int) -> tuple[Ints, int]:
         """This rank's `share` examples of the next global batch and their epoch; moves the position on.
 
         What is left of an epoch and does not fill a global batch is passed over.

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mpisparse.arrays import Floats, Ints
 from mpisparse.select.threshold import HUGE, locate_rungs
 
 if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mpisparse.arrays import Ints
 from mpisparse.select.search import Candidates, Scope, Search, Settled, both
 from mpisparse.select.threshold import HUGE, TINY, is_close, spread
 
 if TYPE_CHECKING:
     from mpisparse.core.records import Region
-
-Ints = NDArray[np.int64]
 
 
 def is_short(search: Search[Scope, Candidates], settled: Settled[Candidates]) -> bool:

@@ -11,9 +11,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from mpisparse.arrays import Ints
 
 PAPER_BLOCKS = 1024
 PAPER_ALIGN = 32

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from mpisparse.arrays import Floats, Ints
 from mpisparse.core.agree import Inputs, share_counts
 from mpisparse.core.records import Chosen, Clock, Parts, Region
 from mpisparse.errors import ConfigurationError
@@ -21,10 +21,6 @@ from mpisparse.select.candidates import Found
 from mpisparse.select.scorers import Magnitude
 from mpisparse.select.threshold import TINY
 from mpisparse.wire.indices import unite
-
-Floats = NDArray[np.float32]
-Ints = NDArray[np.int64]
-
 
 PIECE = 65_536
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mpisparse.arrays import Bytes, Floats, Ints
 from mpisparse.core.agree import Inputs
 from mpisparse.errors import ConfigurationError, GradientError
 from mpisparse.model.layout import add_sparse_, in_order, zeros
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from mpisparse.core.records import Clock
     from mpisparse.model.layout import Slot
 
-Floats = NDArray[np.float32]
-Ints = NDArray[np.int64]
-Bytes = NDArray[np.uint8]
 Dense = tuple[NDArray[np.uint64], Ints, Bytes]  # dense gradients: addresses, ends, kinds
 
 

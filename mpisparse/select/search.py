@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mpisparse.arrays import Ints
 from mpisparse.core.agree import Inputs, share_counts
 from mpisparse.select.candidates import Found, certain, count_ties, drop_ties, largest, merge
 from mpisparse.select.threshold import Controller, Rungs
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from mpisparse.core.records import Region
     from mpisparse.select.scorers import Magnitude
 
-Ints = NDArray[np.int64]
 Scope = TypeVar("Scope")
 Candidates = TypeVar("Candidates")
 

@@ -13,15 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mpisparse.arrays import Ints
 from mpisparse.backends import host_arrays
 from mpisparse.core.records import Region
 from mpisparse.errors import ConfigurationError
 from mpisparse.select import partition
 from mpisparse.select.threshold import CONTROLLERS, Controller
-
-Ints = NDArray[np.int64]
 
 PARTITIONERS = ("best", "paper", "static")
 FRACTION = 8  # bits behind the point of the moving average

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-Rungs = NDArray[np.float32]
-Counts = NDArray[np.int64]
+from mpisparse.arrays import Floats, Ints
+
+Rungs = Floats
+Counts = Ints
 
 RUNGS = 256
 TOLERANCE = 0.01

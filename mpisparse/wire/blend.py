@@ -12,15 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mpisparse.arrays import Bools, Bytes, Floats, Ints
 from mpisparse.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,7 @@ class Blended:
 
     index: Ints
     values: Floats
-    selected: NDArray[np.uint8]
+    selected: Bytes
 
 
 class Blend:
@@ -56,7 +53,7 @@ class Blend:
             acc, sent.index, sent.values, sent.selected, mean, left, float(self.pending)
         )
 
-    def rest(self, backend: Backend, acc: Floats, waits: Callable[[Ints], NDArray[np.bool_]]) -> None:
+    def rest(self, backend: Backend, acc: Floats, waits: Callable[[Ints], Bools]) -> None:
         """Have what is still to come of frozen elements in acc, and no longer on its way."""
         index, value = backend.to_host(self.index), backend.to_host(self.value)
         frozen = waits(index)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
+
+from mpisparse.arrays import Bytes, Ints
 
 if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
     from mpisparse.core.records import Region
     from mpisparse.select.candidates import Found
 
-Ints = NDArray[np.int64]
-Bytes = NDArray[np.uint8]
 
 ROW = 65_536
 

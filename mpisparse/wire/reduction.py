@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
+
+from mpisparse.arrays import Bytes, Floats
 
 if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend
     from mpisparse.comm.exchange import Exchange
     from mpisparse.wire.codecs import Codec
 
-Floats = NDArray[np.float32]
-Bytes = NDArray[np.uint8]
 Span = tuple[int, int]
 
 NOT_A_NUMBER = 0xFF  # bytes that every codec decodes to NaN

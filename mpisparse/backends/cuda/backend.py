@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mpisparse.arrays import Bytes, Floats, Ints
 from mpisparse.backends.cuda.arrays import DeviceArray, allocate
 from mpisparse.backends.cuda.launcher import Launcher
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float32]
 Found = tuple[DeviceArray, DeviceArray, int]
 
 GROUP = 256
@@ -73,7 +72,7 @@ class CudaBackend:
     # Passes over the flat vector
 
     def accumulate_select(
-        self, acc: DeviceArray, pointers: NDArray[np.uint64], ends: Ints, kinds: NDArray[np.uint8], lo: int, hi: int,
+        self, acc: DeviceArray, pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes, lo: int, hi: int,
         floor: float,
     ) -> Found:  # fmt: skip
         marks = self._marks(len(acc))
@@ -84,7 +83,7 @@ class CudaBackend:
 
     def average_select(
         self, acc: DeviceArray, average: DeviceArray, rate: float, pointers: NDArray[np.uint64], ends: Ints,
-        kinds: NDArray[np.uint8], lo: int, hi: int, floor: float,
+        kinds: Bytes, lo: int, hi: int, floor: float,
     ) -> Found:  # fmt: skip
         marks = self._marks(len(acc))
         gradients = self._gradients(pointers, ends, kinds)
@@ -119,7 +118,7 @@ class CudaBackend:
         note.fill(0)
         return (address - acc.pointer) // acc.itemsize if address else -1
 
-    def first_nonfinite(self, pointers: NDArray[np.uint64], ends: Ints, kinds: NDArray[np.uint8]) -> int:
+    def first_nonfinite(self, pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes) -> int:
         size = int(ends[-1]) if len(ends) else 0
         tiles = self._tiles(size)
         counts, bads = self.empty(tiles, np.uint32), self.empty(tiles, np.int64)
@@ -288,7 +287,7 @@ class CudaBackend:
         return self._notes[key]
 
     def _gradients(
-        self, pointers: NDArray[np.uint64], ends: Ints, kinds: NDArray[np.uint8]
+        self, pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes
     ) -> tuple[DeviceArray, DeviceArray, DeviceArray, np.int64]:
         """Addresses, ends and types in one copy to the device."""
         count = len(pointers)

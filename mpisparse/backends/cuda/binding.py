@@ -18,6 +18,7 @@ import torch
 from cupy.cuda import nvrtc
 from numpy.typing import NDArray
 
+from mpisparse.arrays import Bytes
 from mpisparse.backends.cuda import source
 from mpisparse.backends.cuda.launcher import BLOCK, SCAN
 from mpisparse.errors import ConfigurationError
@@ -65,8 +66,8 @@ class CupyLauncher:
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return memory.data_ptr(), memory
 
-    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        values: NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+    def pinned(self, nbytes: int) -> Bytes:
+        values: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
         return values
 
     def launch(self, name: str, grid: int, block: int, args: Sequence[np.generic]) -> None:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mpisparse.arrays import Bytes
+
 BLOCK, SCAN = 256, 1024  # threads of a block, and of the one that scans; the kernels' -D options
 
 
@@ -23,7 +25,7 @@ class Launcher(Protocol):
         """An address, and what keeps the memory alive."""
         ...
 
-    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
+    def pinned(self, nbytes: int) -> Bytes:
         """Host memory that copies to and from the device take the direct way from."""
         ...
 

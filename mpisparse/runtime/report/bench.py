@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpisparse import __version__
+from mpisparse.arrays import Doubles
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.report import svg
 from mpisparse.runtime.report.bench_figures import FIGURES, Bars, Plot, Record
@@ -22,8 +22,6 @@ from mpisparse.runtime.report.scale import fit
 from mpisparse.runtime.report.svg import HEIGHT, RIGHT, WIDTH, Frame, Look
 from mpisparse.runtime.report.thin import thin
 from mpisparse.runtime.report.units import number, say
-
-Floats = NDArray[np.float64]
 
 COLUMNS = 220
 BAR, NAMED, NAME_LETTER = 17.0, 200.0, 6.6  # the height of a bar, the most room for its name, and that of a letter of it
@@ -37,8 +35,8 @@ class Series:
     """One line of a plot."""
 
     name: str
-    x: Floats
-    y: Floats
+    x: Doubles
+    y: Doubles
 
 
 def read_records(path: Path) -> list[Record]:

@@ -8,16 +8,14 @@ from dataclasses import dataclass, field, replace
 from html import escape
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mpisparse.arrays import Doubles
 from mpisparse.runtime.report import svg
 from mpisparse.runtime.report.read import Run
 from mpisparse.runtime.report.scale import WIDE, Axis, fit
 from mpisparse.runtime.report.svg import Frame, Look
 from mpisparse.runtime.report.thin import Thinned, thin
 from mpisparse.runtime.report.units import say
-
-Floats = NDArray[np.float64]
 
 COLOURS = 8  # runs beyond them repeat the colours with broken lines
 QUIET = ("start", "checkpoint", "end")  # events that are marked by a short tick; others over the whole height
@@ -36,10 +34,10 @@ class Trace:
 
     run: int
     name: str
-    x: Floats
-    y: Floats
-    low: Floats | None = None
-    high: Floats | None = None
+    x: Doubles
+    y: Doubles
+    low: Doubles | None = None
+    high: Doubles | None = None
     style: str = "run"
 
     @property
@@ -77,11 +75,11 @@ class Sheet:
     def __post_init__(self) -> None:
         self.columns = min(220, max(60, 900 // len(self.runs)))
 
-    def extent(self, axis: str) -> list[Floats]:
+    def extent(self, axis: str) -> list[Doubles]:
         """Say how far each run reaches along an axis, lest charts side by side differ in it."""
         return [self.along(run, axis, run.steps["step"], run.steps["time"])[[0, -1]] for run in self.runs]
 
-    def along(self, run: Run, axis: str, step: Floats, time: Floats) -> Floats:
+    def along(self, run: Run, axis: str, step: Doubles, time: Doubles) -> Doubles:
         """Say where steps of a run, taken at these times, lie along an axis."""
         if axis == BYTES_X:
             return np.interp(step, run.steps["step"], run.received())
@@ -129,7 +127,7 @@ class Sheet:
         return "".join(event_marks(self, run, frame, axis, Look(run_classes(i))) for i, run in enumerate(self.runs))
 
 
-def x_axis(axis: str, reach: Sequence[Floats], more: Sequence[Floats] = ()) -> Axis | None:
+def x_axis(axis: str, reach: Sequence[Doubles], more: Sequence[Doubles] = ()) -> Axis | None:
     """Fit a horizontal axis from zero on to where the runs reach; one of bytes is a log scale where they differ widely."""
     kind, name = NAMES[axis]
     ends = [float(part[-1]) for part in reach if part[-1] > 0]
@@ -176,7 +174,7 @@ def describe(chart: Chart) -> str:
     return " ".join(parts)
 
 
-def peak(values: Floats) -> float:
+def peak(values: Doubles) -> float:
     """Give the height of a frame around values: all of them, unless few lie far above all others."""
     finite = values[np.isfinite(values)]
     if not len(finite):
@@ -185,7 +183,7 @@ def peak(values: Floats) -> float:
     return 1.2 * often if highest > TALL * often > 0 else highest
 
 
-def ratio(above: Floats, below: Floats) -> Floats:
+def ratio(above: Doubles, below: Doubles) -> Doubles:
     """Divide, NaN where there is nothing to divide by."""
-    divided: Floats = np.divide(above, below, out=np.full(len(above), math.nan), where=(below > 0) & (below < math.inf))
+    divided: Doubles = np.divide(above, below, out=np.full(len(above), math.nan), where=(below > 0) & (below < math.inf))
     return divided

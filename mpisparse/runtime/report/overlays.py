@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpisparse.runtime.report.chart import BYTES_X, STEPS_X, TIME_X, Chart, Sheet, Trace, ratio
 from mpisparse.runtime.report.units import nbytes
-
-Floats = NDArray[np.float64]
 
 AGAINST = {STEPS_X: "by steps", TIME_X: "by time", BYTES_X: "by bytes received"}
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mpisparse.arrays import Bytes, Doubles
 from mpisparse.runtime.report import svg
 from mpisparse.runtime.report.chart import STEPS_X, Sheet, event_marks, figure, x_axis
 from mpisparse.runtime.report.read import Run
@@ -22,11 +22,9 @@ from mpisparse.runtime.report.svg import Frame, Look
 from mpisparse.runtime.report.thin import Thinned, thin
 from mpisparse.runtime.report.units import number, percent
 
-Floats = NDArray[np.float64]
-
 COLUMNS, LINES, BORDERS, CELLS = 110, 16, 32, 128
 ABOVE, BELOW = (222, 107, 20), (37, 110, 214)  # colours of more and less than the mean, on light and dark alike
-Stretch = tuple[Floats, Floats]  # steps, and a row of as many values each
+Stretch = tuple[Doubles, Doubles]  # steps, and a row of as many values each
 
 
 def borders(sheet: Sheet, index: int) -> str:
@@ -89,9 +87,9 @@ def _stretches(run: Run, lists: Sequence[array[float]]) -> list[Stretch]:
     return stretches
 
 
-def _beside_mean(rows: Floats) -> Floats:
+def _beside_mean(rows: Doubles) -> Doubles:
     mean = rows.mean(axis=1, keepdims=True)
-    beside: Floats = np.divide(rows, mean, out=np.full(rows.shape, math.nan), where=mean > 0)
+    beside: Doubles = np.divide(rows, mean, out=np.full(rows.shape, math.nan), where=mean > 0)
     return beside
 
 
@@ -112,7 +110,7 @@ def _bands(frame: Frame, columns: Thinned, *, lined: bool) -> list[str]:
     return drawn
 
 
-def _lines(frame: Frame, places: Floats, rows: Floats) -> str:
+def _lines(frame: Frame, places: Doubles, rows: Doubles) -> str:
     least, most = rows.min(axis=1), rows.max(axis=1)
     around = thin(places, (least + most) / 2, least, most, COLUMNS)
     columns = thin(places, rows, rows, rows, COLUMNS)
@@ -122,7 +120,7 @@ def _lines(frame: Frame, places: Floats, rows: Floats) -> str:
     return "".join(drawn)
 
 
-def _heat(frame: Frame, places: Floats, rows: Floats, limit: float) -> str:
+def _heat(frame: Frame, places: Doubles, rows: Doubles, limit: float) -> str:
     """Draw a picture of pixels, a row a partition: colour says more or less than the mean, opacity how much."""
     cells = _pooled(rows)
     columns = thin(places, cells, cells, cells, COLUMNS)
@@ -141,15 +139,15 @@ def _heat(frame: Frame, places: Floats, rows: Floats, limit: float) -> str:
     )
 
 
-def _pooled(rows: Floats) -> Floats:
+def _pooled(rows: Doubles) -> Doubles:
     """Average neighbours where there are more partitions than cells."""
     count = rows.shape[1]
     firsts = np.linspace(0, count, min(count, CELLS), endpoint=False).astype(np.int64)
-    pooled: Floats = np.add.reduceat(rows, firsts, axis=1) / np.diff(firsts, append=count)
+    pooled: Doubles = np.add.reduceat(rows, firsts, axis=1) / np.diff(firsts, append=count)
     return pooled
 
 
-def _png(pixels: NDArray[np.uint8]) -> str:
+def _png(pixels: Bytes) -> str:
     """Encode rows of RGBA pixels as a PNG in base64."""
     height, width, _ = pixels.shape
     lines = b"".join(b"\0" + row.tobytes() for row in pixels)

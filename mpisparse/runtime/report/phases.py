@@ -5,8 +5,8 @@ from __future__ import annotations
 from html import escape
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mpisparse.arrays import Doubles
 from mpisparse.runtime.report import svg
 from mpisparse.runtime.report.chart import STEPS_X, Chart, Sheet, Trace, event_marks, figure, peak, run_classes, x_axis
 from mpisparse.runtime.report.read import Run
@@ -14,8 +14,6 @@ from mpisparse.runtime.report.scale import Axis
 from mpisparse.runtime.report.svg import Frame, Look
 from mpisparse.runtime.report.thin import thin
 from mpisparse.runtime.report.units import seconds
-
-Floats = NDArray[np.float64]
 
 ORDER = (
     "wait",
@@ -95,8 +93,8 @@ def stacked(sheet: Sheet, index: int) -> str:
     return figure(title, note, svg.picture(f"{title}: {run.name}", f"Mean over all steps: {means}.", frame, drawn))
 
 
-def _total(run: Run) -> Floats:
-    total: Floats = np.nansum([run.steps[f"seconds.{phase}"] for phase in run.phases], axis=0)
+def _total(run: Run) -> Doubles:
+    total: Doubles = np.nansum([run.steps[f"seconds.{phase}"] for phase in run.phases], axis=0)
     return total
 
 

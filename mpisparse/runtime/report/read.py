@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mpisparse.arrays import Doubles
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.report.rows import Rows
-
-Floats = NDArray[np.float64]
 
 SPREADS = {name: (f"{name}.min", f"{name}.mean", f"{name}.max") for name in ("loss", "bytes_received")}
 SINGLES = (
@@ -60,23 +58,23 @@ class Run:
         """The name of the metric evaluated most often, if any was."""
         return max(self.evals, key=lambda name: len(self.evals[name]), default=None)
 
-    def weights(self) -> Floats:
+    def weights(self) -> Doubles:
         """How many steps each line stands for."""
         every = self.steps["every"]
         return np.where(np.isfinite(every), every, 1.0)
 
-    def received(self) -> Floats:
+    def received(self) -> Doubles:
         """Bytes that one rank has received from the start to each line."""
         return self._summed("bytes_received.mean")
 
-    def dense(self) -> Floats:
+    def dense(self) -> Doubles:
         """Bytes that one rank would have received by then in a dense exchange."""
         return self._summed("bytes_dense")
 
-    def _summed(self, name: str) -> Floats:
+    def _summed(self, name: str) -> Doubles:
         return np.cumsum(np.nan_to_num(self.steps[name], posinf=0.0) * self.weights())
 
-    def exchanged(self, name: str) -> Floats:
+    def exchanged(self, name: str) -> Doubles:
         """A column of the steps, NaN where the step was skipped and so has no such value."""
         return np.where(self.steps["skipped"] == 1.0, math.nan, self.steps[name])
 

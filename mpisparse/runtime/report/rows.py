@@ -7,9 +7,8 @@ from array import array
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from mpisparse.arrays import Doubles
 
 HUGE = 1e60
 
@@ -38,7 +37,7 @@ class Rows:
             return len(self)
         return int(np.searchsorted(self["step"], step))
 
-    def __getitem__(self, name: str) -> Floats:
+    def __getitem__(self, name: str) -> Doubles:
         """Give a column; what no float32 comes near is infinite or zero, lest a picture's arithmetic overflow."""
         if name not in self.names:
             return np.full(len(self), math.nan)

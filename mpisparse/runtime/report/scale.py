@@ -7,11 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mpisparse.arrays import Doubles
 from mpisparse.runtime.report.units import number, pick, power, say
-
-Floats = NDArray[np.float64]
 
 WIDE = 25.0  # a positive range of such a ratio reads better on a log scale
 
@@ -26,7 +24,7 @@ class Axis:
     kind: str = "number"
     name: str = ""
 
-    def place(self, values: Floats) -> Floats:
+    def place(self, values: Doubles) -> Doubles:
         """Give places on the axis, 0 at lo and 1 at hi; NaN where a log axis has none."""
         if not self.log:
             return (values - self.lo) / (self.hi - self.lo)
@@ -48,7 +46,7 @@ class Axis:
         return number(value) if 1e-3 <= value < 1e4 else power(value)
 
 
-def fit(values: Iterable[Floats], *, log: bool | None = False, pad: float = 0.0) -> Axis | None:
+def fit(values: Iterable[Doubles], *, log: bool | None = False, pad: float = 0.0) -> Axis | None:
     """Fit an axis around all finite values; None where there are none. log None: where the range is wide.
 
     A linear axis begins at zero where the least value is small beside the greatest.
@@ -65,7 +63,7 @@ def fit(values: Iterable[Floats], *, log: bool | None = False, pad: float = 0.0)
     return _padded_log(lo, hi, pad) if log else _padded_linear(lo, hi, pad)
 
 
-def _is_wide(finite: list[Floats]) -> bool:
+def _is_wide(finite: list[Doubles]) -> bool:
     parts = [part for part in finite if len(part)]
     if not parts or min(part.min() for part in parts) <= 0:
         return False

@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpisparse.runtime.report.read import Run
 from mpisparse.runtime.report.units import nbytes, number, percent, seconds
-
-Floats = NDArray[np.float64]
 
 SETTINGS = (
     "model", "data", "scheme", "density", "codec", "ranks", "seed", "batch_size", "optimizer", "lr", "momentum",

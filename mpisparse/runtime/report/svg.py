@@ -11,12 +11,10 @@ from html import escape
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mpisparse.arrays import Bools, Doubles
 from mpisparse.runtime.report.scale import Axis
 from mpisparse.runtime.report.thin import Thinned
-
-Floats = NDArray[np.float64]
 
 WIDTH, HEIGHT = 360.0, 226.0
 LEFT, RIGHT, TOP, BOTTOM = 54.0, 12.0, 9.0, 36.0
@@ -37,11 +35,11 @@ class Frame:
     def bottom(self) -> float:
         return self.height - BOTTOM
 
-    def across(self, places: Floats) -> Floats:
+    def across(self, places: Doubles) -> Doubles:
         """From places on the x axis to the picture's units."""
         return LEFT + np.clip(places, -9.0, 9.0) * (WIDTH - LEFT - RIGHT)
 
-    def up(self, values: Floats) -> Floats:
+    def up(self, values: Doubles) -> Doubles:
         """From values on the y axis to the picture's units; what a log axis cannot show lies below the picture."""
         places = np.nan_to_num(self.y.place(values), nan=-9.0)
         return self.bottom - np.clip(places, -9.0, 9.0) * (self.bottom - TOP)
@@ -83,7 +81,7 @@ def draw_band(frame: Frame, thinned: Thinned, look: Look, series: int = 0) -> st
     return f'<path {look.attributes("band")} d="{areas}"/>'
 
 
-def draw_area(frame: Frame, places: Floats, edges: tuple[Floats, Floats], look: Look) -> str:
+def draw_area(frame: Frame, places: Doubles, edges: tuple[Doubles, Doubles], look: Look) -> str:
     """Fill between two series of values, lower and upper."""
     lower, upper = edges
     if len(places) == 1:
@@ -98,7 +96,7 @@ def draw_level(frame: Frame, value: float, look: Look) -> str:
     return f'<path class="level {look.classes}" d="M{LEFT:g} {up}H{WIDTH - RIGHT:g}"/>{named if look.name else ""}'
 
 
-def draw_marks(frame: Frame, places: Floats, look: Look, *, tall: bool) -> str:
+def draw_marks(frame: Frame, places: Doubles, look: Look, *, tall: bool) -> str:
     """Draw thin upright marks: over the whole height, or short ones at the bottom; at most one a unit of width."""
     inside = places[(places >= -1e-9) & (places <= 1 + 1e-9)]
     across = sorted({round(float(x)) for x in frame.across(inside)})
@@ -107,7 +105,7 @@ def draw_marks(frame: Frame, places: Floats, look: Look, *, tall: bool) -> str:
     return f'<path {look.attributes("mark")} d="{d}"/>' if d else ""
 
 
-def draw_crosses(frame: Frame, places: Floats, look: Look) -> str:
+def draw_crosses(frame: Frame, places: Doubles, look: Look) -> str:
     """Draw a cross at the top wherever a value is not finite."""
     d = "".join(f"M{_short(x - 2.5)} {TOP + 2:g}l5 5m0-5l-5 5" for x in frame.across(places))
     return f'<path {look.attributes("cross")} d="{d}"/>' if d else ""
@@ -164,16 +162,16 @@ def _style(look: Look) -> str:
     return f' style="--c:{look.colour}"' if look.colour else ""
 
 
-def _spans(starts: NDArray[np.bool_]) -> list[tuple[int, int]]:
+def _spans(starts: Bools) -> list[tuple[int, int]]:
     breaks = [0, *(int(i) for i in np.flatnonzero(starts) if i), len(starts)]
     return list(pairwise(breaks))
 
 
-def _path(across: Floats, up: Floats) -> str:
+def _path(across: Doubles, up: Doubles) -> str:
     return "M" + "L".join(f"{_short(x)} {_short(y)}" for x, y in zip(across.tolist(), up.tolist(), strict=True))
 
 
-def _area(across: Floats, upper: Floats, lower: Floats) -> str:
+def _area(across: Doubles, upper: Doubles, lower: Doubles) -> str:
     return _path(across, upper) + "L" + _path(across[::-1], lower[::-1])[1:] + "z"
 
 

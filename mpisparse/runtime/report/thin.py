@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from mpisparse.arrays import Bools, Doubles, Ints
 
 
 @dataclass(frozen=True)
@@ -17,15 +16,15 @@ class Thinned:
     starts marks columns before which the line is broken; bad are places with values that are not finite.
     """
 
-    places: Floats
-    mean: Floats
-    low: Floats
-    high: Floats
-    starts: NDArray[np.bool_]
-    bad: Floats
+    places: Doubles
+    mean: Doubles
+    low: Doubles
+    high: Doubles
+    starts: Bools
+    bad: Doubles
 
 
-def thin(places: Floats, mean: Floats, low: Floats, high: Floats, columns: int) -> Thinned:
+def thin(places: Doubles, mean: Doubles, low: Doubles, high: Doubles, columns: int) -> Thinned:
     """Gather values at places in [0, 1] into at most so many columns; values are (points,) or (points, series)."""
     mean, low, high = (values.reshape(len(places), -1) for values in (mean, low, high))
     low, high = np.where(np.isfinite(low), low, mean), np.where(np.isfinite(high), high, mean)
@@ -52,11 +51,11 @@ def thin(places: Floats, mean: Floats, low: Floats, high: Floats, columns: int) 
     )
 
 
-def _bins(places: Floats, here: NDArray[np.bool_], columns: int) -> NDArray[np.int64]:
+def _bins(places: Doubles, here: Bools, columns: int) -> Ints:
     """Number the column of each place; few enough points have a column each."""
     if len(places) <= columns:
         bins = np.empty(len(places), dtype=np.int64)
         bins[np.argsort(places, kind="stable")] = np.arange(len(places))
         return bins
-    columns_of: NDArray[np.int64] = np.clip(np.where(here, places, 0.0) * columns, 0, columns - 1).astype(np.int64)
+    columns_of: Ints = np.clip(np.where(here, places, 0.0) * columns, 0, columns - 1).astype(np.int64)
     return columns_of

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpisparse.arrays import Ints
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.workloads.data.draws import shuffle
 from mpisparse.runtime.workloads.records import Data, Examples
@@ -74,7 +75,7 @@ def held_out_of(total: int, share: float) -> int:
     return count
 
 
-def drawn_out(total: int, count: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def drawn_out(total: int, count: int, seed: int) -> tuple[Ints, Ints]:
     """The numbers below `total` in two parts, each ascending, of which the second has `count`, drawn by the seed."""
     order = shuffle(total, seed=seed + SALT)
     return np.sort(order[count:]), np.sort(order[:count])
@@ -89,7 +90,7 @@ def draw_out(examples: Examples, count: int, seed: int) -> tuple[Examples, Examp
 class Part:
     """Some of many examples, numbered anew; what is random in them follows from their own numbers."""
 
-    def __init__(self, examples: Examples, indices: NDArray[np.int64]) -> None:
+    def __init__(self, examples: Examples, indices: Ints) -> None:
         self._examples = examples
         self._indices = indices
 

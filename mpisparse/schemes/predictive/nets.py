@@ -11,15 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mpisparse.arrays import Bytes, Floats, Halves, Ints
 from mpisparse.backends.reference import BF16, HIDDEN, PRODUCTS, keys_of, widen
 from mpisparse.errors import ConfigurationError
-
-Floats = NDArray[np.float32]
-Ints = NDArray[np.int64]
-Bytes = NDArray[np.uint8]
-Halves = NDArray[np.uint16]
 
 PAIRS, BATCH = 16_384, 512
 HEAVIEST = 8.0  # weight of a pair, where 1 is the mean

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from mpisparse.arrays import Ints
 
 LEAST = 16  # elements of every layer, where it has so many
 

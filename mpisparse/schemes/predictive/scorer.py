@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from mpisparse.arrays import Bytes, Halves, Ints
 from mpisparse.backends.reference import BF16, FP32, round_to, widen
 from mpisparse.core.agree import Inputs
 from mpisparse.errors import ConfigurationError
@@ -33,10 +33,6 @@ if TYPE_CHECKING:
     from mpisparse.core.records import Clock
     from mpisparse.model.layout import Slot
 
-Ints = NDArray[np.int64]
-Bytes = NDArray[np.uint8]
-Halves = NDArray[np.uint16]
-Floats = NDArray[np.float32]
 
 NEUTRAL, MOST = 127, 254  # what untrained nets give every element, and the best score there is
 LEAST, SLICES = 65_536, 32  # a slice is a 32nd of the vector, but no less than so many elements

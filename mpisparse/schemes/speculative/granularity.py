@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpisparse.core.records import Floats, Ints
+from mpisparse.arrays import Floats, Ints
 from mpisparse.model.layout import Slot
 from mpisparse.select.threshold import TINY
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpisparse.core.records import Floats
+from mpisparse.arrays import Floats
 from mpisparse.errors import ConfigurationError
 from mpisparse.model.layout import Layout, zeros
 from mpisparse.schemes.side_gradient import gradient_of, untouched

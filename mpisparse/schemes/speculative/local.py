@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpisparse.core.records import Floats, Ints
+from mpisparse.arrays import Floats, Ints
 from mpisparse.errors import ConfigurationError
 from mpisparse.model.layout import Layout, Slot
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mpisparse.core.records import Floats, Ints, Region
-from mpisparse.schemes.speculative.wire import Bytes, pack, unpack
+from mpisparse.arrays import Bools, Bytes, Floats, Ints
+from mpisparse.core.records import Region
+from mpisparse.schemes.speculative.wire import pack, unpack
 
 if TYPE_CHECKING:
     from mpisparse.comm.exchange import Exchange
@@ -40,7 +40,7 @@ class Parcel:
     status: int
     detail: int
     k: int
-    used: NDArray[np.bool_]
+    used: Bools
     loss: float
     confidence: float
     seconds: float
@@ -68,7 +68,7 @@ class Result:
 
     step: int
     ks: tuple[int, ...]
-    used: NDArray[np.bool_]
+    used: Bools
     loss: float
     confidence: float
     seconds: float

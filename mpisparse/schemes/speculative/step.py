@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from mpisparse.arrays import Bools, Floats, Ints
 from mpisparse.core.agree import BROKEN, FINE, DensityDiffers, FrozenDiffers, Inputs, Overflow, StepRefused
-from mpisparse.core.records import Clock, Floats, Ints, Parts, Region, Speculation, imbalance
+from mpisparse.core.records import Clock, Parts, Region, Speculation, imbalance
 from mpisparse.core.step import Stats, Synchronous
 from mpisparse.errors import ConfigurationError, GradientError
 from mpisparse.schemes.speculative.granularity import Filter, Filtered
@@ -92,7 +92,7 @@ class SpeculativeStep(Synchronous):
         self.sets: TwoSets | None = None
         self.local: LocalUpdate | None = None
         self._ahead: _Ahead | None = None
-        self._used: NDArray[np.bool_] | None = None
+        self._used: Bools | None = None
         self._noted = self._probe_loss = math.nan
         self._cause: Exception | None = None
         self._began = time.perf_counter()
@@ -161,7 +161,7 @@ class SpeculativeStep(Synchronous):
         self._take(None)
         return self._stats(inputs, None, nothing, clock)
 
-    def used(self) -> NDArray[np.bool_] | None:
+    def used(self) -> Bools | None:
         return self._used
 
     def finish(self, stats: Stats) -> Stats:
@@ -325,7 +325,7 @@ class SpeculativeStep(Synchronous):
 
     # Beside the steps
 
-    def drain(self) -> Iterator[NDArray[np.bool_] | None]:
+    def drain(self) -> Iterator[Bools | None]:
         if self.sets is None:
             return
         inside = RuntimeError("synchronize() inside global_weights(): leave the block first") if self.sets.swapped else None

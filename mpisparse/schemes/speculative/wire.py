@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mpisparse.arrays import Bytes, Ints
 from mpisparse.wire.indices import ROW
-
-Ints = NDArray[np.int64]
-Bytes = NDArray[np.uint8]
 
 STRETCH = 16  # neighbours that take fewer bytes as two ends than as columns
 

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpisparse.arrays import Bytes, Floats
+
 if TYPE_CHECKING:
-    from mpisparse.wire.codecs import Bytes, Floats, Kernels
+    from mpisparse.wire.codecs import Kernels
 
 
 @dataclass(frozen=True)

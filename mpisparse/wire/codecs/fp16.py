@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpisparse.arrays import Bytes, Floats
 from mpisparse.wire.codecs.grouped import grouped_nbytes, split_payload
 
 if TYPE_CHECKING:
-    from mpisparse.wire.codecs import Bytes, Floats, Kernels
+    from mpisparse.wire.codecs import Kernels
 
 
 @dataclass(frozen=True)

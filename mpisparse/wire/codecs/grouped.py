@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from mpisparse.wire.codecs import Bytes, Floats
+from mpisparse.arrays import Bytes, Floats
 
 GROUP = 256
 

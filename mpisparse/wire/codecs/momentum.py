@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mpisparse.arrays import Bytes, Floats
+
 if TYPE_CHECKING:
-    from mpisparse.wire.codecs import Bytes, Codec, Floats, Kernels
+    from mpisparse.wire.codecs import Codec, Kernels
 
 
 @dataclass(frozen=True)

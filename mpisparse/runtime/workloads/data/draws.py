@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpisparse.arrays import Ints
+
 Words = NDArray[np.uint64]
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
@@ -36,12 +38,12 @@ def draw(indices: NDArray[Any], count: int, *, seed: int, epoch: int) -> Words:
     return _mix_(rows[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _STEP)
 
 
-def below(words: Words, limits: int | NDArray[Any]) -> NDArray[np.int64]:
+def below(words: Words, limits: int | NDArray[Any]) -> Ints:
     """Turn words into whole numbers from 0 up to, not including, limits of less than 2^32."""
     scaled = (words >> _HALF) * np.asarray(limits, np.uint64)
     return (scaled >> _HALF).astype(np.int64)
 
 
-def shuffle(count: int, *, seed: int) -> NDArray[np.int64]:
+def shuffle(count: int, *, seed: int) -> Ints:
     """Give the numbers below `count` in an order that the seed decides."""
     return np.argsort(draw(np.arange(count), 1, seed=seed, epoch=0)[:, 0], kind="stable")

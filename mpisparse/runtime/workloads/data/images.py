@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mpisparse.arrays import Ints
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.workloads.data.draws import below, draw, shuffle
 from mpisparse.runtime.workloads.records import Data
@@ -16,13 +17,13 @@ AUGMENTED = (32, 32)  # pixels of the images that are flipped and shifted in tra
 PAD = 4
 SAMPLE = 10_000_000  # values, about, of which mean and deviation are taken
 
-Labelled = tuple[NDArray[Any], NDArray[np.int64]]
+Labelled = tuple[NDArray[Any], Ints]
 
 
 class ImageExamples:
     """Images (examples, channels, height, width) of bytes or floats, normalised when asked for."""
 
-    def __init__(self, images: NDArray[Any], labels: NDArray[np.int64], mean: torch.Tensor, deviation: torch.Tensor) -> None:
+    def __init__(self, images: NDArray[Any], labels: Ints, mean: torch.Tensor, deviation: torch.Tensor) -> None:
         self._images = images
         self._labels = labels
         self._mean = mean
@@ -67,7 +68,7 @@ def image_data(train: Labelled, test: Labelled, classes: int, validation: Labell
     return Data(training, testing, "classes", sizes, held_out)
 
 
-def split_images(images: NDArray[Any], labels: NDArray[np.int64], testing: int) -> tuple[Labelled, Labelled]:
+def split_images(images: NDArray[Any], labels: Ints, testing: int) -> tuple[Labelled, Labelled]:
     """Hold out this many images, always the same ones."""
     order = shuffle(len(labels), seed=0)
     train, test = order[testing:], order[:testing]

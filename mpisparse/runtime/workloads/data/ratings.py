@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mpisparse.arrays import Ints
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.workloads.data.draws import below, draw
 from mpisparse.runtime.workloads.records import Data
 from mpisparse.runtime.workloads.split import drawn_out
 
-Ints = NDArray[np.int64]
 NEGATIVES = 4  # a true pair in training (He et al. 2017, 4.1)
 RIVALS = 99  # a true pair in testing
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mpisparse.arrays import Ints
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.workloads.data.draws import below, draw
 from mpisparse.runtime.workloads.tasks import IGNORED
@@ -28,10 +29,10 @@ class NextTokens:
     def __len__(self) -> int:
         return (len(self._tokens) - 1) // self._length
 
-    def _windows(self, indices: NDArray[Any], shifts: NDArray[Any] | int) -> NDArray[np.int64]:
+    def _windows(self, indices: NDArray[Any], shifts: NDArray[Any] | int) -> Ints:
         """Cut out windows of the length and one token more."""
         starts = np.minimum(indices * self._length + shifts, len(self._tokens) - self._length - 1)
-        windows: NDArray[np.int64] = self._tokens[starts[:, None] + self._offsets].astype(np.int64)
+        windows: Ints = self._tokens[starts[:, None] + self._offsets].astype(np.int64)
         return windows
 
     def hold_out(self, count: int, seed: int) -> tuple[NextTokens, NextTokens]:
