@@ -198,7 +198,7 @@ nb::tuple accumulate_select_scored(Array<float> acc, Array<const uint8_t> scores
     return accumulate_select_by(acc, pointers, ends, kinds, lo, hi, floor, threads, keying(scores, key, acc.size()));
 }
 
-nb::tuple select_by(Array<float> acc, int64_t lo, int64_t hi, float floor, int threads, Keying keys) {
+nb::tuple select_by(Array<const float> acc, int64_t lo, int64_t hi, float floor, int threads, Keying keys) {
     const int32_t bits = magnitude_bits(floor);
     Scanned all;
     {
@@ -207,7 +207,8 @@ nb::tuple select_by(Array<float> acc, int64_t lo, int64_t hi, float floor, int t
         std::vector<Found> found(parts);
         std::vector<int64_t> bad(parts, -1);
         in_parts(lo, hi, parts, [&](int part, int64_t a, int64_t b) {
-            if (isa.scan({acc.data() + a, nullptr, FP32, b - a, a, bits, &found[part], keys.key, keys.at(a)}) >= INFINITE)
+            // Without a gradient the scan writes nothing.
+            if (isa.scan({const_cast<float*>(acc.data()) + a, nullptr, FP32, b - a, a, bits, &found[part], keys.key, keys.at(a)}) >= INFINITE)
                 bad[part] = first_nonfinite_of(acc.data(), a, b);
         });
         all = join(found, bad);
@@ -215,11 +216,11 @@ nb::tuple select_by(Array<float> acc, int64_t lo, int64_t hi, float floor, int t
     return to_tuple(std::move(all));
 }
 
-nb::tuple select_above(Array<float> acc, int64_t lo, int64_t hi, float floor, int threads) {
+nb::tuple select_above(Array<const float> acc, int64_t lo, int64_t hi, float floor, int threads) {
     return select_by(acc, lo, hi, floor, threads, {});
 }
 
-nb::tuple select_scored(Array<float> acc, Array<const uint8_t> scores, uint8_t key, int64_t lo, int64_t hi, float floor, int threads) {
+nb::tuple select_scored(Array<const float> acc, Array<const uint8_t> scores, uint8_t key, int64_t lo, int64_t hi, float floor, int threads) {
     return select_by(acc, lo, hi, floor, threads, keying(scores, key, acc.size()));
 }
 
@@ -337,7 +338,7 @@ int64_t first_nonfinite(Array<const uint64_t> pointers, Array<const int64_t> end
 }
 
 // Counts of keys by exponent and the first three bits of mantissa: bin b holds bits [b << 20, (b + 1) << 20).
-NumPy<int64_t> histogram_by(Array<float> acc, int64_t lo, int64_t hi, int threads, Keying keys) {
+NumPy<int64_t> histogram_by(Array<const float> acc, int64_t lo, int64_t hi, int threads, Keying keys) {
     std::vector<int64_t> counts(2048, 0);
     {
         nb::gil_scoped_release released;
@@ -353,9 +354,9 @@ NumPy<int64_t> histogram_by(Array<float> acc, int64_t lo, int64_t hi, int thread
     return to_numpy(std::move(counts));
 }
 
-NumPy<int64_t> histogram(Array<float> acc, int64_t lo, int64_t hi, int threads) { return histogram_by(acc, lo, hi, threads, {}); }
+NumPy<int64_t> histogram(Array<const float> acc, int64_t lo, int64_t hi, int threads) { return histogram_by(acc, lo, hi, threads, {}); }
 
-NumPy<int64_t> histogram_scored(Array<float> acc, Array<const uint8_t> scores, uint8_t key, int64_t lo, int64_t hi, int threads) {
+NumPy<int64_t> histogram_scored(Array<const float> acc, Array<const uint8_t> scores, uint8_t key, int64_t lo, int64_t hi, int threads) {
     return histogram_by(acc, lo, hi, threads, keying(scores, key, acc.size()));
 }
 
@@ -497,6 +498,11 @@ void each_at(T* data, const Array<const int64_t>& index, Visit visit) {
     }
 }
 
+void read_at(Array<const float> acc, Array<const int64_t> index, Array<float> out) {
+    nb::gil_scoped_release released;
+    each_at(acc.data(), index, [&](int64_t i, const float& x) { out.data()[i] = x; });
+}
+
 void take(Array<float> acc, Array<const int64_t> index, Array<float> out) {
     nb::gil_scoped_release released;
     each_at(acc.data(), index, [&](int64_t i, float& x) { out.data()[i] = x; x = 0.0f; });
@@ -589,6 +595,7 @@ NB_MODULE(_cpu, m) {
     m.def("block_counts", &block_counts);
     m.def("compress_rows", &compress_rows);
     m.def("expand_rows", &expand_rows);
+    m.def("read_at", &read_at);
     m.def("take", &take);
     m.def("put", &put);
     m.def("add_at", &add_at);

@@ -320,6 +320,11 @@ def expand_rows(counts: NDArray[np.uint32], columns: Halves, lo: int, row: int, 
     return True
 
 
+def read_at(acc: Floats, index: Ints, out: Floats) -> None:
+    """Copy the values at index out of acc."""
+    np.take(acc, index, out=out, mode="clip")
+
+
 def take(acc: Floats, index: Ints, out: Floats) -> None:
     """Move the values at index out of acc, leaving zeros."""
     out[:] = acc[index]

@@ -18,7 +18,7 @@ from mpisparse.backends.device import local_device
 from mpisparse.bench.recording import Recorder
 from mpisparse.checkpoint import onefile, store
 from mpisparse.comm.exchange import Exchange, end_job_on_uncaught_exception, library, local_rank
-from mpisparse.core.records import Clock
+from mpisparse.core.step import Clock
 from mpisparse.errors import CheckpointError, ConfigurationError, LockError
 from mpisparse.runtime import slurm
 from mpisparse.runtime.board import Board

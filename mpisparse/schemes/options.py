@@ -3,51 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-from mpisparse.arrays import Bools
-from mpisparse.core.agree import Inputs
-from mpisparse.core.records import Clock, Parts
-from mpisparse.core.step import Stats
+from mpisparse.core.records import Parts
 from mpisparse.errors import ConfigurationError, check_choice
 from mpisparse.names import BLENDED
-from mpisparse.select.scorers import Magnitude
+from mpisparse.schemes.companion import Scheme, Site
 from mpisparse.wire.codecs import CODECS, codec_names
 
 SEGMENT_NBYTES = 1 << 30
-
-
-class Step(Protocol):
-    """One step of a scheme; `run` is collective. Gradients that come before it are the scorer's to add."""
-
-    @property
-    def scorer(self) -> Magnitude: ...
-    @property
-    def scale(self) -> float: ...
-    @property
-    def observes(self) -> bool: ...
-    def observe(self, metric: float) -> None: ...
-    @property
-    def deferred(self) -> bool: ...
-    @property
-    def draining(self) -> bool: ...
-    def check_by_hand(self) -> None: ...
-    def adopt(self, optimizer: Any) -> None: ...
-    def run(self, inputs: Inputs, clock: Clock) -> Stats: ...
-    def used(self) -> Bools | None: ...
-    def finish(self, stats: Stats) -> Stats: ...
-    def note_loss(self, loss: float) -> None: ...
-    def drain(self) -> Iterator[Bools | None]: ...
-    def global_weights(self) -> AbstractContextManager[None]: ...
-    def freeze(self) -> None: ...
-    def memories(self) -> dict[str, Any]: ...
-    def close(self) -> None: ...
-    def state(self) -> dict[str, Any]: ...
-    def check(self, state: dict[str, Any]) -> None: ...
-    def load(self, state: dict[str, Any]) -> None: ...
 
 
 def check_density(density: object) -> float:
@@ -141,8 +107,8 @@ class Options:
         wanted = 'a momentum codec, such as "momentum-int8"' if blends else "a scheme with a momentum codec"
         return {"beta": f'codec "{self.codec}" does not blend what is sent with what was sent before; choose {wanted}'}
 
-    def build(self, parts: Parts) -> Step:
-        """Put the step together."""
+    def build(self, parts: Parts, site: Site | None = None) -> Scheme:
+        """Put the scheme together. `site` is None where a plain vector is averaged, with no model around it."""
         raise NotImplementedError
 
     def values(self) -> dict[str, Any]:

@@ -187,6 +187,9 @@ class CudaBackend:
 
     # Reads and writes at an index
 
+    def read_at(self, acc: DeviceArray, index: DeviceArray, out: DeviceArray) -> None:
+        self._for_each("read_at", len(index), acc, index, np.int64(len(index)), out)
+
     def take(self, acc: DeviceArray, index: DeviceArray, out: DeviceArray) -> None:
         self._for_each("take", len(index), acc, index, np.int64(len(index)), out)
 
