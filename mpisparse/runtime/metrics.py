@@ -17,6 +17,8 @@ import numpy as np
 from mpisparse.arrays import Doubles
 from mpisparse.measures import in_order
 
+OF_RANKS = ("step", "seconds", "bytes_sent", "bytes_received")  # of Stats: the line has them in another form
+
 
 class MetricsFile:
     """Appends whole lines; one that a killed run left unfinished is cut off first.
@@ -89,16 +91,18 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def finite(value: Any) -> Any:
-    """A value as JSON can say it: None in place of numbers that are not finite."""
+    """Replace numbers that are not finite by None, and NumPy scalars by Python ones, for JSON."""
     if isinstance(value, dict):
         return {key: finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [finite(each) for each in value]
+    if isinstance(value, np.generic):
+        value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def spread(values: Doubles) -> dict[str, float]:
-    """Least, mean and greatest over ranks."""
+    """Minimum, mean and maximum over ranks."""
     return {"min": float(values.min()), "mean": float(values.mean()), "max": float(values.max())}
 
 
@@ -129,23 +133,11 @@ class StepRows:
 
 
 def step_fields(stats: Any, phases: list[str], rows: Doubles) -> dict[str, Any]:
-    """The fields of a step's line; rows[r] is rank r's loss, bytes sent, bytes received, and seconds by phase."""
-    shown = (
-        "density",
-        "set_density",
-        "sent_density",
-        "threshold",
-        "selected",
-        "imbalance",
-        "reselected",
-        "refined",
-        "skipped",
-        "workloads",
-        "borders",
-        "details",
-        "speculation",
-    )
-    record = {key: value for key, value in dataclasses.asdict(stats).items() if key in shown and value is not None}
+    """Return a step's fields: its stats, and per-rank numbers as minimum, mean and maximum.
+
+    rows[r] is rank r's loss, bytes sent, bytes received, and seconds by phase.
+    """
+    record = {key: value for key, value in dataclasses.asdict(stats).items() if key not in OF_RANKS and value is not None}
     return {
         **record,
         "loss": spread(rows[:, 0]),
