@@ -11,8 +11,8 @@ from mpisparse.checkpoint.contents import ORIGIN, read_own, read_shared, sensibl
 from mpisparse.checkpoint.h5file import Arrays, Damaged, FileRecord, inside, read_file
 from mpisparse.checkpoint.standin import check_scheme_state
 from mpisparse.errors import ConfigurationError
-from mpisparse.runtime.place import check_place
 from mpisparse.runtime.progress import human_bytes
+from mpisparse.runtime.run_state import check_run_state
 
 GRADIENTS = {"gradient", "sizes"}  # what train --record-gradients writes of a rank
 
@@ -86,7 +86,7 @@ def _check(path: Path, manifest: store.Manifest, entries: dict[str, Any]) -> Non
         own = read_own(path, manifest, shared, rank, read)
         if "sync" in own:
             sensible(f"the exchange's state of rank {rank} in {path}", check_scheme_state, own["sync"], shared)
-        sensible(f"the run's place of rank {rank} in {path}", check_place, own["extra"])
+        sensible(f"the run's place of rank {rank} in {path}", check_run_state, own["extra"])
 
 
 def _entry(files: dict[str, Any], record: FileRecord) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def own_facts(loss: float, seconds: dict[str, float]) -> dict[str, str]:
     return {"loss": f"{loss:.4f}"} | {phase: f"{1e3 * taken:.1f} ms" for phase, taken in seconds.items()}
 
 
-def facts_of(fields: dict[str, Any], dense: float, name: str = "", metric: float | None = None) -> dict[str, str]:
+def step_facts(fields: dict[str, Any], dense: float, name: str = "", metric: float | None = None) -> dict[str, str]:
     """What the bar shows of a step; the metric is the last evaluation's."""
     received = fields["bytes_received"]["mean"]
     seconds = fields["seconds"]

@@ -61,6 +61,11 @@ class Order:
         position.offset += share * size
         return self._order[start : start + share], position.epoch
 
-    def steps_an_epoch(self, share: int, size: int) -> int:
-        """How many global batches an epoch has."""
+    def steps_per_epoch(self, share: int, size: int) -> int:
+        """Return how many global batches an epoch has."""
         return self.count // (share * size)
+
+    def steps_left(self, position: Position, epochs: int, share: int, size: int) -> int:
+        """Return how many global batches remain until `epochs` epochs are complete."""
+        epochs_left = epochs - position.epoch
+        return max(0, epochs_left * self.steps_per_epoch(share, size) - position.offset // (share * size))

@@ -20,7 +20,7 @@ from mpisparse.runtime.workloads.catalogue import MODELS
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "cosine", "step")
-FIXED = ("seed", "momentum", "weight_decay")  # a checkpoint brings its own: a run goes on with others only by force
+FROM_CHECKPOINT = ("seed", "momentum", "weight_decay")  # a resumed run keeps these unless forced
 ASIDE = (
     "out", "epochs", "steps", "target", "log_every", "checkpoint_every", "background", "driver", "keep", "resume",
     "wait_for_lock", "timeout", "tensorboard", "record_gradients", "log_ranks", "stop_before",

@@ -328,7 +328,7 @@ def walk(order: Order, position: Position, share: int, size: int, batches: int) 
 @given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 4), st.integers(0, 3))
 def test_an_epoch_has_each_example_at_most_once(count: int, share: int, size: int, seed: int) -> None:
     order = Order(count, seed)
-    batches = order.steps_an_epoch(share, size)
+    batches = order.steps_per_epoch(share, size)
     if batches == 0:
         return
     position = Position()

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from mpisparse import checkpoint
 from mpisparse.errors import ConfigurationError
-from mpisparse.runtime import train as training
 from mpisparse.runtime.cli import main
 from mpisparse.runtime.settings import Settings
 from mpisparse.runtime.workloads import Data, Examples, build, hold_out
@@ -368,7 +367,7 @@ def test_a_run_of_an_earlier_version_goes_on_as_it_was(
 
     as_it_was = ["--validation", "0", "--evaluate-on", "test"]
     with monkeypatch.context() as patched:
-        patched.setattr(training.checkpoint, "begin_save", begin)
+        patched.setattr(checkpoint, "begin_save", begin)
         assert train("run", *as_it_was) == 0
     assert train("run", "--steps", "20") == 2
     said = capsys.readouterr().err
