@@ -316,7 +316,7 @@ def test_what_is_no_plain_file_is_refused_and_not_waited_for(tmp_path: Path, exc
         os.mkfifo(path)
     else:
         path.mkdir()
-    with pytest.raises(ConfigurationError, match="lock is no plain file; remove it"):
+    with pytest.raises(ConfigurationError, match="lock is not a regular file; remove it"):
         take(tmp_path, exchange, Asked(), wait=True)
 
 
@@ -324,7 +324,7 @@ def test_a_refused_start_leaves_no_directory(tmp_path: Path, exchange: Exchange,
     def no_room(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("mpisparse.runtime.lock._write_new", no_room)
+    monkeypatch.setattr("mpisparse.runtime.lock.write_new", no_room)
     with pytest.raises(ConfigurationError, match="No space left on device"):
         take(tmp_path / "run", exchange, Asked(), wait=False)
     assert not (tmp_path / "run").exists()
