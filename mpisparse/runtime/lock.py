@@ -57,7 +57,7 @@ class RunLock:
     # Taking the lock
 
     def attempt(self) -> bool:
-        """Take the lock if it is free or its owner is dead. Call it repeatedly: an owner elsewhere is judged by its heartbeat."""
+        """Take the lock if it is free or its owner is dead. Call it repeatedly, to notice when a heartbeat stops."""
         if not self.path.parent.exists():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._made_directory = True
