@@ -138,7 +138,7 @@ def _start(request: Request) -> list[str]:
 
 
 def _ending(request: Request) -> list[str]:
-    array = request.sweep is not None
+    array, most = request.sweep is not None, request.restarts
     job = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if array else "$SLURM_JOB_ID"
     stopped = (
         f'[[ $state != *" PreemptTime="[0-9]* ]] || code={INTERRUPTED}  # mpirun returns 0 when preemption kills its daemons'
@@ -154,8 +154,8 @@ def _ending(request: Request) -> list[str]:
         '  echo "mpisparse: training failed with exit code $code" >&2',
         'elif [[ $state != *" JobState=RUNNING "* ]]; then',
         '  echo "mpisparse: stopped by Slurm; if the job does not come back, submit it again with the same --out" >&2',
-        f"elif [ $restarts -ge {request.restarts} ]; then",
-        f'  echo "mpisparse: stopped after {request.restarts} restarts; to continue, submit it again with the same --out" >&2',
+        f"elif [ $restarts -ge {most} ]; then",
+        f'  echo "mpisparse: stopped after {most} restarts; to continue, submit it again with the same --out" >&2',
         "else",
         '  echo "mpisparse: stopped before the end; requeued, restart $((restarts + 1))"',
         '  scontrol requeue "$job" && exit 0',
