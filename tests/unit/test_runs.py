@@ -608,7 +608,7 @@ def copied(single: Path, tmp_path: Path) -> Path:
         (["--momentum", "0.5"], ["was written with momentum 0.9, this run has 0.5", "--momentum 0.9", "--resume force"]),
         (["--weight-decay", "0.5"], ["with weight_decay 0.01, this run has 0.5", "--weight-decay 0.01"]),
         (["--seed", "4", "--momentum", "0.5"], ["with seed 3, this run has 4", "--seed 3"]),
-        (["--batch-size", "1000"], ["a step takes 2000 examples, the data has 200", "--batch-size"]),
+        (["--batch-size", "1000"], ["a step needs 2000 examples, the data has 200", "--batch-size"]),
     ],
     ids=["never", "scheme", "model", "codec", "nowhere", "momentum", "weight_decay", "seed", "batch"],
 )

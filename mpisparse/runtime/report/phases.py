@@ -1,4 +1,4 @@
-"""Where the time goes: the mean of each phase for all runs, a step's time, and each run's phases stacked."""
+"""Where the time goes: means of phases, time per step, and each run's phases stacked."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ORDER = (
     "correct",
     "speculate",
 )  # the exchange: at the bottom
-LABELLED = 4  # so many runs leave room for numbers
+LABELLED = 4  # maximum number of runs that leaves room for numbers
 LAST = ("data", "compute")  # on top: most of the time, and not the exchange's
 
 
@@ -41,35 +41,35 @@ def phases_of(run: Run) -> list[str]:
 
 
 def all_phases(sheet: Sheet) -> list[str]:
-    """List the phases of all runs in that order."""
+    """List the phases of all runs in the same order."""
     everything = Run(sheet.runs[0].path, "", {}, phases=list(dict.fromkeys(p for run in sheet.runs for p in run.phases)))
     return phases_of(everything)
 
 
 def phase_class(phase: str) -> str:
-    """Give the CSS class of a phase's colour."""
+    """Return the CSS class of a phase's colour."""
     return f"p-{phase}" if phase in (*ORDER, *LAST) else "p-other"
 
 
 def mean_seconds(run: Run, phase: str) -> float:
-    """Average a phase over a run's steps."""
+    """Return the mean time of a phase over a run's steps."""
     values, weights = run.steps[f"seconds.{phase}"], run.weights()
     here = np.isfinite(values)
     return float(np.average(values[here], weights=weights[here])) if here.any() else 0.0
 
 
 def overview(sheet: Sheet) -> list[str]:
-    """Draw the mean of each phase, the time of a step, and the learning rate."""
+    """Draw the mean time of each phase, the time per step, and the learning rate."""
     totals = [Trace(i, run.name, run.steps["step"], _total(run)) for i, run in enumerate(sheet.runs) if run.phases]
     rates = sheet.traces(STEPS_X, "lr")
     note = "all phases, mean over ranks; rare peaks are cut"
-    whole = Chart("Time of a step", note, STEPS_X, "seconds", totals, cut=True, empty="no times")
+    whole = Chart("Time per step", note, STEPS_X, "seconds", totals, cut=True, empty="no times")
     rate = Chart("Learning rate", "as set", STEPS_X, "number", rates, log=None, empty="no learning rate")
     return [_bars(sheet), sheet.figure(whole), sheet.figure(rate)]
 
 
 def stacked(sheet: Sheet, index: int) -> str:
-    """Draw a run's phases over its steps, one on the other."""
+    """Draw a run's phases over its steps, stacked."""
     run = sheet.runs[index]
     names = phases_of(run)
     title, note = "Time per phase", "mean over ranks, stacked"
@@ -77,13 +77,13 @@ def stacked(sheet: Sheet, index: int) -> str:
     if not names or along is None:
         return figure(title, note, svg.nothing(title, "no times"))
     values = np.stack([np.nan_to_num(run.steps[f"seconds.{name}"], posinf=0.0) for name in names], axis=1)
-    columns = thin(along.place(run.steps["step"]), values, values, values, sheet.columns)
+    columns = thin(along.fraction(run.steps["step"]), values, values, values, sheet.columns)
     tops = np.cumsum(columns.mean, axis=1)
     height, highest = peak(tops[:, -1]), float(tops[:, -1].max())
     frame = Frame(along, Axis(0.0, 1.05 * height or 1.0, kind="seconds"))
     floor = np.zeros(len(tops))
     drawn = [
-        svg.draw_area(frame, columns.places, (tops[:, i - 1] if i else floor, tops[:, i]), Look(phase_class(name), name))
+        svg.draw_area(frame, columns.fractions, (tops[:, i - 1] if i else floor, tops[:, i]), Look(phase_class(name), name))
         for i, name in enumerate(names)
     ]
     drawn.append(event_marks(sheet, run, frame, STEPS_X, Look("ink")))
@@ -99,8 +99,8 @@ def _total(run: Run) -> Doubles:
 
 
 def _bars(sheet: Sheet) -> str:
-    """Draw a bar for each phase and run, with its time behind it."""
-    title, note = "Mean time of each phase", "a step's, over all steps and ranks"
+    """Draw a bar per phase and run, followed by its time."""
+    title, note = "Mean time of each phase", "per step, over all steps and ranks"
     names = all_phases(sheet)
     if not names:
         return figure(title, note, svg.nothing(title, "no times"))
