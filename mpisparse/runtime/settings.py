@@ -1,4 +1,4 @@
-"""The settings of a run: from flags and a TOML file, checked, and written back as a TOML file. No torch, no MPI."""
+"""The settings of a run: read from flags and a TOML file, checked, and written as a TOML file. No torch, no MPI."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from mpisparse.runtime.workloads.catalogue import MODELS
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "cosine", "step")
 FROM_CHECKPOINT = ("seed", "momentum", "weight_decay")  # a resumed run keeps these unless forced
-ASIDE = (
+NO_EFFECT_ON_STEPS = (
     "out", "epochs", "steps", "target", "log_every", "checkpoint_every", "background", "driver", "keep", "resume",
     "wait_for_lock", "timeout", "tensorboard", "record_gradients", "log_ranks", "stop_before",
-)  # fmt: skip # how long a run goes on and what it writes, not what its steps compute
-MOST = {"lr": 1e6, "weight_decay": 1e6, "stop_before": 1e9}  # beyond that a run cannot go well
-LONGEST_NAME, LONGEST_PATH = 255, 3900  # bytes that Linux takes, less what a run adds to its directory
-STEERING = ("validation", "test")  # the data that adaptive k, the target and learned importance look at
+)  # fmt: skip # how long a run lasts and what it writes
+UPPER_LIMITS = {"lr": 1e6, "weight_decay": 1e6, "stop_before": 1e9}
+LONGEST_NAME, LONGEST_PATH = 255, 3900  # bytes: limits of Linux, minus what a run appends to its directory
+STEERING = ("validation", "test")  # data for adaptive k, the target and learned importance
 
 
 def _setting(default: Any, text: str) -> Any:
@@ -36,48 +36,48 @@ def _setting(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """All that decides how a run goes. Every field is a flag and a key of the file."""
+    """The settings of a run. Every field is a flag and a key of the file."""
 
     model: str = _setting("digits-cnn", "a built-in model, or package.module:factory")
-    data: str | None = _setting(None, "a built-in data set, a path, or package.module:factory (default: the model's own)")
+    data: str | None = _setting(None, "a built-in dataset, a path, or package.module:factory (default: the model's own)")
     out: str = _setting("runs/run", "the run's directory")
     epochs: int | None = _setting(None, "passes over the data (default 5, unless --steps is given)")
     steps: int | None = _setting(None, "optimizer steps, instead of epochs")
-    batch_size: int = _setting(32, "examples a rank and backward")
-    accumulation: int = _setting(1, "backwards a step")
-    seed: int = _setting(0, "of weights, order and augmentation")
+    batch_size: int = _setting(32, "examples per rank and backward pass")
+    accumulation: int = _setting(1, "backward passes per step")
+    seed: int = _setting(0, "seed of weights, data order and augmentation")
     optimizer: str = _setting("sgd", f"one of {', '.join(OPTIMIZERS)}")
     lr: float = _setting(0.05, "peak learning rate")
-    momentum: float = _setting(0.9, "of sgd (Nesterov)")
-    weight_decay: float = _setting(0.0, "of the optimizer")
-    schedule: str = _setting("constant", f"of the learning rate: one of {', '.join(SCHEDULES)}")
+    momentum: float = _setting(0.9, "Nesterov momentum of sgd")
+    weight_decay: float = _setting(0.0, "weight decay of the optimizer")
+    schedule: str = _setting("constant", f"learning rate schedule: one of {', '.join(SCHEDULES)}")
     warmup: int = _setting(0, "steps over which the learning rate rises to its peak")
-    drop_at: tuple[float, ...] = _setting((0.5, 0.75), "schedule step: where in the run the rate falls to a tenth")
-    clip: float | None = _setting(None, "largest norm of a rank's gradient")
+    drop_at: tuple[float, ...] = _setting((0.5, 0.75), "schedule step: fractions of the run where the rate drops to a tenth")
+    clip: float | None = _setting(None, "clip each rank's gradient to this norm")
     bf16: bool = _setting(False, "compute in bfloat16 (autocast)")
-    device: str = _setting("cpu", "cpu, or cuda: of a host's GPUs the one of the rank's place among its ranks")
+    device: str = _setting("cpu", "cpu, or cuda: each rank of a host uses its own GPU")
     scheme: str = _setting("exdyna", "how gradients are exchanged")
-    density: float | None = _setting(None, "share of the gradient that is sent (default: the scheme's)")
-    density_from: float = _setting(1.0, "where density warm-up begins")
-    density_warmup: int = _setting(0, "steps over which density falls to the set one")
-    codec: str | None = _setting(None, "how finely values are sent (default: the scheme's)")
-    options: dict[str, Any] = field(default_factory=dict, metadata={"help": "NAME=VALUE for the scheme; may be repeated"})
-    validation: float = _setting(0.1, "share of the training data held out to steer by, unless the data has validation data")
-    evaluate_on: str = _setting("validation", "validation, or test: let the test data steer, not just judge the end")
-    eval_every: int | None = _setting(None, "steps between evaluations (default: an epoch)")
-    target: float | None = _setting(None, "stop when the metric on validation data reaches this")
+    density: float | None = _setting(None, "share of the gradient to send (default: the scheme's)")
+    density_from: float = _setting(1.0, "density at the start of density warm-up")
+    density_warmup: int = _setting(0, "steps over which the density falls to --density")
+    codec: str | None = _setting(None, "encoding of the values sent (default: the scheme's)")
+    options: dict[str, Any] = field(default_factory=dict, metadata={"help": "an option of the scheme; may be repeated"})
+    validation: float = _setting(0.1, "share of the training data to hold out, unless the data has validation data")
+    evaluate_on: str = _setting("validation", "validation, or test: use the test data for the target and adaptive k too")
+    eval_every: int | None = _setting(None, "steps between evaluations (default: one epoch)")
+    target: float | None = _setting(None, "stop when the evaluated metric reaches this value")
     log_every: int = _setting(1, "steps between lines of metrics.jsonl")
     checkpoint_every: int | None = _setting(None, "steps between checkpoints (one is always written at the end)")
-    background: bool = _setting(False, "write checkpoints while training goes on")
-    driver: str | None = _setting(None, "mpio: checkpoints of one file, by parallel HDF5 (default: two files a rank)")
+    background: bool = _setting(False, "write checkpoints while training continues")
+    driver: str | None = _setting(None, "mpio: one file per checkpoint, by parallel HDF5 (default: two files per rank)")
     keep: int = _setting(2, "checkpoints to keep")
-    resume: str = _setting("auto", "auto, force (as auto, with other settings than before), never, or a directory")
-    wait_for_lock: bool = _setting(False, "wait until a run that has the directory ends, instead of refusing to start")
+    resume: str = _setting("auto", "auto, never, DIR, or force or force:DIR to change settings")
+    wait_for_lock: bool = _setting(False, "if another run uses the directory, wait for it to end")
     tensorboard: bool = _setting(False, "write TensorBoard events to the run's directory")
-    record_gradients: int | None = _setting(None, "write the gradients of so many steps, the first or next, for bench")
-    log_ranks: bool = _setting(False, "a log for each rank in the run's directory")
-    stop_before: float = _setting(60.0, "in a Slurm job: seconds before its limit at which to checkpoint and stop")
-    timeout: float = _setting(TIMEOUT, "seconds that a rank waits for others before the job ends with a report; 0: for ever")
+    record_gradients: int | None = _setting(None, "write the gradients of this many steps, for bench")
+    log_ranks: bool = _setting(False, "write one log per rank to the run's directory")
+    stop_before: float = _setting(60.0, "in a Slurm job: checkpoint and stop this many seconds before its limit")
+    timeout: float = _setting(TIMEOUT, "seconds to wait for other ranks before the job ends with a report; 0: no limit")
 
     def __post_init__(self) -> None:
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
@@ -88,15 +88,15 @@ class Settings:
         if self.driver is not None:
             check_choice("driver", self.driver, names.DRIVERS)
             if self.background:
-                raise ConfigurationError(f"driver {self.driver} does not write in the background: leave one of them out")
+                raise ConfigurationError(f"driver {self.driver} does not write in the background; leave out one of them")
         if self.model not in MODELS and ":" not in self.model:
             raise ConfigurationError(
                 f"unknown model {self.model!r}; {suggest(self.model, MODELS)}, or give package.module:factory"
             )
         for name in ("scheme", "density", "codec", "comm", "timeout", "run_directory"):
             if name in self.options:
-                hint = "" if name in ("comm", "run_directory") else f"pass --{name}"
-                raise ConfigurationError(f"{name} is no option of a scheme; {hint}")
+                hint = "" if name in ("comm", "run_directory") else f"; pass --{name}"
+                raise ConfigurationError(f"{name} is not an option of a scheme{hint}")
         check_timeout(self.timeout)
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("evaluate_on", self.evaluate_on, STEERING)
@@ -123,7 +123,7 @@ class Settings:
         if self.seed >= 2**40:
             raise ConfigurationError(f"seed must be below 2^40, got {self.seed}")
         if self.epochs is not None and self.steps is not None:
-            raise ConfigurationError("give epochs or steps, not both")
+            raise ConfigurationError("got both epochs and steps; pass one of them")
         for name in ("density", "density_from"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int | float) or not 0.0 < value <= 1.0):
@@ -131,24 +131,24 @@ class Settings:
         if self.clip is not None and not self.clip > 0:
             raise ConfigurationError(f"clip must be above 0, got {self.clip!r}")
         if self.clip is not None and self.options.get("accumulate") == "backward":
-            raise ConfigurationError('clip has no effect with accumulate="backward": leave one of them out')
+            raise ConfigurationError('clip has no effect with accumulate="backward"; leave one of them out')
         if self.record_gradients is not None and self.options.get("accumulate") == "backward":
             raise ConfigurationError(
-                'record_gradients needs accumulate="step": in path "backward" no gradient is ever whole'
+                'record_gradients needs accumulate="step": with "backward" there is never a complete gradient'
             )
 
     def _check_sensible(self) -> None:
-        """Raise ConfigurationError for numbers with which no run can go well."""
-        for name, most in MOST.items():
+        """Raise ConfigurationError for numbers with which no run can succeed."""
+        for name, most in UPPER_LIMITS.items():
             if not getattr(self, name) <= most:
                 raise ConfigurationError(f"{name} must be at most {most:g}, got {getattr(self, name)!r}")
         if self.momentum >= 1.0:
-            raise ConfigurationError(f"momentum must be below 1, got {self.momentum!r}: nothing would ever be forgotten")
+            raise ConfigurationError(f"momentum must be below 1, or updates grow without limit; got {self.momentum!r}")
         if self.target is not None and not math.isfinite(self.target):
-            raise ConfigurationError(f"target must be a finite number, got {self.target!r}; leave it out to train on")
+            raise ConfigurationError(f"target must be finite, got {self.target!r}; leave it out to train to the end")
         for share in self.drop_at:
             if not 0.0 <= share <= 1.0:
-                raise ConfigurationError(f"drop_at must be shares of the run in [0, 1], got {share!r}; for half pass 0.5")
+                raise ConfigurationError(f"drop_at must be fractions of the run in [0, 1], got {share!r}; for half pass 0.5")
 
     def _at_least(self, name: str, least: int) -> None:
         value = getattr(self, name)
@@ -159,13 +159,13 @@ class Settings:
 
 
 def check_path(name: str, text: str | None) -> None:
-    """Raise ConfigurationError unless a text can be the name of a file or directory; None is none."""
+    """Raise ConfigurationError if a text cannot be a path; None is allowed."""
     if text is None:
         return
     if not text:
-        raise ConfigurationError(f"{name} must not be empty; leave --{name} out, or name what is meant")
+        raise ConfigurationError(f"{name} must not be empty; leave out --{name}, or give it a value")
     if "\0" in text:
-        raise ConfigurationError(f"{name} must not have NUL characters, got {text[:60]!r}")
+        raise ConfigurationError(f"{name} must not contain NUL characters, got {text[:60]!r}")
     try:
         whole = text.encode()
     except UnicodeEncodeError:
@@ -173,8 +173,8 @@ def check_path(name: str, text: str | None) -> None:
     longest = max(map(len, whole.split(b"/")))
     if longest > LONGEST_NAME or len(whole) > LONGEST_PATH:
         raise ConfigurationError(
-            f"{name} is too long: {len(whole)} bytes, its longest part {longest}; "
-            f"file systems take {LONGEST_PATH} and {LONGEST_NAME}, got {text[:40]!r}..."
+            f"{name} is too long: {len(whole)} bytes, longest part {longest}; "
+            f"the limits are {LONGEST_PATH} and {LONGEST_NAME}, got {text[:40]!r}..."
         )
 
 
@@ -184,8 +184,8 @@ TYPES: dict[str, Any] = get_type_hints(Settings)
 def add_arguments(
     command: argparse.ArgumentParser, leave_out: Sequence[str] = (), keep: Sequence[str] | None = None
 ) -> None:
-    """Add a flag for every setting, or for those to keep; one that is not given leaves no trace, so that the file counts."""
-    command.add_argument("--config", type=Path, metavar="FILE.toml", help="settings from a file; flags override it")
+    """Add a flag for every setting, or for those to keep. Flags have no defaults, so that values from the file remain."""
+    command.add_argument("--config", type=Path, metavar="FILE.toml", help="read settings from a file; flags override it")
     for entry in dataclasses.fields(Settings):
         if entry.name in leave_out or (keep is not None and entry.name not in keep):
             continue
@@ -207,14 +207,14 @@ def add_arguments(
 
 
 def _plain(kind: Any) -> Any:
-    """The type behind `X | None` and behind containers' parameters."""
+    """Strip `| None` and the parameters of containers from a type."""
     if get_origin(kind) in (Union, types.UnionType):
         kind = next(k for k in get_args(kind) if k is not type(None))
     return get_origin(kind) or kind
 
 
-def resolve(given: dict[str, Any], **usual: Any) -> Settings:
-    """Settings from parsed flags, on top of the file that --config names, on top of what is usual for a command."""
+def resolve(given: dict[str, Any], **defaults: Any) -> Settings:
+    """Combine settings: parsed flags override the file that --config names, which overrides the command's defaults."""
     given = dict(given)
     config = given.pop("config", None)
     values = read_file(config) if config is not None else {}
@@ -227,35 +227,35 @@ def resolve(given: dict[str, Any], **usual: Any) -> Settings:
     if "drop_at" in flags:
         flags["drop_at"] = tuple(flags["drop_at"])
     if "epochs" in values or "epochs" in flags:
-        usual.pop("steps", None)
-    return Settings(**{**usual, **values, **flags})
+        defaults.pop("steps", None)
+    return Settings(**{**defaults, **values, **flags})
 
 
 def parse_options(pairs: list[str]) -> dict[str, Any]:
-    """Options of a scheme from NAME=VALUE texts."""
+    """Parse options of a scheme from NAME=VALUE texts."""
     options = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals or not name:
-            raise ConfigurationError(f"an option of the scheme is NAME=VALUE, got {pair!r}")
+            raise ConfigurationError(f"--option expects NAME=VALUE, got {pair!r}")
         try:
             options[name] = json.loads(text)
         except RecursionError:
-            raise ConfigurationError(f"option {name} is nested too deep: {text[:40]!r}...") from None
+            raise ConfigurationError(f"option {name} is nested too deeply: {text[:40]!r}...") from None
         except ValueError:
             options[name] = text
     return options
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Read settings from a TOML file, checked for unknown names and wrong types."""
+    """Read settings from a TOML file; raise ConfigurationError for unknown names and wrong types."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigurationError(f"cannot read the settings in {path}: {error.strerror}") from error
     except RecursionError:
-        raise ConfigurationError(f"{path} is not a file of settings: its values are nested too deep") from None
-    except ValueError as error:  # of TOML, of UTF-8, or of a number with thousands of digits
+        raise ConfigurationError(f"{path} is not a settings file: its values are nested too deeply") from None
+    except ValueError as error:  # invalid TOML, invalid UTF-8, or a number with thousands of digits
         raise ConfigurationError(f"{path} is not a TOML file: {error}") from error
     for name, value in values.items():
         if name not in TYPES:
@@ -280,17 +280,17 @@ def _typed(path: Path, name: str, value: Any) -> Any:
 
 
 def differences(saved: dict[str, Any], settings: Settings) -> dict[str, tuple[Any, Any]]:
-    """The settings that decide what steps compute and had another value in a checkpoint, with that and the present one."""
+    """Return the settings that affect what steps compute and have changed, each as (saved value, value now)."""
     found = {}
     for name, now in dataclasses.asdict(settings).items():
         unused = name == "momentum" and settings.optimizer != "sgd"
-        if name in saved and name not in ASIDE and not unused and saved[name] != now:
+        if name in saved and name not in NO_EFFECT_ON_STEPS and not unused and saved[name] != now:
             found[name] = (saved[name], now)
     return found
 
 
 def to_toml(settings: Settings, notes: Sequence[str] = ()) -> str:
-    """The settings as a TOML file that gives the same settings, below notes as comments."""
+    """Return a TOML file that yields the same settings, with notes as comments at its top."""
     lines, tables = [f"# {' '.join(note.split())}" for note in notes], []
     for name, value in dataclasses.asdict(settings).items():
         if isinstance(value, dict):

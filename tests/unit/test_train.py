@@ -160,8 +160,8 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         ({"driver": "mpi"}, "unknown driver 'mpi'; did you mean 'mpio'?"),
         ({"driver": "mpio", "background": True}, "driver mpio does not write in the background"),
         ({"model": "vgg17"}, "unknown model 'vgg17'; did you mean 'vgg1"),
-        ({"options": {"density": 0.5}}, "density is no option of a scheme; pass --density"),
-        ({"options": {"comm": 5}}, "comm is no option of a scheme"),
+        ({"options": {"density": 0.5}}, "density is not an option of a scheme; pass --density"),
+        ({"options": {"comm": 5}}, "comm is not an option of a scheme"),
         ({"density": "abc"}, "density must be in (0, 1], got 'abc'"),
         ({"seed": 2**64}, "seed must be below 2^40"),
         ({"schedule": "cosin"}, "unknown schedule 'cosin'; did you mean 'cosine'?"),
@@ -169,7 +169,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         *[({name: -1}, f"{name} must be at least 0, got -1") for name in ("warmup", "density_warmup", "seed")],
         *[({name: -0.5}, f"{name} must be at least 0, got -0.5") for name in ("lr", "momentum", "weight_decay")],
         *[({name: math.nan}, f"{name} must be at least 0, got nan") for name in ("lr", "momentum", "weight_decay")],
-        ({"epochs": 1, "steps": 1}, "give epochs or steps, not both"),
+        ({"epochs": 1, "steps": 1}, "got both epochs and steps"),
         *[({"density": value}, "density must be in (0, 1]") for value in (0.0, -0.1, 1.5, math.nan)],
         *[({"density_from": value}, "density_from must be in (0, 1]") for value in (0.0, -0.1, 1.5, math.nan)],
         ({"clip": 0.0}, "clip must be above 0, got 0.0"),
@@ -186,16 +186,16 @@ def test_values_that_cannot_be_are_refused(given: dict[str, Any], words: str) ->
 
 LONG = "x" * 256
 WHOLE = (*COUNTS, "warmup", "density_warmup")
-SHARES = "drop_at must be shares of the run in [0, 1]"
+SHARES = "drop_at must be fractions of the run in [0, 1]"
 ABSURD: list[tuple[str, Any, str]] = [
     *((n, v, f"{n} must be at") for n in ("lr", "momentum", "weight_decay", "stop_before") for v in (math.nan, -math.inf)),
     *((n, v, f"{n} must be at most") for n in ("lr", "weight_decay", "stop_before") for v in (math.inf, 1e30)),
     *(("momentum", v, "momentum must be below 1") for v in (1.0, 5.0, 1e300, math.inf)),
-    *(("target", v, "target must be a finite number") for v in (math.nan, math.inf, -math.inf)),
+    *(("target", v, "target must be finite") for v in (math.nan, math.inf, -math.inf)),
     *(("drop_at", (0.5, v), SHARES) for v in (math.nan, math.inf, -0.1, 50.0)),
     *((n, v, f"{n} must be below 2^53") for n in WHOLE for v in (2**53, 10**4000)),
     *((n, "", f"{n} must not be empty") for n in ("out", "data", "resume")),
-    *((n, f"a{chr(0)}b:f", f"{n} must not have NUL characters") for n in ("out", "data", "resume", "model")),
+    *((n, f"a{chr(0)}b:f", f"{n} must not contain NUL characters") for n in ("out", "data", "resume", "model")),
     *((n, v, f"{n} is too long") for n in ("out", "data", "resume") for v in (LONG, "y/" * 3000, "é" * 200)),
     ("out", "run\udcff", "out must be text in UTF-8"),
 ]
