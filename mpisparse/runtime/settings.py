@@ -55,7 +55,7 @@ class Settings:
     drop_at: tuple[float, ...] = _setting((0.5, 0.75), "schedule step: fractions of the run where the rate drops to a tenth")
     clip: float | None = _setting(None, "clip each rank's gradient to this norm")
     bf16: bool = _setting(False, "compute in bfloat16 (autocast)")
-    device: str = _setting("cpu", "cpu, or cuda: each rank of a host uses its own GPU")
+    device: str = _setting("cpu", "cpu, or cuda: the ranks of a host use its GPUs in turn")
     scheme: str = _setting("exdyna", "how gradients are exchanged")
     density: float | None = _setting(None, "share of the gradient to send (default: the scheme's)")
     density_from: float = _setting(1.0, "density at the start of density warm-up")
