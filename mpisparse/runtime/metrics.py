@@ -8,10 +8,14 @@ import json
 import math
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mpisparse.arrays import Doubles
+from mpisparse.measures import in_order
 
 
 class MetricsFile:
@@ -96,6 +100,32 @@ def finite(value: Any) -> Any:
 def spread(values: Doubles) -> dict[str, float]:
     """Return minimum, mean and maximum over ranks."""
     return {"min": float(values.min()), "mean": float(values.mean()), "max": float(values.max())}
+
+
+class StepRows:
+    """What ranks tell each other of a step: some numbers, and the seconds of every phase that any rank has measured.
+
+    Phases are not known beforehand. A rank that measures a new one says so in its row, and all ranks add it together.
+    """
+
+    def __init__(self, gather: Callable[[Doubles], Doubles], gather_texts: Callable[[str], list[str]]) -> None:
+        self._gather = gather
+        self._gather_texts = gather_texts
+        self.phases: list[str] = []
+
+    def gather(self, numbers: list[float], seconds: dict[str, float]) -> Doubles:
+        """Return a row per rank: the numbers, then the seconds in the order of `phases`; collective."""
+        new = set(seconds) - set(self.phases)
+        rows = self._gather_row(len(new), numbers, seconds)
+        if rows[:, 0].any():
+            told = self._gather_texts(json.dumps(sorted(new)))
+            self.phases = in_order([*self.phases, *(name for text in told for name in json.loads(text))])
+            rows = self._gather_row(0, numbers, seconds)
+        return rows[:, 1:]
+
+    def _gather_row(self, new: int, numbers: list[float], seconds: dict[str, float]) -> Doubles:
+        row = [new, *numbers, *(seconds.get(phase, 0.0) for phase in self.phases)]
+        return self._gather(np.array(row, dtype=np.float64))
 
 
 def step_fields(stats: Any, phases: list[str], by_rank: Doubles) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from mpisparse.errors import CheckpointError, ConfigurationError
 from mpisparse.runtime import slurm
 from mpisparse.runtime.evaluate import Evaluations, reached
 from mpisparse.runtime.journal import Journal
+from mpisparse.runtime.metrics import StepRows
 from mpisparse.runtime.parts import Parts
 from mpisparse.runtime.progress import human_bytes
 from mpisparse.runtime.resume import Resumed, resume
@@ -27,11 +28,6 @@ from mpisparse.runtime.settings import Settings, to_toml
 from mpisparse.runtime.setup import build_together, lock_together, make_optimizer, open_output, seed_rank
 from mpisparse.runtime.signals import INTERRUPTED, StopRequest
 
-EXCHANGE = (
-    "wait", "predictor", "validate", "accumulate", "agree", "probe", "select", "unite", "reduce", "feedback", "publish",
-    "adapt", "correct", "speculate",
-)  # fmt: skip
-PHASES = ("data", "compute", *EXCHANGE, "optimizer")
 DEFAULT_EPOCHS = 5
 
 
@@ -70,6 +66,7 @@ class Trainer:
         self.losses = SchemeLosses(settings, self.model, self.data, self.task, self.state)
         self.sync = self.make_sync()
         self.losses.rank, self.losses.size = self.sync.rank, self.sync.size
+        self.rows = StepRows(self.sync.gather_floats, self.sync._exchange.gather_texts)
         self.density = self.sync.density  # the final one, after density warm-up
         self.optimizer = make_optimizer(self.model, settings)
         mpisparse.attach(self.optimizer, self.sync)
@@ -261,15 +258,14 @@ class Trainer:
         lost = self.lock is not None and self.lock.lost
         stop = 2 if lost else self.deadline.near() or self.stop.asked
         numbers = [stop, self.checkpoints.written, loss, stats.bytes_sent, stats.bytes_received]
-        numbers += [seconds.get(phase, 0.0) for phase in PHASES]
-        by_rank = self.sync.gather_floats(np.array(numbers, dtype=np.float64))
+        by_rank = self.rows.gather(numbers, seconds)
         if bool((by_rank[:, 0] > 1).any()):
             self.checkpoints.check_lock()
         dense = 2 * 4 * self.sync.residual.numel() * (self.sync.size - 1) // self.sync.size
         state.seconds += float(by_rank[:, 5:].sum(axis=1).max())
         state.received += float(by_rank[:, 4].mean())
         state.dense += dense
-        self.journal.step(lr, dense, PHASES, by_rank[:, 2:])
+        self.journal.step(lr, dense, self.rows.phases, by_rank[:, 2:])
         self.journal.own_step(loss, seconds)
         if bool(by_rank[:, 1].all()):
             self.checkpoints.finish()

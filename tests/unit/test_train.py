@@ -59,7 +59,7 @@ def test_every_setting_has_a_flag_and_a_line_of_help(capsys: pytest.CaptureFixtu
     assert ended.value.code == 0
     told = capsys.readouterr().out
     for entry in dataclasses.fields(Settings):
-        flag = "--option" if entry.name == "options" else f"--{entry.name.replace('_', '-')}"
+        flag = {"options": "--option", "imports": "--import"}.get(entry.name, f"--{entry.name.replace('_', '-')}")
         assert flag in told
 
 
@@ -253,15 +253,6 @@ def test_overlong_paths_of_other_commands_are_refused(tmp_path: Path, capsys: py
     for words in (["inspect", LONG], ["report", LONG], ["train", "--config", LONG], ["inspect", "step-" + LONG]):
         assert main(words) == 2, words
         assert "File name too long" in capsys.readouterr().err
-
-
-def test_the_names_known_without_torch_are_those_there_are() -> None:
-    from mpisparse import names
-    from mpisparse.schemes import SCHEMES
-    from mpisparse.wire.codecs import CODECS
-
-    assert tuple(SCHEMES) == names.SCHEMES
-    assert tuple(CODECS) == names.CODECS
 
 
 def test_an_option_that_is_none_is_not_written() -> None:
