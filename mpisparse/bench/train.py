@@ -16,7 +16,9 @@ from mpi4py import MPI
 
 from mpisparse.comm.exchange import end_job_on_uncaught_exception
 from mpisparse.errors import ConfigurationError
-from mpisparse.runtime.settings import Settings, parse_options, to_toml
+from mpisparse.runtime.flags import parse_options
+from mpisparse.runtime.settings import Settings
+from mpisparse.runtime.settings_file import to_toml
 from mpisparse.runtime.signals import StopRequest
 from mpisparse.runtime.table import save, show
 from mpisparse.runtime.train import Trainer

@@ -15,7 +15,8 @@ from mpisparse.checkpoint import store
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.parts import Parts
 from mpisparse.runtime.run_state import KEYS, RunState, check_run_state
-from mpisparse.runtime.settings import FROM_CHECKPOINT, Settings, differences, read_file
+from mpisparse.runtime.settings import FROM_CHECKPOINT, Settings, differences
+from mpisparse.runtime.settings_file import read_file
 from mpisparse.runtime.workloads.split import difference, split_of
 from mpisparse.sync import GradientSync
 

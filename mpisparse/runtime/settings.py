@@ -1,17 +1,12 @@
-"""The settings of a run: read from flags and a TOML file, checked, and written as a TOML file. No torch, no MPI."""
+"""The settings of a run and their checks. No torch, no MPI."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import math
-import tomllib
-import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from mpisparse import names
 from mpisparse.comm.watchdog import TIMEOUT, check_timeout
@@ -26,6 +21,11 @@ NO_EFFECT_ON_STEPS = (
     "out", "epochs", "steps", "target", "log_every", "checkpoint_every", "background", "driver", "keep", "resume",
     "imports", "wait_for_lock", "timeout", "tensorboard", "record_gradients", "log_ranks", "stop_before",
 )  # fmt: skip # how long a run lasts and what it writes
+AT_LEAST_ONE = (
+    "epochs", "steps", "batch_size", "accumulation", "eval_every", "log_every", "checkpoint_every", "keep",
+    "record_gradients",
+)  # fmt: skip
+AT_LEAST_ZERO = ("warmup", "density_warmup", "seed", "lr", "momentum", "weight_decay", "stop_before")
 UPPER_LIMITS = {"lr": 1e6, "weight_decay": 1e6, "stop_before": 1e9}
 LONGEST_NAME, LONGEST_PATH = 255, 3900  # bytes: limits of Linux, minus what a run appends to its directory
 STEERING = ("validation", "test")  # data for adaptive k, the target and learned importance
@@ -83,6 +83,13 @@ class Settings:
 
     def __post_init__(self) -> None:
         import_modules(self.imports)
+        self._check_choices()
+        self._check_numbers()
+        for name in ("model", "data", "out", "resume"):
+            check_path(name, getattr(self, name))
+        self._check_combinations()
+
+    def _check_choices(self) -> None:
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
         check_choice("device", self.device, ("cpu", "cuda"))
         if self.scheme not in names.SCHEMES:
@@ -91,8 +98,6 @@ class Settings:
             check_choice("codec", self.codec, names.SCHEMES[self.scheme]().codecs())
         if self.driver is not None:
             check_choice("driver", self.driver, names.DRIVERS)
-            if self.background:
-                raise ConfigurationError(f"driver {self.driver} does not write in the background; leave out one of them")
         if self.model not in MODELS and ":" not in self.model:
             raise ConfigurationError(
                 f"unknown model {self.model!r}; {suggest(self.model, MODELS)}, or give package.module:factory"
@@ -101,39 +106,33 @@ class Settings:
             if name in self.options:
                 hint = "" if name in ("comm", "run_directory") else f"; pass --{name}"
                 raise ConfigurationError(f"{name} is not an option of a scheme{hint}")
-        check_timeout(self.timeout)
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("evaluate_on", self.evaluate_on, STEERING)
+
+    def _check_numbers(self) -> None:
+        check_timeout(self.timeout)
         if not 0.0 <= self.validation < 1.0:
             hint = f"; for {self.validation:g} % pass {self.validation / 100:g}" if 1.0 <= self.validation < 100.0 else ""
             raise ConfigurationError(f"validation must be a share in [0, 1), got {self.validation!r}{hint}")
-        for name in (
-            "epochs",
-            "steps",
-            "batch_size",
-            "accumulation",
-            "eval_every",
-            "log_every",
-            "checkpoint_every",
-            "keep",
-            "record_gradients",
-        ):
+        for name in AT_LEAST_ONE:
             self._at_least(name, 1)
-        for name in ("warmup", "density_warmup", "seed", "lr", "momentum", "weight_decay", "stop_before"):
+        for name in AT_LEAST_ZERO:
             self._at_least(name, 0)
         self._check_sensible()
-        for name in ("model", "data", "out", "resume"):
-            check_path(name, getattr(self, name))
         if self.seed >= 2**40:
             raise ConfigurationError(f"seed must be below 2^40, got {self.seed}")
-        if self.epochs is not None and self.steps is not None:
-            raise ConfigurationError("got both epochs and steps; pass one of them")
         for name in ("density", "density_from"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int | float) or not 0.0 < value <= 1.0):
                 raise ConfigurationError(f"{name} must be in (0, 1], got {value!r}")
         if self.clip is not None and not self.clip > 0:
             raise ConfigurationError(f"clip must be above 0, got {self.clip!r}")
+
+    def _check_combinations(self) -> None:
+        if self.driver is not None and self.background:
+            raise ConfigurationError(f"driver {self.driver} does not write in the background; leave out one of them")
+        if self.epochs is not None and self.steps is not None:
+            raise ConfigurationError("got both epochs and steps; pass one of them")
         if self.clip is not None and self.options.get("accumulate") == "backward":
             raise ConfigurationError('clip has no effect with accumulate="backward"; leave one of them out')
         if self.record_gradients is not None and self.options.get("accumulate") == "backward":
@@ -163,7 +162,7 @@ class Settings:
 
 
 def import_modules(modules: Sequence[str]) -> None:
-    """Import modules of users, which register schemes and codecs; raises ConfigurationError where one is not there."""
+    """Import users' modules, which register schemes and codecs; raise ConfigurationError if one does not exist."""
     for module in modules:
         if not module or not all(part.isidentifier() for part in module.split(".")):
             raise ConfigurationError(f"imports: expected the name of a module, package.module, got {module!r}")
@@ -190,121 +189,6 @@ def check_path(name: str, text: str | None) -> None:
         )
 
 
-TYPES: dict[str, Any] = get_type_hints(Settings)
-
-
-def add_arguments(
-    command: argparse.ArgumentParser, leave_out: Sequence[str] = (), keep: Sequence[str] | None = None
-) -> None:
-    """Add a flag for every setting, or for those to keep. Flags have no defaults, so that values from the file remain."""
-    command.add_argument("--config", type=Path, metavar="FILE.toml", help="read settings from a file; flags override it")
-    for entry in dataclasses.fields(Settings):
-        if entry.name in leave_out or (keep is not None and entry.name not in keep):
-            continue
-        flag, text = f"--{entry.name.replace('_', '-')}", entry.metadata["help"]
-        kind = _plain(TYPES[entry.name])
-        if kind is bool:
-            command.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
-        elif kind is dict:
-            command.add_argument(
-                "--option", dest="options", action="append", default=argparse.SUPPRESS, metavar="NAME=VALUE", help=text
-            )
-        elif kind is tuple:
-            add_list(command, entry.name, text)
-        else:
-            default = "" if entry.default is None else f" (default {entry.default})"
-            command.add_argument(
-                flag, type=kind, default=argparse.SUPPRESS, help=text + default, metavar=kind.__name__.upper()
-            )
-
-
-def add_list(command: argparse.ArgumentParser, name: str, text: str = "") -> None:
-    """Add the flag of a setting that is a list."""
-    flag = "--import" if name == "imports" else f"--{name.replace('_', '-')}"
-    kind, text = _element(name), text or Settings.__dataclass_fields__[name].metadata["help"]
-    metavar = "MODULE" if name == "imports" else None
-    command.add_argument(flag, dest=name, nargs="+", type=kind, default=argparse.SUPPRESS, metavar=metavar, help=text)
-
-
-def _element(name: str) -> Any:
-    """The type of the elements of a setting that is a list."""
-    return get_args(TYPES[name])[0]
-
-
-def _plain(kind: Any) -> Any:
-    """Strip `| None` and the parameters of containers from a type."""
-    if get_origin(kind) in (Union, types.UnionType):
-        kind = next(k for k in get_args(kind) if k is not type(None))
-    return get_origin(kind) or kind
-
-
-def resolve(given: dict[str, Any], **defaults: Any) -> Settings:
-    """Combine settings: parsed flags override the file that --config names, which overrides the command's defaults."""
-    given = dict(given)
-    config = given.pop("config", None)
-    values = read_file(config) if config is not None else {}
-    flags = {key: value for key, value in given.items() if key in TYPES}
-    if "options" in flags:
-        flags["options"] = {**values.get("options", {}), **parse_options(flags["options"])}
-    if "steps" in flags or "epochs" in flags:
-        values.pop("steps", None)
-        values.pop("epochs", None)
-    flags |= {key: tuple(value) for key, value in flags.items() if _plain(TYPES[key]) is tuple}
-    if "epochs" in values or "epochs" in flags:
-        defaults.pop("steps", None)
-    return Settings(**{**defaults, **values, **flags})
-
-
-def parse_options(pairs: list[str]) -> dict[str, Any]:
-    """Parse options of a scheme from NAME=VALUE texts."""
-    options = {}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        if not equals or not name:
-            raise ConfigurationError(f"--option expects NAME=VALUE, got {pair!r}")
-        try:
-            options[name] = json.loads(text)
-        except RecursionError:
-            raise ConfigurationError(f"option {name} is nested too deeply: {text[:40]!r}...") from None
-        except ValueError:
-            options[name] = text
-    return options
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """Read settings from a TOML file; raise ConfigurationError for unknown names and wrong types."""
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigurationError(f"cannot read the settings in {path}: {error.strerror}") from error
-    except RecursionError:
-        raise ConfigurationError(f"{path} is not a settings file: its values are nested too deeply") from None
-    except ValueError as error:  # invalid TOML, invalid UTF-8, or a number with thousands of digits
-        raise ConfigurationError(f"{path} is not a TOML file: {error}") from error
-    for name, value in values.items():
-        if name not in TYPES:
-            raise ConfigurationError(f"{path}: unknown setting {name!r}; {suggest(name, TYPES)}")
-        values[name] = _typed(path, name, value)
-    return values
-
-
-def _typed(path: Path, name: str, value: Any) -> Any:
-    kind = _plain(TYPES[name])
-    try:
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
-        if kind is tuple and isinstance(value, list):
-            element = _element(name)
-            if all(type(each) in ((int, float) if element is float else (element,)) for each in value):
-                return tuple(element(each) for each in value)
-    except OverflowError as error:
-        raise ConfigurationError(f"{path}: {name} is too large: {error}") from error
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        shown = repr(value) if not isinstance(value, dict | list) else f"{type(value).__name__} of {len(value)}"
-        raise ConfigurationError(f"{path}: {name} must be of type {kind.__name__}, got {shown}")
-    return value
-
-
 def differences(saved: dict[str, Any], settings: Settings) -> dict[str, tuple[Any, Any]]:
     """Return the settings that affect what steps compute and have changed, each as (saved value, value now)."""
     found = {}
@@ -313,22 +197,3 @@ def differences(saved: dict[str, Any], settings: Settings) -> dict[str, tuple[An
         if name in saved and name not in NO_EFFECT_ON_STEPS and not unused and saved[name] != now:
             found[name] = (saved[name], now)
     return found
-
-
-def to_toml(settings: Settings, notes: Sequence[str] = ()) -> str:
-    """Return a TOML file that yields the same settings, with notes as comments at its top."""
-    lines, tables = [f"# {' '.join(note.split())}" for note in notes], []
-    for name, value in dataclasses.asdict(settings).items():
-        if isinstance(value, dict):
-            tables += [f"\n[{name}]", *(f"{_toml(k)} = {_toml(v)}" for k, v in value.items() if v is not None)]
-        elif value is not None:
-            lines.append(f"{name} = {_toml(value)}")
-    return "\n".join([*lines, *(tables if len(tables) > 1 else []), ""])
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(_toml(v) for v in value)}]"
-    if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -24,7 +24,8 @@ from mpisparse.runtime.run_checkpoints import RunCheckpoints
 from mpisparse.runtime.run_state import RunState
 from mpisparse.runtime.schedule import Order, density_at, lr_factor
 from mpisparse.runtime.scheme_losses import SchemeLosses
-from mpisparse.runtime.settings import Settings, to_toml
+from mpisparse.runtime.settings import Settings
+from mpisparse.runtime.settings_file import to_toml
 from mpisparse.runtime.setup import build_together, lock_together, make_optimizer, open_output, seed_rank
 from mpisparse.runtime.signals import INTERRUPTED, StopRequest
 

@@ -16,8 +16,8 @@ import pytest
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime import cli, launcher, slurm
 from mpisparse.runtime.cli import main, parser
+from mpisparse.runtime.flags import resolve
 from mpisparse.runtime.output import RankOutput
-from mpisparse.runtime.settings import resolve
 
 FOLDER = Path(__file__).parents[2] / "slurm"
 COMMON = "--nodes 4 --time 12:00:00 --account ACCOUNT --setup '. ~/mpisparse/.venv/bin/activate  # where mpisparse is'"

@@ -26,10 +26,12 @@ from hypothesis import strategies as st
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.board import Board
 from mpisparse.runtime.cli import main, parser
+from mpisparse.runtime.flags import resolve
 from mpisparse.runtime.metrics import MetricsFile, spread, write_whole
 from mpisparse.runtime.output import SteadyOutput
 from mpisparse.runtime.schedule import Order, Position, density_at, lr_factor
-from mpisparse.runtime.settings import OPTIMIZERS, SCHEDULES, Settings, read_file, resolve, to_toml
+from mpisparse.runtime.settings import OPTIMIZERS, SCHEDULES, Settings
+from mpisparse.runtime.settings_file import read_file, to_toml
 from mpisparse.runtime.workloads import MODELS
 
 COUNTS = ("epochs", "steps", "batch_size", "accumulation", "eval_every", "log_every", "checkpoint_every", "keep")
