@@ -624,7 +624,7 @@ def test_python_m_is_the_same_command() -> None:
         (["train", "--optimizer", "sdg"], "did you mean 'sgd'?"),
         (["train", "--config", "/nowhere.toml"], "/nowhere.toml"),
         (["train", "--density", "3"], "density must be in (0, 1]"),
-        (["train", "--epochs", "1", "--steps", "1"], "epochs or steps"),
+        (["train", "--epochs", "1", "--steps", "1"], "epochs and steps"),
         (["frobnicate"], "frobnicate"),
         ([], "COMMAND"),
     ],
