@@ -103,9 +103,9 @@ def spread(values: Doubles) -> dict[str, float]:
 
 
 class StepRows:
-    """What ranks tell each other of a step: some numbers, and the seconds of every phase that any rank has measured.
+    """Gathers numbers of a step from all ranks, and the seconds of every phase that any rank has measured.
 
-    Phases are not known beforehand. A rank that measures a new one says so in its row, and all ranks add it together.
+    Phases are not known in advance. A rank that measures a new one announces it in its row, and all ranks add it together.
     """
 
     def __init__(self, gather: Callable[[Doubles], Doubles], gather_texts: Callable[[str], list[str]]) -> None:
@@ -114,12 +114,12 @@ class StepRows:
         self.phases: list[str] = []
 
     def gather(self, numbers: list[float], seconds: dict[str, float]) -> Doubles:
-        """Return a row per rank: the numbers, then the seconds in the order of `phases`; collective."""
+        """Return one row per rank: the numbers, then the seconds in the order of `phases`. Collective."""
         new = set(seconds) - set(self.phases)
         rows = self._gather_row(len(new), numbers, seconds)
         if rows[:, 0].any():
-            told = self._gather_texts(json.dumps(sorted(new)))
-            self.phases = in_order([*self.phases, *(name for text in told for name in json.loads(text))])
+            announced = self._gather_texts(json.dumps(sorted(new)))
+            self.phases = in_order([*self.phases, *(name for text in announced for name in json.loads(text))])
             rows = self._gather_row(0, numbers, seconds)
         return rows[:, 1:]
 

@@ -115,7 +115,7 @@ def speculation(sheet: Sheet) -> list[str]:
 
 
 def details(sheet: Sheet) -> list[str]:
-    """Draw each number that schemes report beyond those common to all; nothing where there is none."""
+    """Draw each number that only some schemes report; nothing if there is none."""
     charts = []
     for name in details_in_order(name for run in sheet.runs for name in run.details):
         about = detail(name)
