@@ -61,7 +61,7 @@ def left(directory: Path) -> list[str]:
 def elsewhere(held: RunLock) -> None:
     """Make a lock's owner look like one on another host."""
     held.me = dataclasses.replace(held.me, host="elsewhere", kernel="0" * 16)
-    held._count += 1
+    held._beats += 1
     held.path.write_bytes(held._text())
 
 
