@@ -17,6 +17,8 @@ import numpy as np
 from mpisparse.arrays import Doubles
 from mpisparse.measures import in_order
 
+OF_RANKS = ("step", "seconds", "bytes_sent", "bytes_received")  # fields of Stats that the line has in another form
+
 
 class MetricsFile:
     """Appends complete lines; first removes a partial line that a killed run left.
@@ -89,11 +91,13 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Replace non-finite numbers by None, as JSON cannot express them."""
+    """Replace non-finite numbers by None, and NumPy scalars by Python ones, for JSON."""
     if isinstance(value, dict):
         return {key: finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [finite(each) for each in value]
+    if isinstance(value, np.generic):
+        value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -129,23 +133,11 @@ class StepRows:
 
 
 def step_fields(stats: Any, phases: list[str], by_rank: Doubles) -> dict[str, Any]:
-    """Return the fields of a step's line; by_rank[r] has rank r's loss, bytes sent, bytes received, seconds per phase."""
-    shown = (
-        "density",
-        "set_density",
-        "sent_density",
-        "threshold",
-        "selected",
-        "imbalance",
-        "reselected",
-        "refined",
-        "skipped",
-        "workloads",
-        "borders",
-        "details",
-        "speculation",
-    )
-    record = {key: value for key, value in dataclasses.asdict(stats).items() if key in shown and value is not None}
+    """Return a step's fields: its stats, and per-rank numbers as minimum, mean and maximum.
+
+    by_rank[r] has rank r's loss, bytes sent, bytes received, and seconds per phase.
+    """
+    record = {key: value for key, value in dataclasses.asdict(stats).items() if key not in OF_RANKS and value is not None}
     return {
         **record,
         "loss": spread(by_rank[:, 0]),

@@ -11,6 +11,7 @@ from mpi4py import MPI
 from ranks import everywhere, loss_of, raised, small, train_lawfully
 
 import mpisparse
+from mpisparse import names
 from mpisparse.comm.exchange import Exchange
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.metrics import StepRows
@@ -64,3 +65,13 @@ def test_ranks_may_measure_different_phases(comm: MPI.Intracomm) -> None:
     assert everywhere(comm, rows.phases == ["late", *mine, "compute"])
     assert everywhere(comm, second[0].tolist() == [0.0, 4.0, *(0.0 for _ in mine), 3.0])
     exchange.close()
+
+
+@pytest.mark.parametrize("kind", ["SCHEMES", "CODECS"])
+def test_all_ranks_raise_if_one_has_not_registered_it(
+    comm: MPI.Intracomm, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(getattr(names, kind), "_added", {})
+    text = raised(comm, ConfigurationError, lambda: mpisparse.GradientSync(small(), scheme="census", codec="upper16"))
+    assert ("unknown scheme 'census'" if kind == "SCHEMES" else "unknown codec 'upper16'") in text

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import mpisparse
 from mpisparse.measures import DETAILS, PHASES, detail, details_in_order, in_order, phase
+from mpisparse.runtime.metrics import finite, step_fields
 from mpisparse.runtime.report import write
 from mpisparse.runtime.report.phases import mean_seconds
 from mpisparse.runtime.report.read import read_runs
@@ -44,6 +47,15 @@ def test_every_detail_is_declared() -> None:
     sync.step()
     assert sorted(sync.stats.details) == sorted(each.name for each in DETAILS)
     sync.close()
+
+
+def test_a_line_has_all_that_the_stats_say() -> None:
+    details = {"share": np.float32(0.5), "odd": np.float32("nan")}
+    stats = mpisparse.Stats(1, 0.1, 0.2, 7, 3.0, 100, 200, 0.0, {"reduce": 0.1}, details=details)  # type: ignore[arg-type]
+    line = json.loads(json.dumps(finite(step_fields(stats, ["reduce"], np.array([[0.5, 100.0, 200.0, 0.1]])))))
+    assert set(line) == {each.name for each in dataclasses.fields(stats)} - {"step", "speculation"} | {"loss"}
+    assert line["details"] == {"share": 0.5, "odd": None}
+    assert line["seconds"] == {"reduce": {"min": 0.1, "mean": 0.1, "max": 0.1}}
 
 
 def test_an_unknown_name_speaks_for_itself() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -348,3 +349,12 @@ assert Settings(scheme="census").scheme == "census"
 def test_a_declared_scheme_is_imported_when_it_is_asked_for(tmp_path: Path) -> None:
     done = run_with_package(tmp_path, "[mpisparse.schemes]\ncensus = outside.schemes:Census\n", LAZY_SCHEMES)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_examples_of_contributing_run() -> None:
+    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    examples = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    code = "\n".join(examples) + "\nprint(mpisparse.schemes.configure('coarse', codec='momentum-plain'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert len(examples) == 2
+    assert done.stdout.startswith("Coarse(density=0.001, codec='momentum-plain',"), done.stderr
