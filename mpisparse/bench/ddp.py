@@ -26,8 +26,8 @@ from mpisparse.comm.exchange import end_job_on_uncaught_exception
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.schedule import Order, Position
 from mpisparse.runtime.settings import Settings
+from mpisparse.runtime.setup import build_together, make_optimizer
 from mpisparse.runtime.table import save, show
-from mpisparse.runtime.train import build_together, make_optimizer
 from mpisparse.runtime.workloads import Data, Task
 
 COLUMNS = {

@@ -16,7 +16,9 @@ from mpi4py import MPI
 
 from mpisparse.comm.exchange import end_job_on_uncaught_exception
 from mpisparse.errors import ConfigurationError
-from mpisparse.runtime.settings import Settings, parse_options, to_toml
+from mpisparse.runtime.flags import parse_options
+from mpisparse.runtime.settings import Settings
+from mpisparse.runtime.settings_file import to_toml
 from mpisparse.runtime.signals import StopRequest
 from mpisparse.runtime.table import save, show
 from mpisparse.runtime.train import Trainer
@@ -151,14 +153,14 @@ def _result(trainer: Trainer) -> dict[str, Any]:
         **validation,
         "test_loss": _number(evals["test"]["loss"]),
         "metric": _number(evals["test"]["metric"]),
-        "received_MB": trainer.received / 1e6,
-        "of_dense": trainer.received / max(1.0, trainer.dense),
+        "received_MB": trainer.state.received / 1e6,
+        "of_dense": trainer.state.received / max(1.0, trainer.state.dense),
         "density": statistics.mean(line["density"] for line in steps),
         "build_up": statistics.mean(line["density"] / line["set_density"] for line in steps[FIRST:] or steps),
         "imbalance": statistics.mean(line["imbalance"] for line in steps[FIRST:] or steps),
         "density_error": max((abs(line["density"] / line["set_density"] - 1) for line in steps[FIRST:]), default=0.0),
         "sent_density": statistics.mean(line["sent_density"] for line in steps),
-        "ms_a_step": 1e3 * trainer.seconds / trainer.step,
+        "ms_a_step": 1e3 * trainer.state.seconds / trainer.state.step,
         **{f"{phase}_ms": 1e3 * statistics.median(t.get(phase, {"mean": 0.0})["mean"] for t in times) for phase in phases},
     }
 

@@ -14,7 +14,7 @@ from mpisparse.comm import exchange
 from mpisparse.comm.exchange import Exchange, cuda_awareness, local_rank
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.settings import Settings
-from mpisparse.runtime.train import build_together
+from mpisparse.runtime.setup import build_together
 
 VARIABLES = ("MPISPARSE_CUDA_AWARE", "MPICH_GPU_SUPPORT_ENABLED", "MPIR_CVAR_ENABLE_GPU")
 

@@ -56,7 +56,7 @@ def test_a_place_that_cannot_be_written_is_an_error_on_all(comm: MPI.Intracomm, 
 def test_a_dead_owner_is_followed(comm: MPI.Intracomm, directory: Path, exchange: Exchange) -> None:
     if comm.rank == 0:
         dead = RunLock(directory)
-        dead.path.write_bytes(dead._record().replace(f'"start": {dead.me.start}'.encode(), b'"start": 1'))
+        dead.path.write_bytes(dead._text().replace(f'"start": {dead.me.start}'.encode(), b'"start": 1'))
     lock = take(directory, exchange, Asked(), wait=False)
     assert everywhere(comm, lock is None or "process" in lock.taken_from)
     if lock is not None:

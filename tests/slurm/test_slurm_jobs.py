@@ -387,7 +387,7 @@ def test_a_disturbed_job_comes_back_and_ends_with_the_same_bits(
     assert "training is done, after 1 restarts" in job.told()
     assert "resume: 4 ranks" in job.told()
     assert_same_end(job.out, reference)
-    checkpointed = "start the same command again to go on" in job.told()
+    checkpointed = "start the same command again to continue" in job.told()
     assert checkpointed or disturb is node_down or template == "mpirun", job.told()
 
 
@@ -419,7 +419,7 @@ def test_restarts_are_limited_and_a_cancelled_job_stays_away(openmpi: Site) -> N
     job.wait_for_step(3)
     usr1(job)
     assert job.wait() == ("FAILED", 85), job.told()
-    assert "submit it again with the same --out to go on" in job.told()
+    assert "to continue, submit it again with the same --out" in job.told()
     job = openmpi.submit(openmpi.fill_in("cpu-openmpi"), nodes=1, ranks=2, out="limited", TINY_SLOW="0.08")
     wait_until(lambda: "resume: 2 ranks" in job.told(), job.told)
     slurm("scancel", job.number)

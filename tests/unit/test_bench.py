@@ -266,10 +266,10 @@ def test_ablation(tmp_path: Path) -> None:
 
 
 def test_groups_of_the_ablation_are_those_of_the_command_line() -> None:
+    from mpisparse.bench import commands
     from mpisparse.bench.ablation import GROUPS
-    from mpisparse.runtime import cli
 
-    assert tuple(GROUPS) == cli.GROUPS
+    assert tuple(GROUPS) == commands.GROUPS
 
 
 def test_sparse_models(tmp_path: Path) -> None:

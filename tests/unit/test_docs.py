@@ -28,7 +28,7 @@ import mpisparse
 from mpisparse.bench.train import Case
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.cli import COMMANDS, main, parser
-from mpisparse.runtime.settings import resolve
+from mpisparse.runtime.flags import resolve
 from mpisparse.schemes import configure
 
 ROOT = Path(__file__).parents[2]

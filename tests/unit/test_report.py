@@ -266,17 +266,17 @@ def test_headline_is_what_a_hand_computes(tmp_path: Path) -> None:
         "Final loss": 0.25,
         "Final evaluation loss": 0.5,
         "Steps": 3,
-        "Time of training": 1.5,
-        "Bytes received by a rank": 5000,
-        "Bytes of dense exchange": 120_000,
-        "Fewer bytes than dense": 24,
+        "Training time": 1.5,
+        "Bytes received per rank": 5000,
+        "Bytes of a dense exchange": 120_000,
+        "Reduction against dense": 24,
         "Mean density": pytest.approx(0.010),  # the skipped step has none
         "Mean imbalance": pytest.approx(0.2),
         "Steps skipped": 1,
     }
     assert page.shown("Best accuracy") == ["0.9 at step 2"]
-    assert page.shown("Bytes of dense exchange") == ["120 kB"]
-    assert page.shown("Fewer bytes than dense") == ["24×"]
+    assert page.shown("Bytes of a dense exchange") == ["120 kB"]
+    assert page.shown("Reduction against dense") == ["24×"]
     assert page.shown("Mean imbalance") == ["20 %"]
 
 
@@ -284,8 +284,8 @@ def test_lines_that_stand_for_many_steps(tmp_path: Path) -> None:
     """A line's bytes count for all its steps, and so does its density in the mean."""
     records = [by_hand(10, every=10), by_hand(20, every=10), by_hand(21, density=0.0215)]
     table = render(make_run(tmp_path / "run", records)).table()
-    assert table["Bytes received by a rank"] == [21_000]
-    assert table["Bytes of dense exchange"] == [840_000]
+    assert table["Bytes received per rank"] == [21_000]
+    assert table["Bytes of a dense exchange"] == [840_000]
     assert table["Mean density"] == [pytest.approx((20 * 0.011 + 0.0215) / 21)]
 
 
@@ -304,7 +304,7 @@ def test_overlays_have_a_line_for_each_run(tmp_path: Path) -> None:
     page = render(*runs, out=tmp_path / "page.html")
     overlaid = ["by steps", "by time", "by bytes received"]
     for title in (*(f"{what} {by}" for what in ("Loss", "Accuracy") for by in overlaid), "Deviation of density", "Threshold",
-                  "Bytes of a step", "Imbalance", "Time of a step", "Learning rate"):  # fmt: skip
+                  "Bytes per step", "Imbalance", "Time per step", "Learning rate"):  # fmt: skip
         assert [name for name in page.lines(title) if "," not in name] == names, title
     assert page.lines("Density") == [*(f"{name}, set" for name in names), *names]
     for i, name in enumerate(names):
@@ -617,6 +617,6 @@ def test_numbers_for_people(text: str, said: str) -> None:
 def test_ticks(axis: scale.Axis, labels: list[str]) -> None:
     ticks = axis.ticks()
     assert [label for _, label in ticks] == labels
-    places = axis.place(np.array([value for value, _ in ticks]))
-    assert (places >= -0.01).all()
-    assert (places <= 1.01).all()
+    fractions = axis.fraction(np.array([value for value, _ in ticks]))
+    assert (fractions >= -0.01).all()
+    assert (fractions <= 1.01).all()

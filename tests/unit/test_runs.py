@@ -31,6 +31,7 @@ from mpisparse.checkpoint import h5file, store, tree
 from mpisparse.runtime.cli import main
 from mpisparse.runtime.metrics import MetricsFile
 from mpisparse.runtime.report.read import read_runs
+from mpisparse.runtime.run_checkpoints import RunCheckpoints
 from mpisparse.runtime.train import Trainer
 
 TIMEOUT = 120.0  # seconds for a job; one takes about six
@@ -386,7 +387,7 @@ def test_a_run_whose_directory_was_taken_over_writes_no_more(
     other = '{"owner": {"host": "node9", "kernel": "x", "pid": 5, "start": 6, "job": "", "restart": 0}, "since": "now"}'
 
     def step(self: Trainer) -> bool:
-        if self.step == 4:
+        if self.state.step == 4:
             (self.out / "lock").unlink()
             (self.out / "lock").write_text(other)
         return one_step(self)
@@ -416,7 +417,7 @@ def test_signals_stop_after_a_checkpoint_and_the_same_command_goes_on(home: Path
     first = store.read_manifest(newest(out)).step
     assert first >= 11
     assert not unfinished(out)
-    assert f"go on from step {first}" in job.output
+    assert f"continue from step {first}" in job.output
 
     job = Job(home, out, *command)
     wait_for_step(job, max(40, first + 1))
@@ -439,7 +440,7 @@ def test_signals_stop_after_a_checkpoint_and_the_same_command_goes_on(home: Path
         ("failing", "OSError: the data of rank 1 is gone"),
         ("no_data_on_rank_1", "FileNotFoundError: rank 1 sees no file"),
         ("refused_on_rank_1", "rank 1 sees no file"),
-        ("more_on_rank_1", "rank 0 has 180, 20, 50 examples, this one 216, 24, 50"),
+        ("more_on_rank_1", "rank 0 has 180, 20, 50 examples, this rank 216, 24, 50"),
     ],
 )
 def test_an_error_on_one_rank_ends_all_and_is_shown(home: Path, data: str, says: str) -> None:
@@ -507,13 +508,13 @@ def test_a_full_disk_costs_metrics_and_checkpoints_and_not_the_run(
     out, one_step, failing = disk.place / "run", Trainer._one_step, []
 
     def step(self: Trainer) -> bool:
-        self._finish_saving()
+        self.checkpoints.finish()
         for thread in threading.enumerate():
             if thread.name == store.REMOVER:
                 thread.join()
-        if 4 <= self.step < 9:
+        if 4 <= self.state.step < 9:
             disk.fill()
-        if self.step == 9:
+        if self.state.step == 9:
             failing.extend(path.name for path in (out / "checkpoints").iterdir() if path.name.startswith("."))
             disk.empty()
         return one_step(self)
@@ -599,7 +600,7 @@ def copied(single: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--resume", "never"], ["holds a run already", "--resume auto"]),
+        (["--resume", "never"], ["already contains a run", "--resume auto"]),
         (["--scheme", "dense", "--density", "1.0"], ["saved with scheme 'exdyna'", "this is scheme 'dense'"]),
         (["--model", "tiny:wide"], ["is of another model", "body.0.weight [16, 12]", "body.0.weight [17, 12]"]),
         (["--codec", "int8"], ["saved with codec='fp32'", "codec='int8'"]),
@@ -607,7 +608,7 @@ def copied(single: Path, tmp_path: Path) -> Path:
         (["--momentum", "0.5"], ["was written with momentum 0.9, this run has 0.5", "--momentum 0.9", "--resume force"]),
         (["--weight-decay", "0.5"], ["with weight_decay 0.01, this run has 0.5", "--weight-decay 0.01"]),
         (["--seed", "4", "--momentum", "0.5"], ["with seed 3, this run has 4", "--seed 3"]),
-        (["--batch-size", "1000"], ["a step takes 2000 examples, the data has 200", "--batch-size"]),
+        (["--batch-size", "1000"], ["a step needs 2000 examples, the data has 200", "--batch-size"]),
     ],
     ids=["never", "scheme", "model", "codec", "nowhere", "momentum", "weight_decay", "seed", "batch"],
 )
@@ -676,7 +677,7 @@ def test_a_forced_seed_holds_and_is_resumed_to_the_last_bit(copied: Path, tmp_pa
     assert train(copied, *options, "--resume", "force") == 0
     assert said_of_settings(copied) == [
         "from step 6 on: seed 4, before 3",
-        "from step 6 on: other validation data, of which some was trained on before",
+        "from step 6 on: different validation data, some of which was trained on before",
     ]
     shutil.rmtree(newest(Path(shutil.copytree(copied, parts))))
     assert train(parts, *options) == 0
@@ -710,25 +711,25 @@ def test_a_run_that_has_ended_takes_no_new_settings(copied: Path) -> None:
 
 def test_a_forced_split_is_said(copied: Path) -> None:
     assert train(copied, *OPTIONS, "--steps", "7", "--validation", "0.2", "--resume", "force") == 0
-    assert "from step 6 on: other validation data, of which some was trained on before" in said_of_settings(copied)
+    assert "from step 6 on: different validation data, some of which was trained on before" in said_of_settings(copied)
 
 
 def test_a_new_run_beside_old_checkpoints_is_refused(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (copied / "metrics.jsonl").unlink()
     assert train(copied, *OPTIONS, "--steps", "3", "--resume", "never") == 2
-    assert "holds a run already" in capsys.readouterr().err
+    assert "already contains a run" in capsys.readouterr().err
 
 
 def test_a_stop_without_its_checkpoint_does_not_promise_its_step(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(self: Trainer, *, wait: bool) -> None:
+    def fail(self: RunCheckpoints, *_: Any, wait: bool) -> None:
         self.failed = True
 
-    monkeypatch.setattr(Trainer, "_checkpoint", fail)
+    monkeypatch.setattr(RunCheckpoints, "save", fail)
     monkeypatch.setattr(Trainer, "_one_step", lambda self: True)
     assert train(tmp_path / "run", *OPTIONS, "--steps", "9") == 1
-    assert "to go on from the last checkpoint that was written" in capsys.readouterr().out
+    assert "to continue from the last checkpoint that was written" in capsys.readouterr().out
 
 
 def test_who_reads_no_more_ends_nothing(home: Path, tmp_path: Path) -> None:

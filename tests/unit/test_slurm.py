@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from mpisparse.errors import ConfigurationError
-from mpisparse.runtime import cli, sbatch, slurm
+from mpisparse.runtime import cli, launcher, slurm
 from mpisparse.runtime.cli import main, parser
+from mpisparse.runtime.flags import resolve
 from mpisparse.runtime.output import RankOutput
-from mpisparse.runtime.settings import resolve
 
 FOLDER = Path(__file__).parents[2] / "slurm"
 COMMON = "--nodes 4 --time 12:00:00 --account ACCOUNT --setup '. ~/mpisparse/.venv/bin/activate  # where mpisparse is'"
@@ -97,7 +97,7 @@ def test_mpirun_gets_usr1_for_term() -> None:
 
 def test_a_gpu_script_leaves_gpu_memory_to_mpi(capsys: pytest.CaptureFixture[str]) -> None:
     """Open MPI's variables end in MPI_Init where it was built without CUDA, Cray's where its GPU library is not linked."""
-    for kind in sbatch.NAMES:
+    for kind in launcher.MPI_NAMES:
         text = printed(f"--gpus-per-node 2 --mpi {kind} --launcher srun -- train", capsys)
         assert not re.search(r"^[^#]*\b(OMPI_|PRTE_|MPIR_|MPICH_)", text, re.MULTILINE), text
         assert ("# export MPICH_GPU_SUPPORT_ENABLED=1" in text) == (kind == "cray")
@@ -136,8 +136,8 @@ def test_whether_a_job_waits_for_the_lock_can_be_said(capsys: pytest.CaptureFixt
     [
         ("-- bench sync", "end with -- train"),
         ("--time tomorrow -- train", "--time is MINUTES"),
-        ("--time 0:30 -- train", "at least a minute"),
-        ("--gpus-per-node 4 --ranks-per-node 2 -- train", "a rank has a GPU of its own: got 2 ranks and 4 GPUs"),
+        ("--time 0:30 -- train", "at least one minute"),
+        ("--gpus-per-node 4 --ranks-per-node 2 -- train", "each rank needs one GPU: got 2 ranks and 4 GPUs"),
         ("--sweep /nowhere -- train", "cannot read the settings in /nowhere"),
         ("-- train --density 2", "density must be in (0, 1]"),
     ],
@@ -181,7 +181,7 @@ def exported(script: str, folder: Path) -> dict[str, str]:
 def test_mpi_starts_with_what_each_script_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """GPU scripts for every MPI too. Scripts that export the same are started once."""
     scripts = {path.name: path.read_text() for path in FOLDER.glob("*.sbatch")}
-    for kind in sbatch.NAMES:
+    for kind in launcher.MPI_NAMES:
         words = f"{COMMON} --gpus-per-node 2 --mpi {kind} --launcher srun {TRAIN}"
         scripts[f"GPUs, {kind}"] = printed(words, capsys)
     named: dict[frozenset[tuple[str, str]], list[str]] = {}
@@ -237,7 +237,7 @@ def test_the_launcher_fits_what_is_found(
 
 def test_cray_is_known_by_its_variable(no_slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CRAY_MPICH_VERSION", "8.1.25")
-    assert sbatch.choose().launcher == "srun --mpi=cray_shasta"
+    assert launcher.choose_launcher().command == "srun --mpi=cray_shasta"
 
 
 # Time
@@ -365,8 +365,8 @@ def test_kinds_of_pmi() -> None:
     assert slurm.pmi({}) == "none"
     assert slurm.pmi({**SRUN, "PMI_FD": "11", "PMI_RANK": "0"}) == "pmi2"
     assert slurm.pmi({"PMIX_NAMESPACE": "slurm.pmix.5.0", "PMIX_VERSION": "4.2.2"}) == "pmix 4.2.2"
-    assert slurm.launcher({**DAEMON, "MPI_LOCALNRANKS": "2"}) == "mpirun"
-    assert slurm.launcher(SRUN) == "srun"
+    assert slurm.started_by({**DAEMON, "MPI_LOCALNRANKS": "2"}) == "mpirun"
+    assert slurm.started_by(SRUN) == "srun"
 
 
 # Output

@@ -18,13 +18,12 @@ from hypothesis import strategies as st
 
 from mpisparse import checkpoint
 from mpisparse.errors import ConfigurationError
-from mpisparse.runtime import train as training
 from mpisparse.runtime.cli import main
 from mpisparse.runtime.settings import Settings
 from mpisparse.runtime.workloads import Data, Examples, build, hold_out
 from mpisparse.runtime.workloads.data.ratings import rating_data
 from mpisparse.runtime.workloads.data.text import MaskedTokens, NextTokens
-from mpisparse.runtime.workloads.split import Part, difference, split_of
+from mpisparse.runtime.workloads.split import Subset, difference, split_of
 
 # Splits
 
@@ -75,7 +74,7 @@ def test_nothing_is_held_out_unless_asked_and_needed() -> None:
     own = Data(Numbered(10), Numbered(3), "classes", {}, Numbered(4))
     assert hold_out(own, 0.5, seed=0) is own
     assert split_of(own, 3) == split_of(whole, 3) == {"share": 0.0}
-    with pytest.raises(ConfigurationError, match="the validation data has no example"):
+    with pytest.raises(ConfigurationError, match="the validation data is empty"):
         hold_out(Data(Numbered(10), Numbered(3), "classes", {}, Numbered(0)), 0.1, seed=0)
     with pytest.raises(ConfigurationError, match="of 1 training examples leaves none"):
         hold_out(Data(Numbered(1), Numbered(3), "classes", {}), 0.1, seed=0)
@@ -85,8 +84,8 @@ def test_augmentation_follows_the_example_and_validation_has_none() -> None:
     """Whatever its number among those that are left."""
     data = build("resnet20", None, seed=0)[1]
     split = hold_out(data, 0.1, seed=5)
-    assert isinstance(split.train, Part)
-    assert isinstance(split.validation, Part)
+    assert isinstance(split.train, Subset)
+    assert isinstance(split.validation, Subset)
     own = split.train._indices[[3, 70]]
     ours, theirs = (
         split.train.batch(np.array([3, 70]), seed=1, epoch=2, train=True),
@@ -368,12 +367,12 @@ def test_a_run_of_an_earlier_version_goes_on_as_it_was(
 
     as_it_was = ["--validation", "0", "--evaluate-on", "test"]
     with monkeypatch.context() as patched:
-        patched.setattr(training.checkpoint, "begin_save", begin)
+        patched.setattr(checkpoint, "begin_save", begin)
         assert train("run", *as_it_was) == 0
     assert train("run", "--steps", "20") == 2
     said = capsys.readouterr().err
     assert "was trained on all training data" in said
-    assert "go on with --validation 0" in said
+    assert "continue with --validation 0" in said
     assert train("run", "--steps", "20", *as_it_was) == 0
     assert evals("run") == [(12, "test"), (20, "test")]
 

@@ -222,7 +222,7 @@ def test_windows_of_another_length(folder: Path) -> None:
     assert bytes(batch(data.train, 0, 1, train=False)[0].flatten().tolist()) == PROSE.encode()[:20]
     masked = build("bert-mini", "text.txt:words:10", seed=0)[1]
     assert (batch(masked.train, 0, 1, 2)[1] != IGNORED).sum(1).tolist() == [2, 2, 2]
-    with pytest.raises(ConfigurationError, match="expected windows of 4 words or more, got 3"):
+    with pytest.raises(ConfigurationError, match="expected windows of at least 4 words, got 3"):
         build("lstm", "text.txt:words:3", seed=0)
 
 
@@ -380,12 +380,12 @@ def test_synthetic_ratings_can_be_learned() -> None:
 
 BAD_FILES = {
     "keys.npz": ({"pixels": images(3, 2, 2)}, r"keys\.npz: expected arrays x_train.* got pixels"),
-    "labels.npz": ({"images": images(3, 2, 2), "labels": ints(0, 1)}, r"label for each image; got images \(3, 2, 2\)"),
+    "labels.npz": ({"images": images(3, 2, 2), "labels": ints(0, 1)}, r"one label per image; got images \(3, 2, 2\)"),
     "negative.npz": ({"images": images(3, 2, 2), "labels": ints(0, -1, 1)}, "must be class numbers"),
     "flat.npz": ({"images": images(3, 4), "labels": ints(0, 1, 1)}, r"must be numbers \(N, H, W\).* got \(3, 4\)"),
     "nan.npz": ({"images": np.full((2, 2, 2), np.nan), "labels": ints(0, 1)}, "NaN"),
     "huge.npz": ({"images": np.full((2, 2, 2), 1e300), "labels": ints(0, 1)}, "infinite values"),
-    "label.npz": ({"images": images(2, 2, 2), "labels": ints(0, 2**40)}, r"below 1,048,576; got 1099511627776; number the"),
+    "label.npz": ({"images": images(2, 2, 2), "labels": ints(0, 2**40)}, r"below 1,048,576, got 1099511627776; number the"),
     "unsigned.npz": (
         {"images": images(2, 2, 2), "labels": np.array([0, 2**64 - 1], np.uint64)},
         "must be class numbers below",
@@ -394,7 +394,7 @@ BAD_FILES = {
     "object.npz": ({"images": np.array([None, {}]), "labels": ints(0, 1)}, "plain arrays"),
     "shapes.npz": (
         {"x_train": images(2, 2, 2), "y_train": ints(0, 1), "x_test": images(2, 3, 2), "y_test": ints(0, 1)},
-        r"one shape, got .* \(1, 2, 2\) and \(1, 3, 2\)",
+        r"the same shape, got .* \(1, 2, 2\) and \(1, 3, 2\)",
     ),
     "no.npz": (b"not a zip", "expected an .npz of plain arrays"),
     "empty.txt": (b"", r"empty\.txt: .* \(the text is empty\)"),
@@ -407,9 +407,9 @@ BAD_FILES = {
     "never.csv": (b"1,2,3,4\n1,3,3,inf\n", r"never\.csv, line 2: the timestamp must be finite, got 'inf'"),
     "order.csv": (b"item,user\n1,2\n", "the header says item,user; reorder"),
     "none.csv": (b"user,item\n", "the file has none"),
-    "single.csv": (b"1,1\n2,2\n", "users with two items"),
-    "all.csv": (b"1,1\n1,2\n2,2\n", "1 users met all 2 items"),
-    "picture.png": (b"", "cannot tell what is in 'picture.png'; expected a path: images.npz"),
+    "single.csv": (b"1,1\n2,2\n", "users with at least two items"),
+    "all.csv": (b"1,1\n1,2\n2,2\n", "1 users have all 2 items"),
+    "picture.png": (b"", "unknown type of file 'picture.png'; expected a path: images.npz"),
 }
 
 
@@ -522,7 +522,7 @@ def test_custom_randomness_follows_the_example(custom: Path) -> None:
         ("ncf", "text.txt", "needs data with the sizes users, items"),
         ("wl:linear", None, "model 'wl:linear' has no data of its own; choose from: digits"),
         ("wl:liner", "digits", "no 'liner'; did you mean 'linear'"),
-        ("wl:many", "digits", "one argument, sizes, or of none, got one of 2"),
+        ("wl:many", "digits", "one argument, sizes, or none; this one requires 2"),
         ("wl:wrong", "digits", "must return a torch.nn.Module, got int"),
         ("wl:ready", "digits", "expected a function or class to call, got an object of Linear"),
         ("wl.py:linear", "digits", "no module 'wl.py'.* for the file wl.py write wl:"),
