@@ -44,7 +44,7 @@ class _Nobody:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def beside(self) -> _Nobody:
+    def polling(self) -> _Nobody:
         return self
 
     def close(self) -> None:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
+import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpisparse
+from mpisparse.comm.exchange import Exchange
+from mpisparse.comm.place import Place, Wait
 from mpisparse.comm.watchdog import beat, transport, watching
 from mpisparse.comm.watchdog.beat import Beat
-from mpisparse.comm.watchdog.place import Place, Wait
 from mpisparse.comm.watchdog.transport import Files, Seen
 from mpisparse.comm.watchdog.words import table
 from mpisparse.runtime.cli import main
@@ -30,6 +35,16 @@ class Rank:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.place = rank, size, Place()
         self.spot = self.place.spot()
+
+
+@contextlib.contextmanager
+def waiting(rank: Rank, call: str) -> Iterator[None]:
+    """Mark a call as Exchange does."""
+    rank.spot.wait = call, time.monotonic(), threading.get_ident()
+    try:
+        yield
+    finally:
+        rank.spot.wait = None
 
 
 class Job:
@@ -98,7 +113,7 @@ def test_a_rank_that_closed_early_is_named_and_the_others_show_where_they_are(
     for rank in job.ranks:
         rank.place.steps = 120
     job.dogs[3].close()
-    with job.ranks[1].spot("Allgather"), job.ranks[2].spot("Allgather"):
+    with waiting(job.ranks[1], "Allgather"), waiting(job.ranks[2], "Allgather"):
         wait_until(lambda: job.ended)
     assert job.ended == [(0, 87)]
     told = capsys.readouterr().err
@@ -112,11 +127,11 @@ def test_a_rank_that_closed_early_is_named_and_the_others_show_where_they_are(
 
 def test_an_exempt_phase_of_any_rank_holds_the_clock_of_all(make: Callable[..., Job]) -> None:
     job = make(3, 0.5).start()
-    with job.ranks[2].spot("Allgather"), job.ranks[1].place.exempt("evaluating"):
+    with waiting(job.ranks[2], "Allgather"), job.ranks[1].place.exempt("evaluating"):
         wait_until(lambda: job.dogs[2].line.answer is not None and job.dogs[2].line.answer.excused)
         time.sleep(2.0)  # four times the timeout
         assert not job.ended
-        with job.ranks[1].spot("Allreduce"):  # whoever waits is in nobody's way, in a phase or not
+        with waiting(job.ranks[1], "Allreduce"):  # whoever waits is in nobody's way, in a phase or not
             wait_until(lambda: job.ended)
     assert job.ended == [(0, 87)]
 
@@ -128,7 +143,7 @@ def test_the_word_of_a_rank_that_fell_silent_in_an_exempt_phase_does_not_hold_fo
     job.dogs[0].start()
     with job.ranks[1].place.exempt("evaluating"):
         job.dogs[1]._tell()  # and never again: its thread was not started
-        with job.ranks[0].spot("Allgather"):
+        with waiting(job.ranks[0], "Allgather"):
             wait_until(lambda: job.ended)
     assert "evaluating, after 0 steps" in capsys.readouterr().err
 
@@ -139,7 +154,7 @@ def test_without_sockets(
 ) -> None:
     """By files the ranks know of each other; without them each knows of itself alone, and says so."""
     job = make(3, 0.5, tmp_path / "heartbeats" if with_files else None, sockets=False).start()
-    with job.ranks[1].spot("Allgather"):
+    with waiting(job.ranks[1], "Allgather"):
         if with_files:
             with job.ranks[0].place.exempt("saving"):
                 wait_until(lambda: job.dogs[1].counted or job.ended)
@@ -156,7 +171,7 @@ def test_without_sockets(
         job.close()
         assert not (tmp_path / "heartbeats").exists()
     else:
-        assert "r1 |   ranks 0, 2: no heartbeat of it is known here" in told
+        assert "r1 |   ranks 0, 2: no heartbeat received" in told
         assert "there is no run directory for files" in told
 
 
@@ -175,6 +190,95 @@ def test_a_process_that_was_stopped_itself_does_not_count_that_time(make: Callab
     dog.struck, rank.spot.wait = 0.0, Wait("Allgather", time.monotonic(), threading.get_ident())
     dog._count(1.0)
     assert sum(dog.counted.values()) < 1.0, "another wait begins anew"
+
+
+# Marks
+
+
+class Comm:
+    """A communicator whose collectives note what the watchdog would see meanwhile; one of them fails."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange, self.comm, self.seen = exchange, exchange.comm, []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(*buffers: object, **options: object) -> Request | None:
+            if name.startswith("I"):
+                return Request(self.see)
+            self.see()
+            if name == "Bcast":
+                raise RuntimeError("no broadcast")
+            getattr(self.comm, name)(*buffers, **options)
+            return None
+
+        return call
+
+    def see(self) -> None:
+        self.seen.append([(wait.call, wait.thread == threading.get_ident()) for wait in self.exchange.place.waits()])
+
+
+class Request:
+    """A request that is done at its second test."""
+
+    def __init__(self, see: Callable[[], None]) -> None:
+        self.see, self.tests = see, 0
+
+    def Test(self) -> bool:  # noqa: N802 - mpi4py's name
+        self.see()
+        self.tests += 1
+        return self.tests > 1
+
+
+def collectives(exchange: Exchange) -> dict[str, Callable[[], object]]:
+    payload = np.arange(8, dtype=np.uint8)
+    return {
+        "Allgather": lambda: exchange.allgather(payload),
+        "Allreduce": lambda: exchange.allreduce_(payload),
+        "Allgatherv": lambda: exchange.allgatherv(payload, [8], [0]),
+        "Alltoallv": lambda: exchange.alltoallv(payload, [8], [0]),
+    }
+
+
+@pytest.mark.parametrize("kind", ["blocking", "polling"])
+def test_collectives_are_marked_while_they_last(kind: str) -> None:
+    exchange = Exchange(MPI.COMM_SELF)
+    used = exchange if kind == "blocking" else exchange.polling()
+    own = used.comm
+    used.comm = comm = Comm(used)
+    for name, call in collectives(used).items():
+        comm.seen.clear()
+        call()
+        assert comm.seen == [[(name, True)]] * (1 if kind == "blocking" else 2)
+        assert not exchange.place.waits()
+    if kind == "blocking":
+        with pytest.raises(RuntimeError, match="no broadcast"):
+            used.broadcast_(np.zeros(1, dtype=np.uint8))
+        assert comm.seen[-1] == [("Bcast", True)]
+        assert not exchange.place.waits(), "a failed call is left too"
+    used.comm = own
+    for each in {used, exchange}:
+        each.close()
+
+
+def test_a_collective_of_host_arrays_calls_into_no_other_module() -> None:
+    exchange = Exchange(MPI.COMM_SELF)
+    called: list[str] = []
+    home = Exchange.allgather.__code__.co_filename
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename != home:
+            called.append(f"{frame.f_code.co_filename}:{frame.f_code.co_name}")
+
+    for name, call in collectives(exchange).items():
+        call()  # what is imported on first use is imported now
+        sys.setprofile(note)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+        called = [where for where in called if not where.startswith(__file__)]
+        assert not called, name
+    exchange.close()
 
 
 # Heartbeats
@@ -244,7 +348,7 @@ def test_the_table_puts_ranks_together_and_those_that_wait_last() -> None:
     seen[500] = Seen(BEAT, 605.0)
     seen[999] = Seen(Beat(**{**vars(BEAT), "state": beat.EXITS}), 605.0)
     assert table(seen, 1000, 17.0) == [
-        "  rank 7: no heartbeat of it is known here",
+        "  rank 7: no heartbeat received",
         "  rank 500: stopped or gone: last heartbeat 605 s ago from node-3, process 4711, "
         "at loop.py:31 in train, after 120 steps",
         "  rank 999: left its loop after 120 steps: its interpreter is at exit",

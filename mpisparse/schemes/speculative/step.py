@@ -86,7 +86,7 @@ class SpeculativeStep(Synchronous):
         self.deferred = rules.staleness > 0
         self.step = 0
         self.regions = self._even_regions()
-        exchange = parts.exchange.beside() if self.deferred else parts.exchange
+        exchange = parts.exchange.polling() if self.deferred else parts.exchange
         delivery = Delivery(exchange, parts.backend, codec, received=rules.received)
         self.flight = InFlight(delivery, rules.staleness, threaded=self.deferred and exchange.threaded)
         self.sets: TwoSets | None = None
