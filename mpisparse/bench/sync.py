@@ -22,11 +22,11 @@ import torch
 from mpi4py import MPI
 
 import mpisparse
-from mpisparse.bench.recording import Recording
 from mpisparse.bench.synthetic import GivenModel, Source, Synthetic, worker_gradient
 from mpisparse.comm.exchange import Exchange
 from mpisparse.errors import ConfigurationError
 from mpisparse.names import CODECS
+from mpisparse.runtime.recording import Recording
 from mpisparse.runtime.table import save, show
 
 WARM_UP = 3

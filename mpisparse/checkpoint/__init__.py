@@ -18,13 +18,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ParamSpec
 
-from mpisparse import __version__, names
+from mpisparse import names
 from mpisparse.checkpoint import onefile, store, tree
 from mpisparse.checkpoint.contents import MALFORMED, read_own, read_shared, sensible
 from mpisparse.checkpoint.h5file import Arrays, Damaged, FileRecord, write_file
 from mpisparse.checkpoint.standin import check_scheme_state
 from mpisparse.checkpoint.state import Snapshot, Subjects, flatten_own, flatten_shared, resize, sources, split
 from mpisparse.errors import CheckpointError, ConfigurationError, check_choice
+from mpisparse.version import __version__
 
 __all__ = ["CheckpointError", "Damaged", "Saving", "begin_save", "load", "save"]
 

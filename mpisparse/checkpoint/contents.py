@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from mpisparse import __version__
 from mpisparse.checkpoint.h5file import Arrays, Damaged, FileRecord, read_file
 from mpisparse.checkpoint.objects import (
     check_optimizer,
@@ -31,6 +30,7 @@ from mpisparse.errors import check_choice
 from mpisparse.schemes import SCHEMES
 from mpisparse.schemes.options import Options
 from mpisparse.schemes.state import STATE_FORMAT
+from mpisparse.version import __version__
 
 ORIGIN = {"mpisparse": str, "torch": str, "threads": int, "kernels": str, "cpu": str, "scheme": (str, type(None))}
 Reader = Callable[[Path, FileRecord], tuple[Arrays, dict[str, str]]]

@@ -8,12 +8,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpisparse import __version__
 from mpisparse.errors import ConfigurationError
 from mpisparse.names import SCHEMES
 from mpisparse.runtime import sbatch, slurm
 from mpisparse.runtime.settings import add_arguments, resolve
 from mpisparse.runtime.signals import StopRequest, ignore
+from mpisparse.version import __version__
 
 PATIENCE = 3.0  # seconds
 CASE_SETTINGS = ("model", "data", "scheme", "density", "codec", "options", "resume", "log_every", "log_ranks")

@@ -15,7 +15,6 @@ import torch
 import mpisparse
 from mpisparse import checkpoint
 from mpisparse.backends.device import local_device
-from mpisparse.bench.recording import Recorder
 from mpisparse.checkpoint import onefile, store
 from mpisparse.comm.exchange import Exchange, end_job_on_uncaught_exception, library, local_rank
 from mpisparse.core.records import Clock
@@ -28,6 +27,7 @@ from mpisparse.runtime.metrics import MetricsFile, step_fields, write_whole
 from mpisparse.runtime.output import RankOutput
 from mpisparse.runtime.place import TRAINED, check_place
 from mpisparse.runtime.progress import Progress, Silent, facts_of, human_bytes, make_progress, own_facts
+from mpisparse.runtime.recording import Recorder
 from mpisparse.runtime.schedule import Order, Position, density_at, lr_factor
 from mpisparse.runtime.settings import FIXED, Settings, differences, read_file, to_toml
 from mpisparse.runtime.signals import INTERRUPTED, StopRequest

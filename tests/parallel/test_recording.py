@@ -11,10 +11,10 @@ from mpi4py import MPI
 from ranks import everywhere, in_memory_order, raised, seeded
 from torch import nn
 
-from mpisparse.bench import recording
-from mpisparse.bench.recording import Recorder, Recording
 from mpisparse.bench.synthetic import worker_gradient
 from mpisparse.errors import CheckpointError, ConfigurationError
+from mpisparse.runtime import recording
+from mpisparse.runtime.recording import Recorder, Recording
 
 
 class Odd(nn.Module):

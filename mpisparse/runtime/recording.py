@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpisparse import __version__
 from mpisparse.arrays import Floats
 from mpisparse.backends.device import load_backend
 from mpisparse.checkpoint import store
@@ -22,6 +21,7 @@ from mpisparse.checkpoint.h5file import Damaged, FileRecord, read_file, write_fi
 from mpisparse.comm.exchange import Exchange
 from mpisparse.errors import CheckpointError, ConfigurationError
 from mpisparse.model.layout import Layout
+from mpisparse.version import __version__
 
 DIRECTORY = "gradients"
 
