@@ -1,7 +1,7 @@
 """Sparse, error-compensated gradient exchange over MPI for torch models.
 
-Importing this package starts no MPI and touches no GPU. Names are imported on first use; the first use of GradientSync,
-checkpoint or exchange starts MPI.
+Importing this package starts no MPI and touches no GPU. Names are imported on first use. The first use of
+GradientSync, checkpoint or exchange starts MPI.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""In place of a GradientSync, to check its states: of any rank among any number, without the model, without MPI."""
+"""A stand-in for GradientSync that checks saved states: for any rank of any number, without the model or MPI."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from mpisparse.schemes.state import STATE_FORMAT, check_state
 
 
 def check_scheme_state(sync: dict[str, Any], shared: dict[str, Any]) -> None:
-    """Raise unless a GradientSync of the state's own scheme, options and place would take it; local.
+    """Raise unless a GradientSync with the scheme, options and rank of the state would accept it; local.
 
-    Where an older version did not write which parameters are trained, and not all are, nothing can be said.
+    Does nothing if an older version did not save which parameters are trainable and some are not.
     """
     tensors = {name: t for name, t in shared["model"].items() if isinstance(t, torch.Tensor)}
     names = list(shared.get("trainable") or tensors)
@@ -36,32 +36,32 @@ def check_scheme_state(sync: dict[str, Any], shared: dict[str, Any]) -> None:
         stand_in.close()
 
 
-class _Nobody:
-    """In place of the other ranks, whom checking does not need."""
+class _NoExchange:
+    """A stand-in for Exchange: checking needs no other ranks."""
 
     threaded = False
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def polling(self) -> _Nobody:
+    def polling(self) -> _NoExchange:
         return self
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is no communicator."""
 
 
 class StandIn:
-    """What checks a state: parameters of the same shapes, and the scheme's step for them."""
+    """Parameters of the saved shapes and the scheme's step for them, to check a state."""
 
     def __init__(self, parameters: list[nn.Parameter], sync: dict[str, Any], shared: dict[str, Any]) -> None:
         model = nn.ParameterList(parameters)
-        nobody: Any = _Nobody(sync["rank"], sync["size"])
+        no_exchange: Any = _NoExchange(sync["rank"], sync["size"])
         self.options = saved_options(sync)
         self.layout, backend = Layout(model), load_backend()
         self.residual = torch.zeros(self.layout.size)
-        parts = Parts(self.layout, self.residual, Published(self.layout, backend), nobody, backend, model)
-        with warnings.catch_warnings():  # of what a scheme lacks: who trained with it was told
+        parts = Parts(self.layout, self.residual, Published(self.layout, backend), no_exchange, backend, model)
+        with warnings.catch_warnings():  # the scheme's warnings were for the training itself
             warnings.simplefilter("ignore")
             self.step = self.options.build(parts)
         if sync.get("step.own") is not None:
@@ -69,7 +69,7 @@ class StandIn:
             self.step.adopt(kind(model.parameters(), lr=0.1))
 
     def check(self, sync: dict[str, Any]) -> None:
-        """Raise ConfigurationError unless the step would take the state."""
+        """Raise ConfigurationError unless the step would accept the state."""
         step = {
             f"step.{key}": torch.from_numpy(v) if isinstance(v, np.ndarray) else v for key, v in self.step.state().items()
         }
@@ -77,5 +77,5 @@ class StandIn:
         check_state(sync, {"format": STATE_FORMAT, **own, "residual": self.residual, **step}, self.options, self.step)
 
     def close(self) -> None:
-        """End what the step keeps."""
+        """Close the step."""
         self.step.close()

@@ -1,4 +1,4 @@
-"""Imports between modules: no cycles, and each layer imports only those below it; no module but comm.exchange starts MPI.
+"""Imports between modules: no cycles, each layer imports only those below it, and only comm.exchange imports mpi4py.
 
 All imports count: those inside functions and those for types only (`if TYPE_CHECKING`).
 """
@@ -65,7 +65,7 @@ REMAINING = {
 
 
 def modules() -> dict[str, Path]:
-    """The source of every module by its name; a package's own module is its __init__.py."""
+    """Return the source of every module by name; a package's own module is its __init__.py."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = [ROOT, *path.relative_to(PACKAGE).with_suffix("").parts]
@@ -74,7 +74,7 @@ def modules() -> dict[str, Path]:
 
 
 def imported(tree: ast.AST, known: Iterable[str]) -> Iterator[str]:
-    """The names of modules that a source imports, with those outside the package."""
+    """Yield the modules that a source imports, including those outside the package."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -87,7 +87,7 @@ def imported(tree: ast.AST, known: Iterable[str]) -> Iterator[str]:
 
 
 def edges() -> set[Edge]:
-    """All imports between modules of the package."""
+    """Return all imports between modules of the package."""
     found = modules()
     known = {*found, *COMPILED}
     result = {
@@ -99,12 +99,12 @@ def edges() -> set[Edge]:
 
 
 def allowed() -> set[Edge]:
-    """The imports but for those that are to go."""
+    """Return all imports except the remaining violations."""
     return edges() - {(f"{ROOT}.{source}", f"{ROOT}.{target}") for source, target in REMAINING}
 
 
 def with_packages(graph: Iterable[Edge]) -> Iterator[Edge]:
-    """Add what Python runs besides: the __init__.py of every package that the imported module is in and the importer not."""
+    """Add what Python runs implicitly: the __init__.py of every package that holds the imported module but not the importer."""
     for source, target in graph:
         yield source, target
         for cut in range(1, target.count(".")):
@@ -114,7 +114,7 @@ def with_packages(graph: Iterable[Edge]) -> Iterator[Edge]:
 
 
 def layer(module: str) -> int:
-    """The number of a module's layer, by the longest name that covers it."""
+    """Return the number of a module's layer, by the longest name that covers it."""
     relative = module.removeprefix(ROOT).removeprefix(".")
     covering = [
         (len(name), number)
@@ -127,13 +127,13 @@ def layer(module: str) -> int:
 
 
 def package(module: str) -> str:
-    """The part of the package that a module belongs to, such as "select"; the command line is one of its own."""
+    """Return the part of the package that a module belongs to, such as "select"; the command line is its own part."""
     relative = module.removeprefix(ROOT).removeprefix(".")
     return relative if relative in LAYERS[-1] else relative.split(".")[0]
 
 
 def cycle(graph: Iterable[Edge]) -> list[str]:
-    """Some cycle of a graph; empty if there is none."""
+    """Return a cycle of a graph; empty if there is none."""
     targets: dict[str, set[str]] = {}
     for source, target in graph:
         targets.setdefault(source, set()).add(target)

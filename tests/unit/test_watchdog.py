@@ -1,4 +1,4 @@
-"""The watchdog with its ranks in one process: real threads, sockets and files, and an end of the job that is only noted."""
+"""The watchdog with all ranks in one process: real threads, sockets and files; the end of the job is only recorded."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def waiting(rank: Rank, call: str) -> Iterator[None]:
 
 
 class Job:
-    """The watchdogs of a few ranks; `ended` notes which of them ended the job, and how."""
+    """The watchdogs of a few ranks; `ended` records which of them ended the job, and how."""
 
     def __init__(self, size: int, timeout: float, directory: Path | None = None, *, sockets: bool = True) -> None:
         self.ranks = [Rank(rank, size) for rank in range(size)]
@@ -62,7 +62,7 @@ class Job:
             dog.end_job = lambda code, rank=dog.rank: self._end(rank, code)
 
     def _end(self, rank: int, code: int) -> None:
-        """Return as late as MPI's own end would: never, while the job lasts."""
+        """Block like MPI's Abort until the test is over."""
         self.ended.append((rank, code))
         self.over.wait()
 
@@ -152,7 +152,7 @@ def test_the_word_of_a_rank_that_fell_silent_in_an_exempt_phase_does_not_hold_fo
 def test_without_sockets(
     make: Callable[..., Job], tmp_path: Path, capsys: pytest.CaptureFixture[str], with_files: bool
 ) -> None:
-    """By files the ranks know of each other; without them each knows of itself alone, and says so."""
+    """With files the ranks know of each other; without them each knows only itself, and says so."""
     job = make(3, 0.5, tmp_path / "heartbeats" if with_files else None, sockets=False).start()
     with waiting(job.ranks[1], "Allgather"):
         if with_files:
@@ -196,7 +196,7 @@ def test_a_process_that_was_stopped_itself_does_not_count_that_time(make: Callab
 
 
 class Comm:
-    """A communicator whose collectives note what the watchdog would see meanwhile; one of them fails."""
+    """A communicator whose collectives record what the watchdog sees meanwhile; Bcast fails."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange, self.comm, self.seen = exchange, exchange.comm, []
