@@ -104,7 +104,7 @@ def allowed() -> set[Edge]:
 
 
 def with_packages(graph: Iterable[Edge]) -> Iterator[Edge]:
-    """Add what Python runs implicitly: the __init__.py of every package that holds the imported module but not the importer."""
+    """Add what Python runs implicitly: the __init__.py of packages that hold the imported module but not the importer."""
     for source, target in graph:
         yield source, target
         for cut in range(1, target.count(".")):

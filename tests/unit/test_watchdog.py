@@ -21,8 +21,8 @@ from mpisparse.comm.exchange import Exchange
 from mpisparse.comm.place import Place, Wait
 from mpisparse.comm.watchdog import beat, transport, watching
 from mpisparse.comm.watchdog.beat import Beat
-from mpisparse.comm.watchdog.transport import Files, Seen
-from mpisparse.comm.watchdog.words import table
+from mpisparse.comm.watchdog.transport import Files, LastBeat
+from mpisparse.comm.watchdog.words import rank_table
 from mpisparse.runtime.cli import main
 
 KEY = bytes(range(32))
@@ -285,10 +285,10 @@ def test_a_collective_of_host_arrays_calls_into_no_other_module() -> None:
 
 
 def test_a_beat_survives_its_way(tmp_path: Path) -> None:
-    assert beat.unpack(KEY, beat.pack(KEY, BEAT), 3) == BEAT
+    assert beat.decode(KEY, beat.encode(KEY, BEAT), 3) == BEAT
     longest = Beat(2, 10**12, 10**12, beat.WAITS, "\N{GRINNING FACE}\udcff" * 4000, 1e9, "\N{GRINNING FACE}" * 4000, 10**9)
-    assert len(beat.pack(KEY, longest)) <= beat.LARGEST
-    assert beat.unpack(KEY, beat.pack(KEY, longest), 3) is not None
+    assert len(beat.encode(KEY, longest)) <= beat.LARGEST
+    assert beat.decode(KEY, beat.encode(KEY, longest), 3) is not None
     files = Files(tmp_path / "heartbeats", KEY, 3)
     files.put(BEAT)
     assert files.seen()[2].beat == BEAT
@@ -296,18 +296,18 @@ def test_a_beat_survives_its_way(tmp_path: Path) -> None:
 
 
 def test_what_is_no_beat_of_the_job_is_dropped() -> None:
-    good = beat.pack(KEY, BEAT)
+    good = beat.encode(KEY, BEAT)
     draw = random.Random(5)
     for _ in range(300):
         spoilt = bytearray(good)
         spoilt[draw.randrange(len(spoilt))] ^= 1 << draw.randrange(8)
-        assert beat.unpack(KEY, bytes(spoilt), 3) is None
-    for packet in (b"", good[:20], good[:-1], good + b" " * beat.LARGEST, beat.pack(KEY[::-1], BEAT), b"\0" * 400):
-        assert beat.unpack(KEY, packet, 3) is None
+        assert beat.decode(KEY, bytes(spoilt), 3) is None
+    for packet in (b"", good[:20], good[:-1], good + b" " * beat.LARGEST, beat.encode(KEY[::-1], BEAT), b"\0" * 400):
+        assert beat.decode(KEY, packet, 3) is None
     fields = vars(BEAT)
     for odd in ({**fields, "rank": 3}, {**fields, "rank": -1}, {**fields, "steps": "1"}, {**fields, "rank": True},
                 {**fields, "state": "sleeps"}, {**fields, "more": 1}, {}, {**fields, "seconds": [[]]}):  # fmt: skip
-        assert beat.unpack(KEY, beat.seal(KEY, odd), 3) is None
+        assert beat.decode(KEY, beat.seal(KEY, odd), 3) is None
     nested = b"[" * 1000
     assert beat.unseal(KEY, beat.hmac.digest(KEY, nested, "sha256") + nested) is None
 
@@ -318,7 +318,7 @@ def test_stray_datagrams_change_nothing(make: Callable[..., Job]) -> None:
     number = job.dogs[0].hub.newest[1][0].number
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         for port in (dog.mail.port for dog in job.dogs):
-            for packet in (b"", b"x" * 60000, beat.pack(KEY[::-1], BEAT), beat.seal(KEY, {"beat": 1, "ending": True})):
+            for packet in (b"", b"x" * 60000, beat.encode(KEY[::-1], BEAT), beat.seal(KEY, {"beat": 1, "ending": True})):
                 with contextlib.suppress(OSError):
                     stranger.sendto(packet, ("127.0.0.1", port))
     wait_until(lambda: job.dogs[0].hub.newest[1][0].number > number)
@@ -343,11 +343,11 @@ def test_a_forked_process_does_not_speak_for_the_rank(make: Callable[..., Job], 
 
 def test_the_table_puts_ranks_together_and_those_that_wait_last() -> None:
     waits = Beat(**{**vars(BEAT), "state": beat.WAITS, "where": "Allgather"})
-    seen = {rank: Seen(waits, 1.0) for rank in range(1000)}
+    seen = {rank: LastBeat(waits, 1.0) for rank in range(1000)}
     del seen[7]
-    seen[500] = Seen(BEAT, 605.0)
-    seen[999] = Seen(Beat(**{**vars(BEAT), "state": beat.EXITS}), 605.0)
-    assert table(seen, 1000, 17.0) == [
+    seen[500] = LastBeat(BEAT, 605.0)
+    seen[999] = LastBeat(Beat(**{**vars(BEAT), "state": beat.EXITS}), 605.0)
+    assert rank_table(seen, 1000, 17.0) == [
         "  rank 7: no heartbeat received",
         "  rank 500: stopped or gone: last heartbeat 605 s ago from node-3, process 4711, "
         "at loop.py:31 in train, after 120 steps",

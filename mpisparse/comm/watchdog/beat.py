@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, get_type_hints
 
 LARGEST = 1200  # bytes: fits in one packet of any network
-LONGEST = {"where": 160, "host": 60}  # characters, of up to four bytes
+MOST_CHARACTERS = {"where": 160, "host": 60}  # characters, of up to four bytes
 SEAL = hashlib.sha256().digest_size
 
 RUNS, WAITS, EXEMPT, CLOSED, EXITS = "runs", "waits", "exempt", "closed", "exits"
@@ -37,7 +37,7 @@ class Beat:
     reported: bool = False
 
     def __post_init__(self) -> None:
-        for name, longest in LONGEST.items():
+        for name, longest in MOST_CHARACTERS.items():
             object.__setattr__(self, name, getattr(self, name)[-longest:])
 
     @property
@@ -76,12 +76,12 @@ def unseal(key: bytes, packet: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def pack(key: bytes, beat: Beat) -> bytes:
+def encode(key: bytes, beat: Beat) -> bytes:
     """Encode a beat as a packet."""
     return seal(key, asdict(beat))
 
 
-def unpack(key: bytes, packet: bytes, ranks: int) -> Beat | None:
+def decode(key: bytes, packet: bytes, ranks: int) -> Beat | None:
     """Decode a packet; None if it is not a beat of this job."""
     value = unseal(key, packet)
     return None if value is None else read(value, ranks)

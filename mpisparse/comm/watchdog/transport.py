@@ -18,14 +18,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from mpisparse.comm.watchdog.beat import LARGEST, Beat, pack, read, seal, unpack, unseal
+from mpisparse.comm.watchdog.beat import LARGEST, Beat, decode, encode, read, seal, unseal
 
 SIOCGIFADDR = 0x8915  # Linux: address of an interface
 BUFFER_NBYTES = 4 << 20  # room for the beats of thousands of ranks at once
 MOST_NAMES = 8
 
 
-class Seen(NamedTuple):
+class LastBeat(NamedTuple):
     """A rank's newest beat, and its age in seconds."""
 
     beat: Beat
@@ -122,7 +122,7 @@ class Hub:
     def listen(self, seconds: float, answer: Answer) -> None:
         """Receive beats for up to `seconds`, and answer each."""
         for packet, address in self.mail.take(seconds, self.pause):
-            beat = unpack(self.mail.key, packet, self.ranks)
+            beat = decode(self.mail.key, packet, self.ranks)
             if beat is not None:
                 self.put(beat)
                 self.addresses[beat.rank] = address
@@ -136,10 +136,10 @@ class Hub:
         record = {"excused": answer.excused, "ending": answer.ending, "beat": asdict(answer.beat)}
         self.mail.post(seal(self.mail.key, record), addresses)
 
-    def seen(self) -> dict[int, Seen]:
+    def seen(self) -> dict[int, LastBeat]:
         """Return the newest beat of every rank that has sent one."""
         now = time.monotonic()
-        return {rank: Seen(beat, now - at) for rank, (beat, at) in self.newest.items()}
+        return {rank: LastBeat(beat, now - at) for rank, (beat, at) in self.newest.items()}
 
 
 class Line:
@@ -153,7 +153,7 @@ class Line:
 
     def send(self, beat: Beat) -> None:
         """Send a beat to rank 0."""
-        self.mail.post(pack(self.mail.key, beat), self.addresses)
+        self.mail.post(encode(self.mail.key, beat), self.addresses)
 
     def listen(self, seconds: float) -> None:
         """Wait up to `seconds` for an answer."""
@@ -180,19 +180,19 @@ class Files:
         with contextlib.suppress(OSError):
             self.directory.mkdir(exist_ok=True)
             unfinished = path.with_suffix(f".{beat.pid}")
-            unfinished.write_bytes(pack(self.key, beat))
+            unfinished.write_bytes(encode(self.key, beat))
             os.replace(unfinished, path)
 
-    def seen(self) -> dict[int, Seen]:
+    def seen(self) -> dict[int, LastBeat]:
         """Read the beats of this job. Ages compare this host's clock with that of the file system."""
-        found: dict[int, Seen] = {}
+        found: dict[int, LastBeat] = {}
         for rank in range(self.ranks) if self.directory.is_dir() else ():
             with contextlib.suppress(OSError):
                 with self._path(rank).open("rb") as file:
                     packet, written = file.read(LARGEST + 1), os.fstat(file.fileno()).st_mtime
-                beat = unpack(self.key, packet, self.ranks)
+                beat = decode(self.key, packet, self.ranks)
                 if beat is not None and beat.rank == rank:
-                    found[rank] = Seen(beat, max(0.0, time.time() - written))
+                    found[rank] = LastBeat(beat, max(0.0, time.time() - written))
         return found
 
     def remove(self, rank: int) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 
 from mpisparse.comm.place import Place, Wait
 from mpisparse.comm.watchdog.beat import CLOSED, EXEMPT, EXITS, RUNS, WAITS, Beat
-from mpisparse.comm.watchdog.transport import Answer, Files, Hub, Line, Mailbox, Seen
-from mpisparse.comm.watchdog.words import HUNG, own_report, say, table
+from mpisparse.comm.watchdog.transport import Answer, Files, Hub, LastBeat, Line, Mailbox
+from mpisparse.comm.watchdog.words import HUNG, own_report, print_lines, rank_table
 
 LONGEST_BEAT = 5.0  # seconds between heartbeats of one rank
 MOST_BEATS = 50  # that rank 0 receives per second
@@ -119,7 +119,7 @@ class Watchdog:
             return False
         return self.line.answer.excused
 
-    def _any_exempt(self, seen: dict[int, Seen]) -> bool:
+    def _any_exempt(self, seen: dict[int, LastBeat]) -> bool:
         return any(beat.state == EXEMPT and age < self.timeout for beat, age in seen.values())
 
     def _lost(self) -> bool:
@@ -185,7 +185,7 @@ class Watchdog:
         if (self.struck or self.ending or ending) and not self.reported:
             self.reported = True
             if not self.final:
-                say(self.rank, own_report(self.place))
+                print_lines(self.rank, own_report(self.place))
             self._tell()
         if self.struck and self.hub is None and now - self.struck > 2 * self.grace:
             self._end_alone()
@@ -193,21 +193,21 @@ class Watchdog:
     def _end_alone(self) -> None:
         """End the job without rank 0."""
         seen = self.files.seen() if self.files is not None else {}
-        seen[self.rank] = Seen(self._beat(), 0.0)
+        seen[self.rank] = LastBeat(self._beat(), 0.0)
         lost = "datagrams to rank 0 do not get through"
         if self.line is not None and self.line.answer is not None:
-            seen[0] = Seen(self.line.answer.beat, time.monotonic() - self.line.answered)
+            seen[0] = LastBeat(self.line.answer.beat, time.monotonic() - self.line.answered)
             lost = "rank 0, which collects heartbeats, does not answer"
         way = f"these are from {self.files.directory}" if self.files is not None else "there is no run directory for files"
         self._end(seen, f"{lost}; {way}; an exempt phase of another rank may not be known here")
 
-    def _end(self, seen: dict[int, Seen], remark: str) -> None:
+    def _end(self, seen: dict[int, LastBeat], remark: str) -> None:
         """Print where each rank was last, and end the job."""
-        say(
+        print_lines(
             self.rank,
             [
                 f"watchdog: a rank has waited in an exchange for more than {self.timeout:g} s; where the ranks were last:",
-                *table(seen, self.size, self.silent),
+                *rank_table(seen, self.size, self.silent),
                 *([remark] if remark else []),
                 f"watchdog: ending all ranks with exit code {HUNG}; see docs/sharp-bits.md",
             ],

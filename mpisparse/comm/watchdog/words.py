@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterable, Mapping
 
 from mpisparse.comm.place import Place
-from mpisparse.comm.watchdog.transport import Seen
+from mpisparse.comm.watchdog.transport import LastBeat
 
 HUNG = 87  # exit code of a job in which ranks waited too long for others
 
 
-def say(rank: int, lines: Iterable[str]) -> None:
+def print_lines(rank: int, lines: Iterable[str]) -> None:
     """Print lines prefixed with the rank, in one write so that the output of other ranks does not mix in."""
     with contextlib.suppress(Exception):  # no failure here may keep the job from ending
         sys.stdout.flush()
@@ -33,7 +33,7 @@ def own_report(place: Place) -> list[str]:
     return [f"watchdog: {what}, after {place.steps} steps; its training loop is here:", *place.stack(place.thread)]
 
 
-def table(seen: Mapping[int, Seen], ranks: int, silent: float) -> list[str]:
+def rank_table(seen: Mapping[int, LastBeat], ranks: int, silent: float) -> list[str]:
     """List where each rank was last, waiting ranks at the end; ranks with the same description share a line."""
     groups: dict[str, list[int]] = {}
     for rank in range(ranks):
@@ -42,7 +42,7 @@ def table(seen: Mapping[int, Seen], ranks: int, silent: float) -> list[str]:
     return [f"  {_ranks(groups[text])}: {text}" for text in sorted(groups, key=lambda text: (text in waiting, groups[text]))]
 
 
-def _last(known: Seen | None, silent: float) -> str:
+def _last(known: LastBeat | None, silent: float) -> str:
     if known is None:
         return "no heartbeat received"
     beat, age = known
