@@ -54,11 +54,6 @@ REMAINING = {
     ("select.search", "core.agree"),
     ("select.search", "core.records"),
     ("select.selector", "core.records"),
-    ("wire.codecs.bf16", "wire.codecs"),
-    ("wire.codecs.fp16", "wire.codecs"),
-    ("wire.codecs.fp32", "wire.codecs"),
-    ("wire.codecs.int8", "wire.codecs"),
-    ("wire.codecs.momentum", "wire.codecs"),
     ("wire.indices", "core.records"),
     ("wire.indices", "select.candidates"),
 }
