@@ -1,4 +1,4 @@
-"""Marks shared by all suites: slow tests run only with --all, those marked cuda only where torch finds a GPU."""
+"""Marks of all suites: slow tests run only with --all, those marked cuda only if torch finds a GPU."""
 
 from __future__ import annotations
 

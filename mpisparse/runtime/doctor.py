@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mpisparse import __version__
 from mpisparse.runtime import slurm
+from mpisparse.version import __version__
 
 CPU_FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512bw", "amx_tile", "asimd", "sve")
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 import mpisparse
-from mpisparse.bench.recording import Recorder
+from mpisparse.runtime.recording import Recorder
 from mpisparse.checkpoint import onefile
 from mpisparse.comm.exchange import end_job_on_uncaught_exception
 from mpisparse.core.step import Clock

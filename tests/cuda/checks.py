@@ -1,6 +1,6 @@
-"""Every CUDA operation against mpisparse.backends.reference, to the last bit.
+"""Checks of every CUDA operation against mpisparse.backends.reference, bit for bit.
 
-They run on whatever device is given, for a number of elements.
+They run on a given device with a given number of elements.
 A check raises if a result differs. Tests run them on the emulator and on a GPU; planted bugs must make one of them fail.
 """
 
@@ -34,14 +34,14 @@ MIXED: list[int | None] = [FP32, FP16, BF16, None, FP32, BF16, None, FP16]
 
 
 class Device:
-    """A CUDA backend that takes and gives NumPy arrays, as the reference does; `place` is where gradients lie for torch."""
+    """A CUDA backend with NumPy arrays as arguments and results, like the reference; `place` is torch's device for them."""
 
     def __init__(self, backend: CudaBackend, place: str = "cpu") -> None:
         self.backend = backend
         self.place = place
 
     def gradients(self, x: NDArray[np.float32], cuts: list[int], kinds: list[int | None]) -> tuple[Flat, Flat, list[Any]]:
-        """The same gradients for the device and for the reference, and what must live as long."""
+        """Return the same gradients for the device and for the reference, and the tensors to keep alive."""
         here, alive = gradients(x, cuts, kinds)
         if self.place == "cpu":
             return here, here, alive
@@ -50,7 +50,7 @@ class Device:
         return (np.array(pointers, dtype=np.uint64), *here[1:]), here, [*alive, *there]
 
     def __call__(self, name: str, *args: Any) -> tuple[Any, dict[int, NDArray[Any]]]:
-        """The operation's results, and its array arguments as they are after it."""
+        """Return the operation's results, and its array arguments after the call."""
         arrays = {i: self.backend.from_host(args[i]) for i in ON_DEVICE[name]}
         results = getattr(self.backend, name)(*(arrays.get(i, arg) for i, arg in enumerate(args)))
         after = {i: self.backend.to_host(array) for i, array in arrays.items()}
@@ -62,7 +62,7 @@ class Device:
         return self.backend.to_host(result) if isinstance(result, DeviceArray) else result
 
     def agrees(self, name: str, *args: Any, expected: tuple[Any, ...] | None = None) -> None:
-        """Results and arrays are those of the reference (called with `expected`, if its addresses are others)."""
+        """Assert that results and arrays equal the reference's (called with `expected` if its addresses differ)."""
         results, after = self(name, *args)
         twins = [a.copy() if isinstance(a, np.ndarray) else a for a in expected or args]
         with np.errstate(all="ignore"):
@@ -76,12 +76,12 @@ def draw(n: int, *, nonfinite: bool = False, seed: int = 0) -> NDArray[np.float3
 
 
 def some(n: int, share: float, seed: int = 0) -> NDArray[np.int64]:
-    """An ascending index of a share of n elements."""
+    """Return ascending indices of a share of n elements."""
     return np.flatnonzero(np.random.default_rng([n, seed]).random(n) < share)
 
 
 def stretches(n: int, tile: int) -> list[tuple[int, int]]:
-    """Parts of [0, n) that begin and end at, before and behind tiles' ends."""
+    """Return parts of [0, n) that begin and end at, just before and just after tile boundaries."""
     places = sorted({min(max(at, 0), n) for at in (0, 1, 31, tile - 1, tile, tile + 1, n - 1, n)})
     return [(lo, hi) for i, lo in enumerate(places) for hi in places[i:]][::3]
 
@@ -112,7 +112,7 @@ def check_accumulate_select(device: Device, n: int) -> None:
 
 
 def check_accumulate(device: Device, n: int) -> None:
-    """During backward: what is not finite is told late, once, and as the place of the first pass that met it."""
+    """During backward a non-finite value is reported later, once, at the index where the first pass found it."""
     backend = device.backend
     for kind in (FP32, FP16, BF16):
         flat, twin, _alive = device.gradients(draw(n, seed=1), [], [kind])
@@ -200,7 +200,7 @@ def check_publish(device: Device, kind: int, x: NDArray[np.float32]) -> None:
 
 
 def check_codecs(device: Device, n: int) -> None:
-    """Groups of zeros, of denormals, of huge values, of halves' middles and of anything."""
+    """Encode groups of zeros, denormals, huge values, fp16 midpoints and random values."""
     middles = np.random.default_rng(n).permutation(halfway(FP16))
     pieces = [draw(256), np.zeros(256), np.full(256, 1e-40), draw(256, seed=3) * 1e-38, np.full(256, HUGE), middles, draw(n)]
     x = np.concatenate(pieces).astype(np.float32)[:n]

@@ -1,4 +1,4 @@
-"""MPI and device memory: whether it may be given to MPI, how mpi4py takes it, and which device a rank gets."""
+"""MPI and device memory: whether MPI accepts it, how mpi4py passes it, and which device a rank gets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class OnDevice:
-    """The host's memory under the interface of a CUDA array: whoever reads it believes it to be on a device."""
+    """Host memory behind the CUDA array interface, so that readers take it for device memory."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.values = values
@@ -76,7 +76,7 @@ def test_mpi_is_asked(monkeypatch: pytest.MonkeyPatch, answer: int) -> None:
 
 
 def test_variables_of_another_mpi_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Job scripts set those of all."""
+    """Job scripts set the variables of all MPI libraries."""
     monkeypatch.setattr(exchange.MPI, "Get_library_version", lambda: "Open MPI v5")
     monkeypatch.setattr(exchange.ctypes, "CDLL", lambda path: types.SimpleNamespace(MPIX_Query_cuda_support=lambda: 0))
     monkeypatch.setenv("MPICH_GPU_SUPPORT_ENABLED", "1")

@@ -1,4 +1,4 @@
-"""Checkpoints of one file for all ranks, written by a real parallel HDF5 and read with the h5py of every day."""
+"""Checkpoints of one file for all ranks, written by a real parallel HDF5 and read with the usual h5py."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def run(home: Path, words: list[str], **environment: str) -> str:
-    """Run a command to its end; returns what it said."""
+    """Run a command to its end; returns its output."""
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(home), **environment}
     ended = subprocess.run(
         words, cwd=home, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT,
@@ -61,7 +61,7 @@ def train(out: str, steps: int, *more: str) -> list[str]:
 
 
 def last(run: Path) -> tuple[store.Manifest, dict[str, Any]]:
-    """The newest checkpoint's manifest, and the bytes of its arrays by part and name, all verified."""
+    """Return the newest checkpoint's manifest and the bytes of its arrays by part and name, all verified."""
     path = store.found(run / "checkpoints")[0]
     manifest = store.read_manifest(path)
     content = {}

@@ -1,4 +1,4 @@
-"""Parallel tests: every rank runs every test; a test has failed if it failed on any rank."""
+"""Parallel tests: every rank runs every test; a test fails if it fails on any rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def comm() -> MPI.Intracomm:
 
 @pytest.fixture
 def directory(comm: MPI.Intracomm) -> Iterator[Path]:
-    """One directory for all ranks."""
+    """Return one directory for all ranks."""
     path = comm.bcast(tempfile.mkdtemp(prefix="mpisparse-") if comm.rank == 0 else None)
     yield Path(path)
     comm.Barrier()
@@ -35,7 +35,7 @@ def directory(comm: MPI.Intracomm) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def _clean_slate() -> Iterator[None]:
-    """The same start for every test, and an end for one that hangs: a rank that waits for ever ends the job."""
+    """Start every test in the same state, and end the job if a test hangs."""
     faulthandler.dump_traceback_later(TIMEOUT, exit=True)
     torch.manual_seed(1234)
     np.random.seed(1234)
@@ -46,7 +46,7 @@ def _clean_slate() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
-    """Agree on the verdict, so that no rank goes on to the next test alone."""
+    """Agree on the verdict, so that no rank starts the next test alone."""
     error: BaseException | None = None
     result = None
     try:

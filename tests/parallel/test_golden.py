@@ -1,4 +1,4 @@
-"""Checkpoints that earlier versions wrote, on two ranks after 20 steps of each scheme, still load and go on."""
+"""Checkpoints of earlier versions, on two ranks after 20 steps of each scheme, still load and resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The six invariants of the design, on every rank count, codec and path."""
+"""The six invariants of the design, for every rank count, codec and path."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def backward(model: nn.Module, rank: int, step: int) -> None:
 
 
 def local_gradient(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """What backward gives on a copy that is not watched: the gradient of this rank alone."""
+    """Return this rank's own gradient, from a copy of the model without hooks."""
     twin = copy.deepcopy(model)
     for p in twin.parameters():
         p.grad = None

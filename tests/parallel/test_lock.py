@@ -1,4 +1,4 @@
-"""A run's lock on any number of ranks: all are refused together, and a signal to any of them ends their waiting."""
+"""A run's lock on any number of ranks: all are refused together, and a signal to any rank ends the waiting of all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpisparse.runtime.lock import RunLock, StoppedWaitingError, take
 
 
 class Asked:
-    """Stands for a StopRequest."""
+    """A stand-in for StopRequest."""
 
     def __init__(self, asked: bool = False) -> None:
         self.asked = asked

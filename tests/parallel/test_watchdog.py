@@ -1,4 +1,4 @@
-"""The watchdog of a GradientSync: whether there is one, what it knows of the steps, and that close() ends it."""
+"""The watchdog of a GradientSync: when there is one, that it counts steps, and that close() ends it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_it_knows_the_step_and_that_nothing_waits_between_steps(comm: MPI.Intrac
 
 
 def test_exempt_phases_are_told_by_those_who_are_in_them(comm: MPI.Intracomm, directory: Path) -> None:
-    """Every function that may take long on one rank alone says so while it runs."""
+    """Every function that may take long on a single rank is in an exempt phase while it runs."""
     model, seen = small(), []
     sync = mpisparse.GradientSync(
         model, scheme="speculative", staleness=0, probe=lambda: note("probe") or loss(), density=0.1

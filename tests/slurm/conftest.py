@@ -1,4 +1,4 @@
-"""A real Slurm for these tests: bin/slurmlab starts it; where it can't, they are skipped, with the reason."""
+"""A real Slurm for these tests, started by bin/slurmlab; if that fails, they are skipped with the reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NODES, CPUS = 4, 64  # more than the machine has, as the templates ask for them;
 
 @pytest.fixture(scope="session")
 def lab() -> Iterator[None]:
-    """Slurm with four nodes, until the end of the session."""
+    """Start Slurm with four nodes until the end of the session."""
     if os.geteuid() != 0:
         pytest.skip("no Slurm: bin/slurmlab needs root")
     started = subprocess.run([LAB, "up", str(NODES), str(CPUS)], capture_output=True, text=True, timeout=300, check=False)

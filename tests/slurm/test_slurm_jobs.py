@@ -70,7 +70,7 @@ def exits():
 
 
 def slurm(*words: object) -> str:
-    """What a command of Slurm prints; one that a busy controller's closed socket killed is asked again."""
+    """Return the output of a Slurm command; retries if a busy controller closed its socket."""
     for _ in range(3):
         done = subprocess.run([str(w) for w in words], capture_output=True, text=True, timeout=60, check=False)
         if done.returncode != -signal.SIGPIPE:
@@ -80,7 +80,7 @@ def slurm(*words: object) -> str:
 
 
 def wait_until(condition: Callable[[], object], told: Callable[[], str], seconds: float = TIMEOUT) -> None:
-    """Look until something is so; fails when the time is over."""
+    """Poll until a condition holds; fails after a time-out."""
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, f"waited for {seconds:g} s\n{told()}"
@@ -113,7 +113,7 @@ class Site:
         }
 
     def fill_in(self, template: str) -> Path:
-        """Copy a template and fill in what a user must: the account, the environment, what to train."""
+        """Copy a template and fill in the user's part: the account, the environment, what to train."""
         text = (TEMPLATES / f"{template}.sbatch").read_text().replace("ACCOUNT", "physics", 1)
         text, count = re.subn(r"^\. ~/mpisparse.*$", f'export PATH="{self.programs}:$PATH"', text, flags=re.MULTILINE)
         assert count == 1
@@ -129,7 +129,7 @@ class Site:
         return subprocess.run(command, cwd=self.home, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
 
     def submit(self, script: Path, *settings: str, nodes: int, ranks: int, out: str, options: tuple[str, ...] = (), **variables: str) -> Job:  # fmt: skip  # noqa: E501
-        """Submit a script for so many nodes and ranks a node; the directory of its run is `out`."""
+        """Submit a script with a number of nodes and of ranks per node; its run's directory is `out`."""
         shape = (f"--nodes={nodes}", f"--ntasks-per-node={ranks}", "--cpus-per-task=1", f"--job-name={out}", *options)
         words = ("--parsable", *shape, script, "--out", self.home / out, *settings)
         done = self.sbatch(*words, **variables)
@@ -139,7 +139,7 @@ class Site:
         return Job(number, self.home / out, self.home / f"{out}-{number}.log")
 
     def reference(self, nodes: int = 2, ranks: int = 2) -> Path:
-        """A run of the MPI's own template that nothing disturbs."""
+        """Return an undisturbed run of the MPI's own template."""
         if (nodes, ranks) not in self.references:
             script = self.fill_in("cpu-openmpi" if self.mpi == "openmpi" else "cpu-mpich")
             job = self.submit(script, nodes=nodes, ranks=ranks, out=f"reference-{nodes}-{ranks}")
@@ -162,7 +162,7 @@ class Job:
         return self.log.read_text() if self.log.exists() else "(no log)"
 
     def fields(self) -> dict[str, str]:
-        """What Slurm knows of it."""
+        """Return what Slurm knows about the job."""
         return dict(re.findall(r"(\w+)=(\S*)", slurm("scontrol", "show", "job", "-o", self.number)))
 
     @property
@@ -170,7 +170,7 @@ class Job:
         return int(self.fields()["Restarts"])
 
     def step(self) -> int:
-        """The last step that is in its metrics."""
+        """Return the last step in its metrics."""
         with contextlib.suppress(OSError):
             steps = re.findall(r'"kind": "step".*?"step": (\d+)', (self.out / "metrics.jsonl").read_text())
             return int(steps[-1]) if steps else 0
@@ -181,13 +181,13 @@ class Job:
         assert step <= self.step() < STEPS, self.told()
 
     def wait(self) -> tuple[str, int]:
-        """Wait for its end; its state and exit code."""
+        """Wait for its end; returns its state and exit code."""
         wait_until(lambda: self.fields()["JobState"] in ENDED, lambda: f"{self.fields()}\n{self.told()}")
         known = self.fields()
         return known["JobState"], int(known["ExitCode"].partition(":")[0])
 
     def ranks(self) -> list[int]:
-        """The process ids of its ranks that live."""
+        """Return the process ids of its live ranks."""
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -231,14 +231,14 @@ def site(request: pytest.FixtureRequest) -> Site:
 
 @pytest.fixture(autouse=True)
 def no_jobs_left() -> Any:
-    """A test that fails leaves no job to the next one."""
+    """Cancel the jobs that a failed test left."""
     yield
     slurm("scancel", "--user=root")
     wait_until(lambda: not slurm("squeue", "--noheader"), lambda: slurm("squeue"), seconds=30)
 
 
 def arrays(out: Path) -> dict[str, bytes]:
-    """All arrays of a run's newest checkpoint: parameters, buffers, residuals, states of optimizer and generators."""
+    """Return all arrays of a run's newest checkpoint: parameters, buffers, residuals, optimizer and generator states."""
     newest = store.found(out / "checkpoints")[0]
     manifest = store.read_manifest(newest)
     assert manifest.step == STEPS

@@ -1,4 +1,4 @@
-"""Benchmarks and examples as a user starts them, small: they end well and print records. No times are judged."""
+"""Small benchmarks and examples, started as a user would: they succeed and print records. No times are asserted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not MPIRUN.exists(), reason=f"there is no mpirun
 
 
 def job(*words: object, ranks: int = 2) -> str:
-    """What a job on so many ranks prints; fails if it does not end well."""
+    """Return the output of a job on some ranks; fails if it does not succeed."""
     settings = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_mpi_yield_when_idle": "1",
@@ -32,7 +32,7 @@ def job(*words: object, ranks: int = 2) -> str:
 
 
 def bench(*words: object) -> list[dict[str, Any]]:
-    """The records that a benchmark prints."""
+    """Return the records that a benchmark prints."""
     output = job("-m", "mpisparse.runtime.cli", "bench", *words)
     return [json.loads(line) for line in output.splitlines()]
 
@@ -219,7 +219,7 @@ def test_recorded_gradients_are_replayed(factories: Path) -> None:
 def test_no_recording_is_told_once(tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as caught:
         bench("sync", "--gradients", tmp_path, "--rounds", 1)
-    assert str(caught.value).count("expected gradients that mpisparse train --record-gradients") == 1
+    assert str(caught.value).count("expected gradients of mpisparse train --record-gradients") == 1
 
 
 def test_scaling(tmp_path: Path) -> None:
@@ -289,9 +289,9 @@ def test_sparse_models(tmp_path: Path) -> None:
 def test_ddp_refuses_what_it_would_pass_over(tmp_path: Path) -> None:
     config = tmp_path / "ddp.toml"
     config.write_text('model = "digits-cnn"\nsteps = 3\nbatch_size = 4\nclip = 1.0\n')
-    with pytest.raises(AssertionError, match="bench ddp trains plainly and has no clip"):
+    with pytest.raises(AssertionError, match="bench ddp does not support clip"):
         bench("ddp", "--config", config)
-    with pytest.raises(AssertionError, match="expected --steps of 3 or more, of which 2 warm up, got 2"):
+    with pytest.raises(AssertionError, match="--steps must be at least 3, because the first 2 are warm-up, got 2"):
         bench("ddp", "--model", "digits-cnn", "--steps", 2)
 
 

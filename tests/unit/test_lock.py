@@ -1,4 +1,4 @@
-"""One run at a time in a directory: refused, waited for, taken over from the dead, lost by the suspended."""
+"""One run at a time per directory: others are refused or wait, dead runs are replaced, suspended ones lose the lock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TIMEOUT = 60.0
 
 
 class Asked:
-    """Stands for a StopRequest."""
+    """A stand-in for StopRequest."""
 
     asked = False
 
@@ -41,7 +41,7 @@ def exchange() -> Iterator[Exchange]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beats and patience of a test's length."""
+    """Shorten heartbeats and time-outs."""
     monkeypatch.setattr(module, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(module, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(module, "GRACE_SECONDS", 1.0)

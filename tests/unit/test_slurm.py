@@ -1,4 +1,4 @@
-"""What is known of Slurm, without one: scripts, times, variables of jobs, output of ranks."""
+"""Slurm support without Slurm: scripts, times, variables of jobs, output of ranks."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ TEMPLATES = {  # what `mpisparse slurm` prints for these words is what the folde
 
 
 def printed(words: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """The script that `mpisparse slurm` prints."""
+    """Return the script that `mpisparse slurm` prints."""
     assert main(["slurm", *shlex.split(words)]) == 0
     return capsys.readouterr().out
 
 
 @pytest.fixture
 def no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A directory that alone is on PATH, in an environment without a job."""
+    """Make a directory the only one on PATH, in an environment without a job."""
     for name in [name for name in os.environ if name.startswith(("SLURM_", "CRAY_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -49,7 +49,7 @@ def no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def program(folder: Path, name: str, text: str) -> None:
-    """Put a program into a folder that prints a text."""
+    """Create a program in a folder that prints a text."""
     path = folder / name
     path.write_text(f"#!/bin/sh\n/bin/cat <<'END'\n{text}\nEND\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -167,7 +167,7 @@ def test_needs_no_mpi_and_no_torch(tmp_path: Path) -> None:
 
 
 def exported(script: str, folder: Path) -> dict[str, str]:
-    """What a script's export and unset lines make of this environment, less what is as before."""
+    """Return the changes that a script's export and unset lines make to this environment."""
     program(folder, "squeue", "2030-01-01T00:00:00")
     lines = [line for line in script.splitlines() if line.startswith(("export ", "unset "))]
     before = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "1"}
@@ -179,7 +179,7 @@ def exported(script: str, folder: Path) -> dict[str, str]:
 
 
 def test_mpi_starts_with_what_each_script_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """GPU scripts for every MPI too. Scripts that export the same are started once."""
+    """Includes GPU scripts for every MPI. Scripts with the same exports are started once."""
     scripts = {path.name: path.read_text() for path in FOLDER.glob("*.sbatch")}
     for kind in launcher.MPI_NAMES:
         words = f"{COMMON} --gpus-per-node 2 --mpi {kind} --launcher srun {TRAIN}"

@@ -1,4 +1,4 @@
-"""What a run is made of, apart from running: settings, schedules, the order of data, metrics, signals, the command line."""
+"""The parts of a run: settings, schedules, the order of data, metrics, signals, the command line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COUNTS = ("epochs", "steps", "batch_size", "accumulation", "eval_every", "log_ev
 
 
 def parse(*words: str) -> Settings:
-    """Settings as the command line gives them."""
+    """Parse settings from a command line."""
     return resolve(vars(parser().parse_args(["train", *words])))
 
 
@@ -306,7 +306,7 @@ def test_density_falls_geometrically_to_the_set_one() -> None:
 
 
 def walk(order: Order, position: Position, share: int, size: int, batches: int) -> list[list[int]]:
-    """The global batches that `size` ranks take together; moves the position on."""
+    """Return the global batches that `size` ranks take together; advances the position."""
     taken = []
     for _ in range(batches):
         places = [Position(position.epoch, position.offset) for _ in range(size)]
@@ -386,7 +386,7 @@ def test_a_file_without_a_whole_line_begins_anew(tmp_path: Path, left: str) -> N
 
 
 class Full:
-    """A file on a disk that fills up: the first bytes of a line are written, then there is no room."""
+    """A file on a disk that fills up: only the first bytes of a line are written."""
 
     def __init__(self, file: Any, room: int) -> None:
         self.file, self.room = file, room
@@ -584,7 +584,7 @@ sys.exit(code)
 
 
 def run_command(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line where there is no MPI library; its last line tells which heavy modules it loaded."""
+    """Run the command line without an MPI library; its last line lists the heavy modules it loaded."""
     environment = {**os.environ, "MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
     return subprocess.run(
         [sys.executable, "-c", COMMAND, *words], env=environment, capture_output=True, text=True, timeout=60, check=False

@@ -1,4 +1,4 @@
-"""Validation data: held out of the training data by the seed, to steer by; test data judge the end."""
+"""Validation data: held out of the training data by the seed and used to steer; test data judge the result."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Numbered:
 
 
 def numbers(examples: Examples | None, **changes: Any) -> list[int]:
-    """The inputs of all examples."""
+    """Return the inputs of all examples."""
     assert examples is not None
     options: dict[str, Any] = {"seed": 0, "epoch": 0, "train": False, **changes}
     return examples.batch(np.arange(len(examples)), **options)[0].flatten().tolist()
@@ -81,7 +81,7 @@ def test_nothing_is_held_out_unless_asked_and_needed() -> None:
 
 
 def test_augmentation_follows_the_example_and_validation_has_none() -> None:
-    """Whatever its number among those that are left."""
+    """Whatever its index among the remaining examples."""
     data = build("resnet20", None, seed=0)[1]
     split = hold_out(data, 0.1, seed=5)
     assert isinstance(split.train, Subset)
@@ -97,7 +97,7 @@ def test_augmentation_follows_the_example_and_validation_has_none() -> None:
 @pytest.mark.parametrize("tokens", [500, 501, 509, 510, 511])
 @pytest.mark.parametrize("kind", [NextTokens, MaskedTokens])
 def test_windows_of_a_text_do_not_reach_into_those_held_out(tokens: int, kind: type[NextTokens]) -> None:
-    """Windows start anywhere in training, so that a window drawn by lot would overlap its neighbours."""
+    """Training windows start anywhere, so a randomly held-out window would overlap its neighbours."""
     more = (10_000,) if kind is MaskedTokens else ()
     whole = Data(kind(np.arange(tokens), 10, *more), Numbered(1), "tokens", {})
     split = hold_out(whole, 0.1, seed=0)
@@ -229,7 +229,7 @@ EVERY = ["--eval-every", "4"]
 
 @pytest.fixture
 def spied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[tuple[str, int, bool]]]:
-    """Module `spies`; returns what was taken of its data sets since the last call."""
+    """Create the module `spies`; returns a function that lists the examples read since its last call."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPISPARSE_PROGRESS", "plain")
     monkeypatch.syspath_prepend(tmp_path)
@@ -358,7 +358,7 @@ def test_a_split_stays_as_it_was(spied: Callable[[], Any], capsys: pytest.Captur
 def test_a_run_of_an_earlier_version_goes_on_as_it_was(
     spied: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its checkpoints say nothing of validation data, for there was none."""
+    """Its checkpoints have no validation data, which did not exist then."""
 
     save = checkpoint.begin_save
 

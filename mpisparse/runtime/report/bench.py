@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from mpisparse import __version__
 from mpisparse.arrays import Doubles
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.report import svg
@@ -22,6 +21,7 @@ from mpisparse.runtime.report.scale import fit
 from mpisparse.runtime.report.svg import HEIGHT, RIGHT, WIDTH, Frame, Look
 from mpisparse.runtime.report.thin import thin
 from mpisparse.runtime.report.units import number, say
+from mpisparse.version import __version__
 
 COLUMNS = 220
 BAR, NAMED, NAME_LETTER = 17.0, 200.0, 6.6  # height of a bar, maximum width of its name, width of a letter

@@ -9,11 +9,11 @@ from datetime import datetime
 from html import escape
 from importlib.resources import files
 
-from mpisparse import __version__
 from mpisparse.runtime.report import overlays, partitions, phases, summary
 from mpisparse.runtime.report.chart import QUIET, Sheet, run_classes
 from mpisparse.runtime.report.read import Event, Run
 from mpisparse.runtime.report.units import number, seconds
+from mpisparse.version import __version__
 
 CROWD = 4  # with more runs, bands are fainter
 LISTED = 40  # events per run that are listed
