@@ -16,6 +16,8 @@ from mpisparse.bench.recording import Recorder, Recording
 from mpisparse.bench.synthetic import worker_gradient
 from mpisparse.errors import CheckpointError, ConfigurationError
 
+pytestmark = pytest.mark.mpi
+
 
 class Odd(nn.Module):
     """Parameters in an order of their own, with sparse gradients, and with none."""
@@ -33,8 +35,8 @@ class Odd(nn.Module):
 
 
 @pytest.fixture
-def shared(comm: MPI.Intracomm, tmp_path: Path) -> Path:
-    return Path(comm.bcast(str(tmp_path)))
+def shared(mpi_tmp_path: Path) -> Path:
+    return mpi_tmp_path
 
 
 def backward(comm: MPI.Intracomm, model: nn.Module, step: int) -> np.ndarray:

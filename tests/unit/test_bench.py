@@ -26,7 +26,7 @@ def job(*words: object, ranks: int = 2) -> str:
         "MPISPARSE_PROGRESS": "plain",
     }  # fmt: skip
     command = [str(MPIRUN), "-n", str(ranks), sys.executable, *map(str, words)]
-    ended = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=300, check=False)
+    ended = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=900, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 
