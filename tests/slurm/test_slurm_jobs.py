@@ -281,20 +281,26 @@ def test_slurm_takes_what_the_command_prints(site: Site, words: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_template_of_each_mpi_on_four_nodes(site: Site) -> None:
-    out = site.reference(nodes=4, ranks=2)
-    told = (site.home / f"{out.name}-{site.submitted[-1]}.log").read_text()
+NODES = [2, pytest.param(4, marks=pytest.mark.slow)]  # of two ranks; test_doctor_under_srun has four nodes
+
+
+@pytest.mark.parametrize("nodes", NODES)
+def test_the_template_of_each_mpi(site: Site, nodes: int) -> None:
+    out = site.reference(nodes)
+    told = next(site.home.glob(f"{out.name}-*.log")).read_text()
     assert set(re.findall(r"^r(\d+) \|", told, re.MULTILINE)) == {"0"}, "output of one rank only"
 
 
-def test_mpirun_inside_sbatch_on_four_nodes(site: Site) -> None:
-    job = site.submit(site.fill_in("mpirun"), "--log-ranks", nodes=4, ranks=2, out="mpirun")
+@pytest.mark.parametrize("nodes", NODES)
+def test_mpirun_inside_sbatch(site: Site, nodes: int) -> None:
+    job = site.submit(site.fill_in("mpirun"), "--log-ranks", nodes=nodes, ranks=2, out=f"mpirun-{nodes}")
     assert job.wait() == ("COMPLETED", 0), job.told()
     assert "training is done, after 0 restarts" in job.told()
     logs = sorted((job.out / "logs").iterdir())
-    assert [log.name for log in logs] == [f"rank-{rank:04}.log" for rank in range(8)]
-    assert {re.findall(r" on (n\d),", log.read_text())[0] for log in logs} == {"n1", "n2", "n3", "n4"}
-    assert_same_end(job.out, site.reference(nodes=4, ranks=2))
+    assert [log.name for log in logs] == [f"rank-{rank:04}.log" for rank in range(2 * nodes)]
+    places = [re.findall(r" on (n\d),", log.read_text())[0] for log in logs]
+    assert [places.count(place) for place in sorted(set(places))] == [2] * nodes
+    assert_same_end(job.out, site.reference(nodes))
 
 
 def test_an_array_trains_each_line_and_comes_back_one_by_one(openmpi: Site) -> None:
