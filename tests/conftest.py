@@ -29,6 +29,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     no_gpu = pytest.mark.skip(reason="cuda: torch finds no GPU here")
     for item in items:
         if not item.get_closest_marker("mpi"):
+            if item.path.parent.name == "parallel":
+                raise pytest.UsageError(f"{item.nodeid} has no mark mpi; write pytestmark = pytest.mark.mpi in its file")
             item.add_marker("mpi_skip")  # a test of one process, which may start mpirun itself
         if item.get_closest_marker("slow") and not config.getoption("--all"):
             item.add_marker(slow)
