@@ -46,7 +46,7 @@ def sanitized(*args: str) -> subprocess.CompletedProcess[str]:
     }
     code = SCRIPT.format(paths=[str(HERE), str(HERE.parent)])
     return subprocess.run(
-        [sys.executable, "-c", code, *args], capture_output=True, text=True, check=False, env=environment, timeout=600
+        [sys.executable, "-c", code, *args], capture_output=True, text=True, check=False, env=environment, timeout=1800
     )
 
 

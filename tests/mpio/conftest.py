@@ -39,7 +39,7 @@ def probe() -> str:
     if not Path(PYTHON).exists() or not Path(MPIRUN).exists():
         return ""
     environment = os.environ | ENVIRONMENT | {"H5PY_ALWAYS_USE_MPI": "1"}
-    found = subprocess.run([PYTHON, "-c", PROBE], capture_output=True, text=True, timeout=120, env=environment, check=False)
+    found = subprocess.run([PYTHON, "-c", PROBE], capture_output=True, text=True, timeout=600, env=environment, check=False)
     return found.stdout.strip() if found.returncode == 0 else ""
 
 
@@ -52,7 +52,7 @@ def install() -> str:
     told = "there is no apt-get"
     for words in (get, ["apt-get", "update", "-qq"], get):
         try:
-            ended = subprocess.run(words, capture_output=True, text=True, timeout=600, env=environment, check=False)
+            ended = subprocess.run(words, capture_output=True, text=True, timeout=1800, env=environment, check=False)
         except FileNotFoundError:
             break
         if ended.returncode == 0 and words is get:

@@ -22,7 +22,7 @@ from mpisparse.checkpoint import h5file, store
 
 Command = Callable[..., list[str]]
 SUITE = Path(__file__).parents[1] / "parallel"
-TIMEOUT = 600.0
+TIMEOUT = 1800.0
 STEPS = 16
 SETTINGS = ["--model", "tiny:model", "--data", "tiny:data", "--batch-size", "4", "--density", "0.05", "--eval-every", "100"]
 TINY = """
@@ -92,7 +92,7 @@ def test_written_by_all_at_once_and_resumed_without_mpi_in_h5py_to_the_last_bit(
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_all_that_holds_for_checkpoints_on_ranks(home: Path, command: Command, ranks: int) -> None:
-    words = command(ranks, str(SUITE / "run.py"), str(SUITE / "test_checkpoint.py"), "-q", "--color=no")
+    words = command(ranks, "-m", "pytest", "--with-mpi", str(SUITE / "test_checkpoint.py"), "-q", "--color=no")
     told = run(home, words, MPISPARSE_TEST_DRIVER="mpio")
     assert "[100%]" in told
 

@@ -16,6 +16,8 @@ from torch import nn
 import mpisparse
 from mpisparse.errors import ConfigurationError
 
+pytestmark = pytest.mark.mpi
+
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 

@@ -13,6 +13,8 @@ from torch import nn
 
 import mpisparse
 
+pytestmark = pytest.mark.mpi
+
 both_paths = pytest.mark.parametrize("path", PATHS)
 SCHEMES = ["exdyna", "dense", "speculative"]
 
@@ -323,9 +325,8 @@ def test_frozen_while_results_are_in_flight(comm: MPI.Intracomm, staleness: int)
 
 
 @pytest.mark.parametrize("scheme", ["exdyna", "speculative"])
+@pytest.mark.mpi(min_size=2)
 def test_frozen_on_one_rank(comm: MPI.Intracomm, scheme: str) -> None:
-    if comm.size == 1:
-        return
     model = images()
     sync = mpisparse.GradientSync(model, scheme=scheme, density=0.2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -19,6 +19,8 @@ from mpisparse.backends.cuda.backend import CudaBackend
 from mpisparse.backends.device import load_backend, local_device
 from mpisparse.comm.exchange import cuda_awareness, local_rank
 
+pytestmark = pytest.mark.mpi
+
 STEPS = 4
 CPU = torch.device("cpu")
 

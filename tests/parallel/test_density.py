@@ -18,6 +18,8 @@ from torch.nn.functional import cross_entropy
 
 import mpisparse
 
+pytestmark = pytest.mark.mpi
+
 both_paths = pytest.mark.parametrize("path", PATHS)
 Loss = Callable[[nn.Module, torch.Generator], torch.Tensor]
 

@@ -17,6 +17,8 @@ from mpisparse.bench.synthetic import GivenModel
 from mpisparse.comm.exchange import Exchange
 from mpisparse.select import search
 
+pytestmark = pytest.mark.mpi
+
 both_paths = pytest.mark.parametrize("path", PATHS)
 Bytes = NDArray[np.uint8]
 

@@ -15,6 +15,8 @@ from mpisparse import checkpoint
 sys.path.insert(0, str(Path(__file__).parents[1] / "compare"))
 from steps import Training
 
+pytestmark = pytest.mark.mpi
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 

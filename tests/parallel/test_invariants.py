@@ -14,6 +14,8 @@ from torch import nn
 
 import mpisparse
 
+pytestmark = pytest.mark.mpi
+
 CODECS = ["fp32", "fp16", "bf16", "int8"]
 PATHS = ["step", "backward"]
 

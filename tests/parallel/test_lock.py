@@ -13,6 +13,8 @@ from mpisparse.comm.exchange import Exchange
 from mpisparse.errors import ConfigurationError, LockError
 from mpisparse.runtime.lock import RunLock, StoppedWaitingError, take
 
+pytestmark = pytest.mark.mpi
+
 
 class Asked:
     """A stand-in for StopRequest."""

@@ -10,6 +10,8 @@ from torch import nn
 
 import mpisparse
 
+pytestmark = pytest.mark.mpi
+
 both_paths = pytest.mark.parametrize("path", PATHS)
 
 

@@ -19,7 +19,7 @@ from mpisparse.errors import ConfigurationError, GradientError
 
 Floats = NDArray[np.float32]
 
-pytestmark = pytest.mark.filterwarnings("ignore:an adaptive optimizer")
+pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:an adaptive optimizer")]
 both_paths = pytest.mark.parametrize("path", PATHS)
 
 

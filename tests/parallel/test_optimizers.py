@@ -14,7 +14,7 @@ from torch import nn
 
 import mpisparse
 
-pytestmark = pytest.mark.filterwarnings("ignore:an adaptive optimizer")
+pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:an adaptive optimizer")]
 both_paths = pytest.mark.parametrize("path", PATHS)
 Make = Callable[..., torch.optim.Optimizer]
 

@@ -18,6 +18,8 @@ from torch import nn
 import mpisparse.sync
 from mpisparse.backends.device import load_backend
 
+pytestmark = pytest.mark.mpi
+
 STEPS = 8
 BOOST = (1.0, 1.1, 0.9, 1.0, 40.0, 0.02, 0.0, 1.0)  # gradients grow and vanish: control must search anew
 LAYERS = ((10, 30, 0.02), (1, 30, 1.0), (60, 100, 0.3), (1, 1, 5.0), (37, 41, 0.001), (90, 100, 0.05), (1, 0, 1.0))

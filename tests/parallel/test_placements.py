@@ -20,6 +20,8 @@ from torch import nn
 import mpisparse
 from mpisparse.select import search, selector
 
+pytestmark = pytest.mark.mpi
+
 Floats = NDArray[np.float32]
 N = 3000
 SCHEMES: dict[str, dict[str, Any]] = {

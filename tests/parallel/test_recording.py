@@ -16,6 +16,8 @@ from mpisparse.errors import CheckpointError, ConfigurationError
 from mpisparse.runtime import recording
 from mpisparse.runtime.recording import Recorder, Recording
 
+pytestmark = pytest.mark.mpi
+
 
 class Odd(nn.Module):
     """Parameters with an unusual memory order, with sparse gradients, and without gradients."""
@@ -33,8 +35,8 @@ class Odd(nn.Module):
 
 
 @pytest.fixture
-def shared(comm: MPI.Intracomm, tmp_path: Path) -> Path:
-    return Path(comm.bcast(str(tmp_path)))
+def shared(mpi_tmp_path: Path) -> Path:
+    return mpi_tmp_path
 
 
 def backward(comm: MPI.Intracomm, model: nn.Module, step: int) -> np.ndarray:

@@ -15,6 +15,8 @@ from torch import nn
 
 import mpisparse
 
+pytestmark = pytest.mark.mpi
+
 both_paths = pytest.mark.parametrize("path", PATHS)
 refuse = mpisparse.ConfigurationError
 
@@ -237,9 +239,8 @@ def test_bad_options(comm: MPI.Intracomm, options: dict[str, Any], words: str, a
         ({"scheme": "dense"}, "scheme dense"),
     ],
 )
+@pytest.mark.mpi(min_size=2)
 def test_options_that_differ(comm: MPI.Intracomm, options: dict[str, Any], words: str) -> None:
-    if comm.size == 1:
-        return
     mine = options if comm.rank == comm.size - 1 else {}
     text = raised(comm, refuse, lambda: mpisparse.GradientSync(small(), **mine))
     assert f"rank {comm.size - 1} has" in text
@@ -272,9 +273,8 @@ def half_frozen(model: nn.Linear) -> nn.Linear:
 
 
 @pytest.mark.parametrize("how", MODELS)
+@pytest.mark.mpi(min_size=2)
 def test_models_that_differ(comm: MPI.Intracomm, how: str) -> None:
-    if comm.size == 1:
-        return
     usual, other, words = MODELS[how]
     model = other() if comm.rank == comm.size - 1 else usual()
     text = raised(comm, refuse, lambda: mpisparse.GradientSync(model))

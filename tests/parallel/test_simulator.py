@@ -16,6 +16,8 @@ from mpisparse.bench.synthetic import GivenModel, Synthetic
 from mpisparse.errors import ConfigurationError
 from mpisparse.select import search
 
+pytestmark = pytest.mark.mpi
+
 
 class Apart(Synthetic):
     """Each rank has gradients only in its share of the vector; in the first share they are all equal."""

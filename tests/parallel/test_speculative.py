@@ -23,7 +23,7 @@ import mpisparse
 
 Floats = NDArray[np.float32]
 
-pytestmark = pytest.mark.filterwarnings("ignore:an adaptive optimizer")
+pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:an adaptive optimizer")]
 
 
 # The twin

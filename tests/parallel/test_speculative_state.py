@@ -22,7 +22,7 @@ from mpisparse.runtime.signals import StopRequest
 
 # Checkpoints
 
-pytestmark = pytest.mark.filterwarnings("ignore:an adaptive optimizer")
+pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:an adaptive optimizer")]
 
 
 def subjects(run: Run) -> dict[str, Any]:
@@ -269,9 +269,8 @@ def test_a_policy_without_losses(comm: MPI.Intracomm, staleness: int) -> None:
     run.close()  # twice does no harm
 
 
+@pytest.mark.mpi(min_size=2)
 def test_sums_beyond_float32(comm: MPI.Intracomm) -> None:
-    if comm.size == 1:
-        return
     run = Run(comm)
     run.optimizer.zero_grad()
     loss_of(run.model, seeded(comm.rank, 0)).backward()

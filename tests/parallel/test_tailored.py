@@ -11,6 +11,8 @@ from torch import nn
 from mpisparse.bench.sparse_models import experts, pruned
 from mpisparse.bench.tailored import Reduction, TailoredSync, by_mask, by_rows, by_use
 
+pytestmark = pytest.mark.mpi
+
 SIZES = {"channels": 1, "height": 3, "width": 4, "classes": 5}
 
 

@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from mpi4py import MPI
 from ranks import everywhere
 
 from mpisparse.runtime import train
 from mpisparse.runtime.settings import Settings
 from mpisparse.runtime.signals import StopRequest
+
+pytestmark = pytest.mark.mpi
 
 
 def test_one_validation_example_teaches_all_ranks(comm: MPI.Intracomm, directory: Path) -> None:

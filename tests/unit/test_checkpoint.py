@@ -591,7 +591,7 @@ for step in range(1, 21):
 def test_two_jobs_that_save_into_one_directory_lose_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SAVING, str(tmp_path)]
     jobs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    told = [job.communicate(timeout=120)[1] for job in jobs]
+    told = [job.communicate(timeout=900)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], told
     names = sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith(store.RETIRED))
     assert names[-2:] == ["step-00000019", "step-00000020"]

@@ -38,7 +38,7 @@ def load(before: str = "", after: str = "", **variables: str) -> list[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MPISPARSE_")}
     code = SCRIPT.format(before=before, after=after)
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**clean, **variables}, stdout=subprocess.PIPE, check=True, text=True, timeout=60
+        [sys.executable, "-c", code], env={**clean, **variables}, stdout=subprocess.PIPE, check=True, text=True, timeout=900
     )
     return done.stdout.splitlines()
 

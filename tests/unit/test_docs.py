@@ -34,7 +34,7 @@ from mpisparse.schemes import configure
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-TIMEOUT = 300.0  # seconds, for a job that takes a few
+TIMEOUT = 900.0  # seconds, for a job that takes a few
 
 BIG = "takes minutes on 25 million elements; test_bench.py runs it small"
 LONG = "trains for minutes; test_bench.py runs it short"

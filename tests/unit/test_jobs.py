@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-TIMEOUT = 120.0  # seconds for a job; one takes about three, on a machine with nothing else to do
+TIMEOUT = 900.0  # seconds for a job; one takes about three, on a machine with nothing else to do
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 MORE_RANKS_THAN_CORES = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_mpi_yield_when_idle": "1"}
@@ -176,8 +176,8 @@ def end(job: subprocess.Popen[bytes]) -> None:
         job.wait()
 
 
-def end_survivors(source: Path, pids: Path, patience: float = 5.0) -> list[int]:
-    """Kill the ranks that still run the script after a time-out; returns them."""
+def end_survivors(source: Path, pids: Path, patience: float = 60.0) -> list[int]:
+    """The ranks that still run the script when patience is over, now killed."""
     noted = [int(path.name) for path in pids.iterdir()]
     until = time.monotonic() + patience
     while (alive := [pid for pid in noted if is_running(pid, source)]) and time.monotonic() < until:

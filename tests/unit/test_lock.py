@@ -23,7 +23,7 @@ from mpisparse.owner import Owner, start_of, this_process
 from mpisparse.runtime import lock as module
 from mpisparse.runtime.lock import RunLock, StoppedWaitingError, take
 
-TIMEOUT = 60.0
+TIMEOUT = 600.0
 
 
 class Asked:

@@ -196,7 +196,7 @@ def test_mpi_starts_with_what_each_script_exports(tmp_path: Path, capsys: pytest
         for python in pythons:
             words = [str(Path(python).with_name("mpirun")), "-n", "2", python, "-c", check]
             environment = {**os.environ, **allowed, **dict(variables)}
-            done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300, check=False)
+            done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=900, check=False)
             said = f"{python} with the environment of {', '.join(names)}: {done.stdout + done.stderr}"
             assert done.returncode == 0, said
             assert "2 ranks" in done.stdout, said

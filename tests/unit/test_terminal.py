@@ -14,7 +14,7 @@ from mpisparse.runtime import progress
 from mpisparse.runtime.terminal import LAUNCHED, LAUNCHERS
 
 MPIRUN = Path(sys.executable).with_name("mpirun")
-TIMEOUT = 300.0  # seconds, for a job that takes a few
+TIMEOUT = 900.0  # seconds, for a job that takes a few
 ESCAPE = "\x1b"
 ALLOWED = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1",

@@ -77,7 +77,7 @@ class Job:
             dog.close()
         for dog in self.dogs:
             if dog.thread.ident is not None:
-                dog.thread.join(60)
+                dog.thread.join(600)
                 assert not dog.thread.is_alive()
             elif dog.mail is not None:
                 dog.mail.close()
@@ -97,9 +97,9 @@ def make() -> Iterator[Callable[..., Job]]:
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 600
     while not condition():
-        assert time.monotonic() < until, "waited for a minute"
+        assert time.monotonic() < until, "waited for ten minutes"
         time.sleep(0.01)
 
 
