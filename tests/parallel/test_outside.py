@@ -16,9 +16,11 @@ from mpisparse.comm.exchange import Exchange
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.metrics import StepRows
 
+pytestmark = pytest.mark.mpi
+
 
 @pytest.mark.parametrize("path", ["step", "backward"])
-@pytest.mark.parametrize("codec", ["fp32", "upper16", "momentum-upper16", "momentum-fp16", "momentum-bf16"])
+@pytest.mark.parametrize("codec", ["upper16", "momentum-upper16", "bitmap", "momentum-bitmap", "momentum-fp16"])
 @pytest.mark.parametrize("scheme", ["census", "exdyna", "momentum", "topk"])
 def test_nothing_is_lost_and_replicas_are_equal(comm: MPI.Intracomm, scheme: str, codec: str, path: str) -> None:
     model = small()
