@@ -28,6 +28,13 @@ def test_nothing_is_lost_and_replicas_are_equal(comm: MPI.Intracomm, scheme: str
     train_lawfully(comm, model, sync, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loss_of, 8)
 
 
+@pytest.mark.parametrize("codec", ["upper16", "bitmap"])
+def test_a_scheme_whose_ranks_send_their_own_elements_loses_nothing(comm: MPI.Intracomm, codec: str) -> None:
+    model = small()
+    sync = mpisparse.GradientSync(model, scheme="speculative", codec=codec, density=0.05, staleness=0)
+    train_lawfully(comm, model, sync, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loss_of, 8)
+
+
 def test_a_scheme_reports_its_own_phase_and_detail(comm: MPI.Intracomm) -> None:
     model = small()
     sync = mpisparse.GradientSync(model, scheme="census", density=0.02, share=0.25)
