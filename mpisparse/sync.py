@@ -159,14 +159,14 @@ class GradientSync:
         if self._options.nonfinite == "skip" and NONFINITE in statuses and not added:
             self._skip()
             return
-        error, damage = explain(refusal, self._exchange, self._layout.name_at, self._gradients.frozen.names())
+        late_step = self._aggregator.applied if self._aggregator.staleness else None
+        frozen = self._gradients.frozen.names()
+        error, damage = explain(refusal, self._exchange, self._layout.name_at, frozen, late_step)
         if isinstance(refusal, Overflow):
             self._gradients.drop()
-        if self._aggregator.staleness:
-            damage = damage or "a step was refused"  # other ranks have gone on since
-        lasting = added or isinstance(refusal, StepRefused)
-        self._damaged = damage if damage and lasting else self._damaged
-        raise error from None
+        if added or NONFINITE in statuses:
+            self._damaged = damage or "a step was refused after its gradients were added"
+        raise error from (refusal.__cause__ or self._aggregator.cause)
 
     def _used_late(self, delivered: Any) -> Bools | None:
         """Which parameters had a gradient in the step whose mean is published; none before the first delivery."""

@@ -141,6 +141,16 @@ class Aggregator:
         return self.works.selection.step + len(self.works.flight or ())
 
     @property
+    def applied(self) -> int:
+        """The number of deliveries applied."""
+        return self.works.selection.step
+
+    @property
+    def cause(self) -> Exception | None:
+        """The error behind what ready() last reported."""
+        return self.works.scorer.cause
+
+    @property
     def k_scale(self) -> float:
         """The factor on the set density that observed metrics led to."""
         scale = 1.0

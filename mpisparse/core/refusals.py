@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 Names = Callable[[int], str]  # the name of the parameter that holds a flat index
 
 
-def explain(refusal: Refusal, exchange: Exchange, name_at: Names, frozen: str) -> tuple[Exception, str]:
+def explain(
+    refusal: Refusal, exchange: Exchange, name_at: Names, frozen: str, late_step: int | None = None
+) -> tuple[Exception, str]:
     """The error that every rank raises, and how the residual was damaged by then, in words; collective.
 
-    `frozen`: the names of this rank's frozen parameters.
+    `frozen`: the names of this rank's frozen parameters. `late_step`: the step that is refused, if others followed it.
     """
     me = f"r{exchange.rank} | "
     if isinstance(refusal, DensityDiffers):
@@ -39,7 +41,7 @@ def explain(refusal: Refusal, exchange: Exchange, name_at: Names, frozen: str) -
         found = f"the sum over ranks is beyond what float32 holds in {name_at(index)} (flat index {index})"
         return NonFiniteGradientError(f"{me}{found}; lower the learning rate or clip"), found
     assert isinstance(refusal, StepRefused)
-    return _statuses(me, refusal, exchange, name_at)
+    return _statuses(me, refusal, exchange, name_at, late_step)
 
 
 def _densities(me: str, ks: Sequence[int]) -> Exception:
@@ -54,7 +56,9 @@ def _frozen(me: str, names: Sequence[str]) -> Exception:
     return GradientError(f"{me}the ranks have frozen different parameters{which}; call requires_grad_() on all ranks alike")
 
 
-def _statuses(me: str, refused: StepRefused, exchange: Exchange, name_at: Names) -> tuple[Exception, str]:
+def _statuses(
+    me: str, refused: StepRefused, exchange: Exchange, name_at: Names, late_step: int | None
+) -> tuple[Exception, str]:
     """The gravest trouble of the first rank that has it."""
     first = {status: (rank, detail) for rank, (status, detail) in reversed(list(enumerate(refused.statuses)))}
     if NONFINITE in first:
@@ -65,6 +69,8 @@ def _statuses(me: str, refused: StepRefused, exchange: Exchange, name_at: Names)
     if BROKEN in first:
         texts = exchange.gather_texts(refused.trouble)
         rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
+        if late_step is not None:
+            text = f"step {late_step} failed on rank {rank}: {text}; load a saved state"
         return GradientError(f"r{rank} | {text}"), ""
     if STALE in first:
         rank, index = first[STALE]

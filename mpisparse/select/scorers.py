@@ -44,6 +44,7 @@ class Scorer:
     prior: float = 0.0
     by_magnitude: bool = False
     tags: Bytes | None = None
+    cause: Exception | None = None  # the error behind what ready() last reported
     acc: Floats
 
     def ready(self, exempt: Exempt, lap: Lap) -> str:

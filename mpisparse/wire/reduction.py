@@ -136,6 +136,7 @@ class OwnByOwner(NamedTuple):
         counts, nbytes = rows[:, : exchange.size], rows[:, exchange.size :]
         arrived = exchange.route(np.concatenate(payloads), nbytes)
         rank, mine = exchange.rank, by_rank[exchange.rank]
+        cause: Exception | None = None
         union, total, back, first_bad, failure = NO_INDEX, NO_VALUES, np.empty(0, dtype=np.uint8), -1, ""
         try:
             union, total = self._sum(backend, mine, arrived, counts[:, rank].tolist(), nbytes[:, rank].tolist())
@@ -143,10 +144,10 @@ class OwnByOwner(NamedTuple):
             first_bad = int(union[bad[0]]) if len(bad) else -1
             back = self._message(backend, mine, union, total) if first_bad < 0 else back
         except Exception as error:  # the other ranks wait: they must hear of it
-            failure = f"{type(error).__name__}: {error}"
+            failure, cause = f"{type(error).__name__}: {error}", error
         sizes = exchange.allgather(np.array([len(back), len(union), first_bad, bool(failure)], dtype=np.int64))
         if sizes[:, 3].any():
-            raise StepRefused([(BROKEN if failed else FINE, 0) for failed in sizes[:, 3].tolist()], failure)
+            raise StepRefused([(BROKEN if failed else FINE, 0) for failed in sizes[:, 3].tolist()], failure) from cause
         if (sizes[:, 2] >= 0).any():
             raise Overflow(int(sizes[:, 2].max()))
         starts = np.cumsum([0, *sizes[:, 0]]).tolist()

@@ -65,8 +65,18 @@ class Run:
         with self.sync.global_weights():
             shared = bits(self.tensors())
         state = self.sync.state_dict()
-        flight = [torch.as_tensor(v) for r in state["step.flight"] for v in (r["index"], r["mean"], r["left"])]
+        arrays = ("index", "mean", "sent", "left", "kept_index", "kept")
+        flight = [torch.as_tensor(r[key]) for r in state.get("step.flight", ()) for key in arrays]
         return b"#".join([own, shared, bits([self.sync.residual, state["step.mean.influence"], *flight])])
 
     def close(self) -> None:
         self.sync.close()
+
+
+def leftovers(state: dict[str, Any]) -> torch.Tensor:
+    """What this rank keeps of deliveries in flight: what the codec did not send, and did not return as an owner."""
+    left = torch.zeros(len(state["residual"]), dtype=torch.float64)
+    for result in state["step.flight"]:
+        for index, values in (("sent", "left"), ("kept_index", "kept")):
+            left[torch.as_tensor(result[index])] += torch.as_tensor(result[values]).double()
+    return left

@@ -11,7 +11,7 @@ import pytest
 import torch
 from mpi4py import MPI
 from ranks import bits, everywhere, loss_of, raised, seeded, small, total
-from speculating import Run
+from speculating import Run, leftovers
 
 import mpisparse
 from mpisparse import checkpoint
@@ -65,10 +65,7 @@ def test_a_checkpoint_holds_the_global_weights(comm: MPI.Intracomm, directory: P
     checkpoint.load(directory, **subjects(alone))
     with alone.sync.global_weights():
         assert everywhere(comm, bits(plain.parameters()) == bits(alone.model.parameters()))
-    flight = run.sync.state_dict()["step.flight"][0]
-    left = torch.zeros_like(run.sync.residual)
-    left[torch.as_tensor(flight["left_index"])] = torch.as_tensor(flight["left"])
-    held = total(comm, run.sync.residual.double() + left.double()) / comm.size
+    held = total(comm, run.sync.residual.double() + leftovers(run.sync.state_dict())) / comm.size
     assert everywhere(comm, torch.allclose(alone.sync.residual.double(), held, atol=1e-7))
     alone.train(6, 9).close()
     run.close()
@@ -128,7 +125,9 @@ def test_a_noted_loss_counts_once(comm: MPI.Intracomm, directory: Path, saved_at
     options: dict[str, Any] = {"granularity": "learned", "largest": 10_000}
     whole, saved, resumed = (Run(comm, **options) for _ in range(3))
     losses = [
-        result["loss"] for step in range(16) for result in train(whole, step, step + 1).sync.state_dict()["step.flight"]
+        result["figures"][0]
+        for step in range(16)
+        for result in train(whole, step, step + 1).sync.state_dict()["step.flight"]
     ]
     assert [not math.isnan(loss) for loss in losses] == [step % 4 == 0 for step in range(16)]
     train(saved, 0, saved_at)
@@ -138,7 +137,7 @@ def test_a_noted_loss_counts_once(comm: MPI.Intracomm, directory: Path, saved_at
     for run in (saved, resumed):
         run.noting = False
         run.step(saved_at)
-        assert everywhere(comm, run.sync.state_dict()["step.flight"][-1]["loss"] == 7.0)
+        assert everywhere(comm, run.sync.state_dict()["step.flight"][-1]["figures"][0] == 7.0)
         train(run, saved_at + 1, 24)
     assert everywhere(comm, saved.bits() == resumed.bits())
     assert everywhere(
@@ -233,7 +232,8 @@ def test_an_error_in_the_thread_is_raised_by_all(
         if comm.rank == comm.size - 1:
             patch.setattr(OwnByOwner, "_sum", fail)
         said = raised(comm, GradientError, lambda: run.train(3, 4 + staleness))
-        assert f"r{comm.size - 1} | MemoryError: no room" in said
+        step = "" if staleness == 0 else f"step 3 failed on rank {comm.size - 1}: "
+        assert f"{step}MemoryError: no room" in said
         must_be_loaded(run)
         settled(run)
     checkpoint.load(directory, **subjects(run))
@@ -262,9 +262,33 @@ def test_an_error_in_the_users_function_is_raised_by_all(comm: MPI.Intracomm, na
     failing = 2 if name == "probe" else 4  # a probe asks twice
     run.train(0, failing + staleness)
     said = raised(comm, GradientError, lambda: run.step(failing + staleness))
-    assert f"step {failing} failed on rank {comm.size - 1}: {name}(): LookupError: no batch" in said
-    must_be_loaded(run)
+    assert f"{name}(): LookupError: no batch" in said
+    if staleness:
+        assert f"step {failing} failed on rank {comm.size - 1}: {name}()" in said
+        must_be_loaded(run)
     run.close()
+
+
+def test_a_failed_function_at_staleness_0_changes_nothing(comm: MPI.Intracomm) -> None:
+    """All ranks hear of it before anything is added: the step can be done again."""
+    run = Run(comm, staleness=0, granularity="rule", confidence=lambda: told())
+    twin = Run(comm, staleness=0, granularity="rule", confidence=lambda: 0.5)
+    fails = [False]
+
+    def told() -> float:
+        if fails[0] and comm.rank == comm.size - 1:
+            raise LookupError("no batch")
+        return 0.5
+
+    run.train(0, 3)
+    fails[0] = True
+    raised(comm, GradientError, lambda: run.step(3))
+    fails[0] = False
+    run.train(3, 6)
+    twin.train(0, 6)
+    assert everywhere(comm, run.bits() == twin.bits())
+    run.close()
+    twin.close()
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -141,6 +141,7 @@ class Predicted(WholeGradient):
             with exempt("validating"):
                 self.gradient = self.validate()
         except Exception as error:
+            self.cause = error
             return str(error) or type(error).__name__
         finally:
             lap("validate")

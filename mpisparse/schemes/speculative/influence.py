@@ -122,6 +122,7 @@ class InfluenceScorer(Magnitude):
                 asked = "confidence"
                 known = (probed if math.isnan(noted) else noted, self._confidence(noted))
         except Exception as error:
+            self.cause = error
             return f"{asked}(): {type(error).__name__}: {error}"
         finally:
             lap("probe")
