@@ -1,5 +1,5 @@
 // What the CUDA kernels share. All *.cu are joined, this one first, and compiled as one source without headers, by NVRTC, by nvcc
-// or, with an emulator in front of them, by a C++ compiler. mpisparse/backends/reference.py says in NumPy what each operation does.
+// or, with an emulator in front of them, by a C++ compiler. mpisparse/backends/numpy_backend.py says in NumPy what each operation does.
 //
 // Results are those of the CPU kernels to the last bit: products and sums are rounded one by one (never fused), magnitudes are
 // compared as integers, and what is collected is put in order by counting first: mark, scan, write. A tile of TILE elements

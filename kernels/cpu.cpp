@@ -1,5 +1,5 @@
 // The CPU backend: every pass over the flat vector, and the small dense loops around the messages.
-// mpisparse/backends/reference.py says in NumPy what each function does; the two agree to the last bit.
+// mpisparse/backends/numpy_backend.py says in NumPy what each function does; the two agree to the last bit.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>

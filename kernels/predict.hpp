@@ -1,6 +1,6 @@
 // Importance by small nets, one for each layer: from the last gradients of an element, oriented by the sign of what waits in its
 // accumulator and measured in the layer's root mean square, through HIDDEN rectified units to a number in (0, 1). Only
-// operations that IEEE 754 fixes to the last bit, in a fixed order: mpisparse/backends/reference.py gives the same bits.
+// operations that IEEE 754 fixes to the last bit, in a fixed order: mpisparse/backends/numpy_backend.py gives the same bits.
 #pragma once
 #include <algorithm>
 #include <cmath>

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from mpisparse.arrays import Bools, Bytes, Floats, Ints
-from mpisparse.backends.reference import BF16, FP16, FP32, FP64
+from mpisparse.backends.kinds import BF16, FP16, FP32, FP64
 from mpisparse.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mpisparse.backends import device, reference
+import mpisparse
+from mpisparse.backends import device, numpy_backend
 from mpisparse.errors import ConfigurationError
 
 # Prints the backend or the error, then warnings. Torch is slow to load and not needed to choose: an empty module stands in.
@@ -84,7 +87,7 @@ def test_unknown_names(cpu: Any) -> None:
 
 def test_a_name_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPISPARSE_BACKEND", "nonsense")
-    assert device.load_backend("numpy") is reference
+    assert device.load_backend("numpy") is numpy_backend
     with pytest.raises(ConfigurationError, match=r"unknown backend .* 'cuda'; choose from: native, numpy"):
         device.load_backend("cuda")
 
@@ -100,3 +103,26 @@ def test_native_kernels_take_torchs_threads(cpu: Any, monkeypatch: pytest.Monkey
         for name in device.THREADED:
             assert getattr(kernels, name)("a", "b") == ("a", "b", threads)
         assert kernels.take("a", "b") == ("a", "b")
+
+
+def imported(file: Path) -> set[str]:
+    """The modules, and names in modules, that a file imports anywhere, inside functions too."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} has a relative import, which this test does not resolve"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+    return names
+
+
+def test_production_code_does_not_import_the_oracle() -> None:
+    """Only the choice of the backend may import the NumPy backend, and only that its nets."""
+    root = Path(mpisparse.__file__).parent
+    importers: dict[str, set[str]] = {"numpy_backend": set(), "numpy_nets": set()}
+    for file in root.rglob("*.py"):
+        for module, found in importers.items():
+            if f"mpisparse.backends.{module}" in imported(file):
+                found.add(file.relative_to(root).as_posix())
+    assert importers == {"numpy_backend": {"backends/device.py"}, "numpy_nets": {"backends/numpy_backend.py"}}

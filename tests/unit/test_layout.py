@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mpisparse.backends import device
-from mpisparse.backends.reference import BF16, FP16, FP32
+from mpisparse.backends.kinds import BF16, FP16, FP32
 from mpisparse.errors import ConfigurationError
 from mpisparse.model.layout import Layout, Published, add_sparse_, collect, in_order, memory_order, zeros
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mpisparse.backends import reference
+from mpisparse.backends import numpy_backend
 from mpisparse.core.agree import Inputs
 from mpisparse.select.candidates import Found
 from mpisparse.select.scorers import Magnitude
@@ -83,9 +83,9 @@ def settle(acc: Floats, controller: Controller, k: int) -> tuple[Settled, int]:
     lo, hi, floor = (0, len(acc), float(ladder[0])) if len(ladder) else (0, 0, 0.0)
     bounded: Any = Bounded(controller)
     inputs = Inputs(None, k, np.zeros(1, dtype=np.bool_))
-    scorer = Magnitude(torch.from_numpy(acc), reference)
-    settlement = Settlement(Alone(), reference, scorer, bounded, inputs)  # type: ignore[arg-type]
-    settled = settlement.settle((0, len(acc)), ladder, Found(*reference.select(acc, lo, hi, floor)))
+    scorer = Magnitude(torch.from_numpy(acc), numpy_backend)
+    settlement = Settlement(Alone(), numpy_backend, scorer, bounded, inputs)  # type: ignore[arg-type]
+    settled = settlement.settle((0, len(acc)), ladder, Found(*numpy_backend.select(acc, lo, hi, floor)))
     assert settled.total[settled.rung] == (np.abs(acc) >= np.float32(settled.threshold)).sum()
     return settled, bounded.rounds
 
@@ -290,8 +290,8 @@ def test_located_ladders_hold_k(seed: int, k: int, power: int) -> None:
     rng = np.random.default_rng(seed)
     acc = (np.clip(rng.standard_t(2, 500), -9, 9) * 10.0**power).astype(np.float32)
     acc[: rng.integers(0, 400)] = 0
-    ladder = locate_rungs(reference.histogram(acc, 0, 500), k)
-    reached = reference.tail_counts(np.abs(acc), ladder)
+    ladder = locate_rungs(numpy_backend.histogram(acc, 0, 500), k)
+    reached = numpy_backend.tail_counts(np.abs(acc), ladder)
     assert reached[0] >= k or (ladder[0] == np.float32(TINY) and reached[0] == np.count_nonzero(acc))
     assert reached[-1] < k
     assert ladder[-1] <= 1.34 * ladder[0] or ladder[0] < 1e-37

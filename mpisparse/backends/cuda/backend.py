@@ -1,4 +1,4 @@
-"""The operations of mpisparse.backends.reference on a device, by launches; the same results to the last bit.
+"""The operations of mpisparse.backends.protocol on a device, by launches; the same results to the last bit.
 
 Vectors, indices and values are device arrays; counts and everything small come back as NumPy arrays. What is collected is
 put in order in three launches (mark, scan, write), between which the host learns only how much there is.
@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from mpisparse.arrays import Bytes, Floats, Ints
 from mpisparse.backends.cuda.arrays import DeviceArray, allocate
 from mpisparse.backends.cuda.launcher import Launcher
+from mpisparse.backends.protocol import GROUP
 
 Found = tuple[DeviceArray, DeviceArray, int]
 
-GROUP = 256
 RUNGS = 1024  # the most that one launch of tail_counts takes
 
 

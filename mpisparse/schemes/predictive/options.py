@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mpisparse.backends.reference import PRODUCTS, SCORES
+from mpisparse.backends.keys import PRODUCTS, SCORES
 from mpisparse.core.records import Parts
 from mpisparse.core.rescale import MassScale
 from mpisparse.errors import ConfigurationError, check_choice

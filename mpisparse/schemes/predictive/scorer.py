@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from mpisparse.arrays import Bytes, Halves, Ints
-from mpisparse.backends.reference import BF16, FP32, round_to, widen
+from mpisparse.backends.kinds import BF16, FP32, round_to, widen
 from mpisparse.core.agree import Inputs
 from mpisparse.errors import ConfigurationError
 from mpisparse.model.layout import Gradients, Layout, in_order, zeros

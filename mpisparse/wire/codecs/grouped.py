@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpisparse.arrays import Bytes, Floats
-
-GROUP = 256
+from mpisparse.backends.protocol import GROUP
 
 
 def grouped_nbytes(count: int, itemsize: int) -> int:

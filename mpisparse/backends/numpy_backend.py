@@ -1,13 +1,10 @@
-"""Every kernel in plain NumPy: the oracle of the tests, and the backend where no compiler was found.
+"""Every kernel in plain NumPy: the backend where no compiler was found, and the oracle of the kernel tests.
 
-Gradients arrive as addresses of dense memory in their parameter's own element order; `kinds` are the element types
-below. `ends` are the parameters' ends in the flat vector; address 0 is an absent gradient.
+mpisparse.backends.protocol explains the arguments. Only `load_backend` in mpisparse.backends.device imports this module;
+a test enforces it.
 """
 
 from __future__ import annotations
-
-import ctypes
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,43 +19,15 @@ from mpisparse.backends.host_arrays import late_nonfinite as late_nonfinite
 from mpisparse.backends.host_arrays import pick as pick
 from mpisparse.backends.host_arrays import search as search
 from mpisparse.backends.host_arrays import to_host as to_host
-
-FP32, FP16, BF16, FP64 = 0, 1, 2, 3
-PRODUCTS, SCORES = 1, 2  # what scored elements are compared by; see keys_of
-HIDDEN = 8  # units of a net that predicts importance
-ITEMSIZE = {FP32: 4, FP16: 2, BF16: 2, FP64: 8}
-STORED: dict[int, Any] = {FP32: np.float32, FP16: np.uint16, BF16: np.uint16, FP64: np.float64}
-GROUP = 256
+from mpisparse.backends.keys import keys_of
+from mpisparse.backends.kinds import BF16, FP16, memory, round_to, widen
+from mpisparse.backends.numpy_nets import gather as gather
+from mpisparse.backends.numpy_nets import learn as learn
+from mpisparse.backends.numpy_nets import predict as predict
+from mpisparse.backends.numpy_nets import record as record
+from mpisparse.backends.protocol import GROUP
 
 name = "numpy"
-
-
-def memory(address: int, kind: int, count: int) -> NDArray[Any]:
-    """An array over foreign memory, 16-bit types as their bit patterns."""
-    raw = (ctypes.c_uint8 * (count * ITEMSIZE[kind])).from_address(address)
-    return np.ctypeslib.as_array(raw).view(STORED[kind])
-
-
-def widen(values: NDArray[Any], kind: int) -> Floats:
-    """Exact float32 values of what memory() returned."""
-    if kind == FP16:
-        return values.view(np.float16).astype(np.float32)
-    if kind == BF16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32, copy=False)
-
-
-def round_to(values: Floats, kind: int) -> NDArray[Any]:
-    """The nearest finite values of a type, as memory() stores it."""
-    if kind == FP16:
-        with np.errstate(over="ignore"):
-            return np.clip(values.astype(np.float16), -65504, 65504).view(np.uint16)
-    if kind == BF16:
-        bits = values.view(np.uint32)
-        halves = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-        infinite = (halves & 0x7FFF) == 0x7F80
-        return np.where(infinite, (halves & 0x8000) | 0x7F7F, halves).astype(np.uint16)
-    return values.astype(STORED[kind])
 
 
 def _first_bad(values: Floats, base: int = 0) -> int:
@@ -134,18 +103,6 @@ def select(acc: Floats, lo: int, hi: int, floor: float) -> tuple[Ints, Floats, i
     return at.astype(np.int64) + lo, magnitude[at], _first_bad(magnitude, lo)
 
 
-def keys_of(acc: Floats, scores: Bytes, key: int) -> Floats:
-    """PRODUCTS: magnitude x (score + 1) / 256. SCORES: a float whose bits are those of the score, then of the magnitude."""
-    magnitude = np.abs(acc)
-    if key == PRODUCTS:
-        share = (scores.astype(np.float32) + np.float32(1)) * np.float32(2**-8)
-        with np.errstate(invalid="ignore"):
-            product: Floats = magnitude * share
-        return product
-    bits: Floats = (scores.astype(np.uint32) << 23 | magnitude.view(np.uint32) >> 8).view(np.float32)
-    return bits
-
-
 def accumulate_select_scored(
     acc: Floats, scores: Bytes, key: int, pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes,
     lo: int, hi: int, floor: float,
@@ -166,107 +123,6 @@ def select_scored(acc: Floats, scores: Bytes, key: int, lo: int, hi: int, floor:
 def histogram_scored(acc: Floats, scores: Bytes, key: int, lo: int, hi: int) -> Ints:
     """As histogram, of keys that combine scores with magnitudes."""
     return histogram(keys_of(acc[lo:hi], scores[lo:hi], key), 0, hi - lo)
-
-
-def record(pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes, lo: int, out: Halves) -> None:
-    """Write the gradients of [lo, lo + len(out)) as finite bfloat16; an absent one is zeros."""
-    out[:] = 0
-    begin, hi = 0, lo + len(out)
-    for pointer, end, kind in zip(pointers.tolist(), ends.tolist(), kinds.tolist(), strict=True):
-        a, b = max(begin, lo), min(end, hi)
-        if pointer and a < b:
-            out[a - lo : b - lo] = round_to(widen(memory(pointer, kind, end - begin)[a - begin : b - begin], kind), BF16)
-        begin = end
-
-
-def gather(pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes, index: Ints, out: Floats) -> None:
-    """Write the gradients at ascending indices; an absent one is zero."""
-    out[:] = 0.0
-    begin = 0
-    for pointer, end, kind in zip(pointers.tolist(), ends.tolist(), kinds.tolist(), strict=True):
-        a, b = np.searchsorted(index, (begin, end))
-        if pointer and a < b:
-            out[a:b] = widen(memory(pointer, kind, end - begin)[index[a:b] - begin], kind)
-        begin = end
-
-
-@np.errstate(over="ignore")
-def _features(history: Halves, inverse: Floats, depth: int) -> Floats:
-    """Signed logarithms of the last gradients in units of their layers; oriented by the accumulator, the last row."""
-    rows = history.reshape(depth + 1, -1)
-    x = widen(rows[:depth], BF16) * inverse
-    length = ((np.float32(1) + np.abs(x)).view(np.int32) - np.int32(0x3F800000)).astype(np.float32) * np.float32(2**-23)
-    sign = (x.view(np.uint32) & 0x80000000) ^ ((rows[depth].astype(np.uint32) & 0x8000) << 16)
-    features: Floats = (length.view(np.uint32) ^ sign).view(np.float32)
-    return features
-
-
-def _forward(nets: Floats, x: Floats) -> tuple[Floats, Floats]:
-    """The hidden units before they are rectified, and the output, of elements (last axis) in their own nets (rows)."""
-    depth = len(x)
-    units = nets[:, HIDDEN * depth : HIDDEN * (depth + 1)].T.copy()
-    z = nets[:, HIDDEN * (depth + 2)].copy()
-    for j in range(HIDDEN):
-        for h in range(depth):
-            units[j] += nets[:, j * depth + h] * x[h]
-        z += nets[:, HIDDEN * (depth + 1) + j] * np.where(units[j] > 0, units[j], np.float32(0))
-    return units, z
-
-
-def _importance(z: Floats) -> Floats:
-    half = np.float32(0.5)
-    return (half + half * (z / (np.float32(1) + np.abs(z)))).astype(np.float32, copy=False)
-
-
-def _layers(ends: Ints) -> Ints:
-    return np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
-
-
-def predict(history: Halves, nets: Floats, inverse: Floats, ends: Ints, depth: int, out: Bytes) -> None:
-    """Score elements by their layers' nets: importance in (0, 1) in steps of 1 / 255. `ends` are the layers' among them."""
-    layer = _layers(ends)
-    _, z = _forward(nets.reshape(len(ends), -1)[layer], _features(history, inverse[layer], depth))
-    out[:] = np.minimum(_importance(z) * np.float32(255), np.float32(254))
-
-
-@np.errstate(over="ignore", invalid="ignore", divide="ignore")
-def learn(
-    nets: Floats, mean: Floats, square: Floats, history: Halves, inverse: Floats, ends: Ints, depth: int,
-    magnitude: Floats, pairs: Ints, weights: Floats, batch: int, rate: float, corrections: Floats,
-) -> None:  # fmt: skip
-    """Learn from pairs (better, worse) to give the better the larger key, importance x magnitude, by Adam in batches.
-
-    Goes down the slope of (worse - better) / (worse + better), the weighted mean over a batch of pairs.
-    """
-    layer, size = _layers(ends), HIDDEN * (depth + 2) + 1
-    every = _features(history, inverse[layer], depth)
-    f32 = np.float32
-    for b, start in enumerate(range(0, len(weights), batch)):
-        chosen = pairs[2 * start : 2 * (start + batch)]
-        own, x = nets.reshape(-1, size)[layer[chosen]], every[:, chosen]
-        units, z = _forward(own, x)
-        key = (_importance(z) * magnitude[chosen]).reshape(-1, 2)
-        both = (key[:, 0] + key[:, 1])[:, None]
-        shares = key / both
-        share = weights[start : start + batch] * (f32(2) * (shares[:, 0] * shares[:, 1]))
-        slope = np.where(both[:, 0] > 0, share, f32(0))
-        slope = np.stack([-slope, slope], axis=1).reshape(-1)
-        wide = f32(1) + np.abs(z)
-        at_z = (slope / _importance(z)) * (f32(0.5) / (wide * wide))
-        at_unit = np.where(units > 0, at_z * own[:, HIDDEN * (depth + 1) : -1].T, f32(0))
-        parts = [
-            *(at_unit[j] * x[h] for j in range(HIDDEN) for h in range(depth)),
-            *at_unit,
-            *(at_z * np.where(units > 0, units, f32(0))),
-            at_z,
-        ]
-        slopes = np.zeros((len(ends), size), dtype=np.float32)
-        np.add.at(slopes, layer[chosen], np.stack(parts, axis=1))
-        g = slopes.reshape(-1) / f32(len(chosen) // 2)
-        mean[:] = f32(0.9) * mean + f32(0.1) * g
-        square[:] = f32(0.99) * square + f32(0.01) * (g * g)
-        first, second = corrections[2 * b : 2 * b + 2]
-        nets -= f32(rate) * ((mean * first) / (np.sqrt(square * second) + f32(1e-8)))
 
 
 def accumulate(acc: Floats, pointer: int, kind: int) -> int:
