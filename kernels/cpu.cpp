@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -48,6 +49,14 @@ void use_isa(const std::string& name) {
     for (const Isa& candidate : ISAS)
         if (name == candidate.name) { isa = candidate; return; }
     throw std::invalid_argument("this CPU or build has no instruction set named " + name);
+}
+
+// The most threads that a kernel uses. One setting for the process, like torch's own; results do not depend on it.
+std::atomic<int> most_threads{1};
+
+void use_threads(int count) {
+    if (count < 1) throw std::invalid_argument("the number of threads must be at least 1, got " + std::to_string(count));
+    most_threads = count;
 }
 
 constexpr int64_t AHEAD = 24;  // indices lie far apart: fetch the line and its page early
@@ -97,9 +106,8 @@ void in_parts(int64_t begin, int64_t end, int threads, Work work) {
     for (int part = 0; part < threads; ++part) work(part, bound(part), bound(part + 1));
 }
 
-int usable_threads(int threads, int64_t length) {
-    return int(std::max<int64_t>(1, std::min<int64_t>(threads, length / 32768)));
-}
+// How many threads a pass over so many elements is worth.
+int threads_for(int64_t length) { return int(std::max<int64_t>(1, std::min<int64_t>(most_threads, length / 32768))); }
 
 int64_t first_nonfinite_of(const float* acc, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)
@@ -150,8 +158,9 @@ Keying keying(Array<const uint8_t> scores, uint8_t key, size_t size) {
     return {Key(key), scores.data()};
 }
 
-Scanned accumulate_select_(float* acc, int64_t size, const Gradients& grads, int64_t lo, int64_t hi, int32_t floor, int threads,
+Scanned accumulate_select_(float* acc, int64_t size, const Gradients& grads, int64_t lo, int64_t hi, int32_t floor,
                            Keying keys = {}) {
+    const int threads = threads_for(size);
     std::vector<Found> found(threads);
     std::vector<int64_t> bad(threads, -1);
     in_parts(0, size, threads, [&](int part, int64_t begin, int64_t end) {
@@ -176,34 +185,34 @@ nb::tuple to_tuple(Scanned&& found) {
 }
 
 nb::tuple accumulate_select_by(Array<float> acc, Array<const uint64_t> pointers, Array<const int64_t> ends, Array<const uint8_t> kinds,
-                               int64_t lo, int64_t hi, float floor, int threads, Keying keys) {
+                               int64_t lo, int64_t hi, float floor, Keying keys) {
     const int32_t bits = magnitude_bits(floor);
     const Gradients grads{pointers.data(), ends.data(), kinds.data(), int64_t(pointers.size())};
     const int64_t size = int64_t(acc.size());
     Scanned found;
     {
         nb::gil_scoped_release released;
-        found = accumulate_select_(acc.data(), size, grads, lo, hi, bits, usable_threads(threads, size), keys);
+        found = accumulate_select_(acc.data(), size, grads, lo, hi, bits, keys);
     }
     return to_tuple(std::move(found));
 }
 
 nb::tuple accumulate_select(Array<float> acc, Array<const uint64_t> pointers, Array<const int64_t> ends, Array<const uint8_t> kinds,
-                            int64_t lo, int64_t hi, float floor, int threads) {
-    return accumulate_select_by(acc, pointers, ends, kinds, lo, hi, floor, threads, {});
+                            int64_t lo, int64_t hi, float floor) {
+    return accumulate_select_by(acc, pointers, ends, kinds, lo, hi, floor, {});
 }
 
 nb::tuple accumulate_select_scored(Array<float> acc, Array<const uint8_t> scores, uint8_t key, Array<const uint64_t> pointers,
-                                   Array<const int64_t> ends, Array<const uint8_t> kinds, int64_t lo, int64_t hi, float floor, int threads) {
-    return accumulate_select_by(acc, pointers, ends, kinds, lo, hi, floor, threads, keying(scores, key, acc.size()));
+                                   Array<const int64_t> ends, Array<const uint8_t> kinds, int64_t lo, int64_t hi, float floor) {
+    return accumulate_select_by(acc, pointers, ends, kinds, lo, hi, floor, keying(scores, key, acc.size()));
 }
 
-nb::tuple select_by(Array<float> acc, int64_t lo, int64_t hi, float floor, int threads, Keying keys) {
+nb::tuple select_by(Array<float> acc, int64_t lo, int64_t hi, float floor, Keying keys) {
     const int32_t bits = magnitude_bits(floor);
     Scanned all;
     {
         nb::gil_scoped_release released;
-        const int parts = usable_threads(threads, hi - lo);
+        const int parts = threads_for(hi - lo);
         std::vector<Found> found(parts);
         std::vector<int64_t> bad(parts, -1);
         in_parts(lo, hi, parts, [&](int part, int64_t a, int64_t b) {
@@ -215,18 +224,18 @@ nb::tuple select_by(Array<float> acc, int64_t lo, int64_t hi, float floor, int t
     return to_tuple(std::move(all));
 }
 
-nb::tuple select_above(Array<float> acc, int64_t lo, int64_t hi, float floor, int threads) {
-    return select_by(acc, lo, hi, floor, threads, {});
+nb::tuple select_above(Array<float> acc, int64_t lo, int64_t hi, float floor) {
+    return select_by(acc, lo, hi, floor, {});
 }
 
-nb::tuple select_scored(Array<float> acc, Array<const uint8_t> scores, uint8_t key, int64_t lo, int64_t hi, float floor, int threads) {
-    return select_by(acc, lo, hi, floor, threads, keying(scores, key, acc.size()));
+nb::tuple select_scored(Array<float> acc, Array<const uint8_t> scores, uint8_t key, int64_t lo, int64_t hi, float floor) {
+    return select_by(acc, lo, hi, floor, keying(scores, key, acc.size()));
 }
 
 // As accumulate_select, but what is collected is the moving average of the gradients' magnitudes, updated in the same pass:
 // a tile of both vectors stays in cache from one operation to the next.
 nb::tuple average_select(Array<float> acc, Array<float> average, float rate, Array<const uint64_t> pointers, Array<const int64_t> ends,
-                         Array<const uint8_t> kinds, int64_t lo, int64_t hi, float floor, int threads) {
+                         Array<const uint8_t> kinds, int64_t lo, int64_t hi, float floor) {
     constexpr int64_t TILE = 2048;
     const int32_t bits = magnitude_bits(floor);
     const Gradients grads{pointers.data(), ends.data(), kinds.data(), int64_t(pointers.size())};
@@ -234,7 +243,7 @@ nb::tuple average_select(Array<float> acc, Array<float> average, float rate, Arr
     Scanned all;
     {
         nb::gil_scoped_release released;
-        threads = usable_threads(threads, size);
+        const int threads = threads_for(size);
         std::vector<Found> found(threads);
         std::vector<int64_t> bad(threads, -1);
         in_parts(0, size, threads, [&](int part, int64_t begin, int64_t end) {
@@ -307,18 +316,18 @@ nb::tuple come_to_rest(Array<float> acc, Array<const int64_t> index, Array<const
     return nb::make_tuple(to_numpy(std::move(moving)), to_numpy(std::move(sent)));
 }
 
-int64_t accumulate(Array<float> acc, uint64_t pointer, uint8_t kind, int threads) {
+int64_t accumulate(Array<float> acc, uint64_t pointer, uint8_t kind) {
     nb::gil_scoped_release released;
     const int64_t size = int64_t(acc.size());
     const Gradients grads{&pointer, &size, &kind, 1};
-    return accumulate_select_(acc.data(), size, grads, 0, 0, 0, usable_threads(threads, size)).bad;
+    return accumulate_select_(acc.data(), size, grads, 0, 0, 0).bad;
 }
 
-int64_t first_nonfinite(Array<const uint64_t> pointers, Array<const int64_t> ends, Array<const uint8_t> kinds, int threads) {
+int64_t first_nonfinite(Array<const uint64_t> pointers, Array<const int64_t> ends, Array<const uint8_t> kinds) {
     nb::gil_scoped_release released;
     const Gradients grads{pointers.data(), ends.data(), kinds.data(), int64_t(pointers.size())};
     const int64_t size = grads.count ? grads.ends[grads.count - 1] : 0;
-    threads = usable_threads(threads, size);
+    const int threads = threads_for(size);
     std::vector<int64_t> bad(threads, -1);
     in_parts(0, size, threads, [&](int part, int64_t begin, int64_t end) {
         grads.each(begin, end, [&](const char* source, Kind kind, int64_t from, int64_t to) {
@@ -337,11 +346,11 @@ int64_t first_nonfinite(Array<const uint64_t> pointers, Array<const int64_t> end
 }
 
 // Counts of keys by exponent and the first three bits of mantissa: bin b holds bits [b << 20, (b + 1) << 20).
-NumPy<int64_t> histogram_by(Array<float> acc, int64_t lo, int64_t hi, int threads, Keying keys) {
+NumPy<int64_t> histogram_by(Array<float> acc, int64_t lo, int64_t hi, Keying keys) {
     std::vector<int64_t> counts(2048, 0);
     {
         nb::gil_scoped_release released;
-        threads = usable_threads(threads, hi - lo);
+        const int threads = threads_for(hi - lo);
         std::vector<std::vector<int64_t>> parts(threads, std::vector<int64_t>(2048, 0));
         in_parts(lo, hi, threads, [&](int part, int64_t begin, int64_t end) {
             for (int64_t i = begin; i < end; ++i)
@@ -353,10 +362,10 @@ NumPy<int64_t> histogram_by(Array<float> acc, int64_t lo, int64_t hi, int thread
     return to_numpy(std::move(counts));
 }
 
-NumPy<int64_t> histogram(Array<float> acc, int64_t lo, int64_t hi, int threads) { return histogram_by(acc, lo, hi, threads, {}); }
+NumPy<int64_t> histogram(Array<float> acc, int64_t lo, int64_t hi) { return histogram_by(acc, lo, hi, {}); }
 
-NumPy<int64_t> histogram_scored(Array<float> acc, Array<const uint8_t> scores, uint8_t key, int64_t lo, int64_t hi, int threads) {
-    return histogram_by(acc, lo, hi, threads, keying(scores, key, acc.size()));
+NumPy<int64_t> histogram_scored(Array<float> acc, Array<const uint8_t> scores, uint8_t key, int64_t lo, int64_t hi) {
+    return histogram_by(acc, lo, hi, keying(scores, key, acc.size()));
 }
 
 // Gradients of [lo, lo + out.size()) as bfloat16; an absent one is zeros.
@@ -512,6 +521,29 @@ void add_at(Array<float> acc, Array<const int64_t> index, Array<const float> val
     each_at(acc.data(), index, [&](int64_t i, float& x) { x += values.data()[i]; });
 }
 
+MPISPARSE_CLONES
+void add_part(float* total, const float* term, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) total[i] += term[i];
+}
+
+void add(Array<float> total, Array<const float> term) {
+    if (total.size() != term.size()) throw std::invalid_argument("the term is not as long as the sum");
+    nb::gil_scoped_release released;
+    const int64_t n = int64_t(total.size());
+    in_parts(0, n, threads_for(n), [&](int, int64_t begin, int64_t end) { add_part(total.data() + begin, term.data() + begin, end - begin); });
+}
+
+MPISPARSE_CLONES
+void divide_part(float* values, int64_t n, float by) {
+    for (int64_t i = 0; i < n; ++i) values[i] /= by;
+}
+
+void divide(Array<float> values, float by) {
+    nb::gil_scoped_release released;
+    const int64_t n = int64_t(values.size());
+    in_parts(0, n, threads_for(n), [&](int, int64_t begin, int64_t end) { divide_part(values.data() + begin, end - begin, by); });
+}
+
 void zero_at(uint64_t data, uint8_t kind, int64_t, Array<const int64_t> index) {
     nb::gil_scoped_release released;
     if (kind == FP32)
@@ -554,6 +586,8 @@ NB_MODULE(_cpu, m) {
     m.def("isas", &isa_names);
     m.def("isa", [] { return std::string(isa.name); });
     m.def("use_isa", &use_isa);
+    m.def("threads", [] { return int(most_threads); });
+    m.def("use_threads", &use_threads);
 #ifdef _OPENMP
     m.attr("openmp") = true;
 #else
@@ -563,6 +597,7 @@ NB_MODULE(_cpu, m) {
     m.def("accumulate", &accumulate);
     m.def("select", &select_above);
     m.def("first_nonfinite", &first_nonfinite);
+    m.def("late_nonfinite", [](Array<float>) { return -1; });  // accumulate() reports at once
     m.def("histogram", &histogram);
     m.def("accumulate_select_scored", &accumulate_select_scored);
     m.def("select_scored", &select_scored);
@@ -592,6 +627,8 @@ NB_MODULE(_cpu, m) {
     m.def("take", &take);
     m.def("put", &put);
     m.def("add_at", &add_at);
+    m.def("add", &add);
+    m.def("divide", &divide);
     m.def("zero_at", &zero_at);
     m.def("publish_at", &publish_at);
     m.def("fletcher32", [](Array<const uint8_t> data) {

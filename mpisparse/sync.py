@@ -129,6 +129,7 @@ class GradientSync:
             return
         self._check_ready()
         self._exchange.reset_counters()
+        self._backend.use_threads(torch.get_num_threads())
         clock = Clock()
         self._frozen.look()
         inputs = self._inputs(clock, trouble)

@@ -18,11 +18,7 @@ from mpisparse.backends.protocol import Backend
 from mpisparse.errors import ConfigurationError, check_choice
 
 BACKENDS = ("native", "numpy")
-HOST = ("empty", "array_of", "from_host", "to_host", "search", "pick", "add", "divide", "late_nonfinite")
-THREADED = (
-    "accumulate_select", "accumulate_select_scored", "average_select", "accumulate", "select", "select_scored",
-    "first_nonfinite", "histogram", "histogram_scored",
-)  # fmt: skip
+ARRAYS = ("empty", "array_of", "from_host", "to_host", "search", "pick")  # of host_arrays
 
 
 def local_device(local_rank: int) -> torch.device:
@@ -89,16 +85,6 @@ def _native() -> Any:
     if isa:
         check_choice("instruction set (MPISPARSE_ISA)", isa, _cpu.isas())
         _cpu.use_isa(isa)
-    functions = {key: getattr(host_arrays, key) for key in HOST}
-    functions |= {key: getattr(_cpu, key) for key in dir(_cpu) if not key.startswith("_")}
-    functions |= {key: _with_threads(functions[key]) for key in THREADED}
-    return types.SimpleNamespace(**{**functions, "name": "native"})
-
-
-def _with_threads(kernel: Any) -> Any:
-    """Run a kernel on as many threads as torch uses now."""
-
-    def run(*args: Any) -> Any:
-        return kernel(*args, torch.get_num_threads())
-
-    return run
+    _cpu.use_threads(torch.get_num_threads())
+    kernels = {key: getattr(_cpu, key) for key in dir(_cpu) if not key.startswith("_")}
+    return types.SimpleNamespace(name="native", **kernels, **{key: getattr(host_arrays, key) for key in ARRAYS})

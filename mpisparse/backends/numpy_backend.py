@@ -10,12 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpisparse.arrays import Bytes, Floats, Halves, Ints
-from mpisparse.backends.host_arrays import add as add
 from mpisparse.backends.host_arrays import array_of as array_of
-from mpisparse.backends.host_arrays import divide as divide
 from mpisparse.backends.host_arrays import empty as empty
 from mpisparse.backends.host_arrays import from_host as from_host
-from mpisparse.backends.host_arrays import late_nonfinite as late_nonfinite
 from mpisparse.backends.host_arrays import pick as pick
 from mpisparse.backends.host_arrays import search as search
 from mpisparse.backends.host_arrays import to_host as to_host
@@ -28,6 +25,10 @@ from mpisparse.backends.numpy_nets import record as record
 from mpisparse.backends.protocol import GROUP
 
 name = "numpy"
+
+
+def use_threads(count: int) -> None:
+    """Do nothing: NumPy computes on one thread."""
 
 
 def _first_bad(values: Floats, base: int = 0) -> int:
@@ -130,6 +131,11 @@ def accumulate(acc: Floats, pointer: int, kind: int) -> int:
     return _add(acc, np.array([pointer], np.uint64), np.array([len(acc)]), np.array([kind], np.uint8))
 
 
+def late_nonfinite(acc: Floats) -> int:
+    """Return -1: accumulate() reports at once."""
+    return -1
+
+
 def first_nonfinite(pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes) -> int:
     """Read the gradients only: the first non-finite flat index, or -1."""
     begin = 0
@@ -190,6 +196,16 @@ def put(acc: Floats, index: Ints, values: Floats) -> None:
 def add_at(acc: Floats, index: Ints, values: Floats) -> None:
     """Add to the values at index (no index twice)."""
     acc[index] += values
+
+
+def add(total: Floats, term: Floats) -> None:
+    """Add a term to a sum in place."""
+    total += term
+
+
+def divide(values: Floats, by: float) -> None:
+    """Divide in place by a number, rounded to float32."""
+    values /= np.float32(by)
 
 
 def zero_at(address: int, kind: int, count: int, index: Ints) -> None:

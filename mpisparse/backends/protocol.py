@@ -54,6 +54,13 @@ class Backend(Protocol):
     @property
     def name(self) -> str: ...
 
+    def use_threads(self, count: int, /) -> None:
+        """Set how many threads kernels may use from now on, for the whole process. Results do not depend on it.
+
+        The step passes torch.get_num_threads() on, once; a device ignores it.
+        """
+        ...
+
     # Arrays
 
     def empty(self, count: int, dtype: Any, /) -> Vector:
@@ -163,12 +170,12 @@ class Backend(Protocol):
         """Write values at index in a published buffer, rounded to its kind; `values` becomes the rounding error."""
         ...
 
-    def add(self, total: Vector, term: Vector, /) -> Any:
-        """Add a term to a sum in place; the result is in `total`, ignore what is returned."""
+    def add(self, total: Vector, term: Vector, /) -> None:
+        """Add a term to a sum in place."""
         ...
 
-    def divide(self, values: Vector, by: float, /) -> Any:
-        """Divide in place by a number rounded to float32; the result is in `values`, ignore what is returned."""
+    def divide(self, values: Vector, by: float, /) -> None:
+        """Divide in place by a number rounded to float32."""
         ...
 
     # Momentum between steps (mpisparse.wire.blend)

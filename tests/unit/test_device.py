@@ -16,10 +16,11 @@ import mpisparse
 from mpisparse.backends import device, numpy_backend
 from mpisparse.errors import ConfigurationError
 
-# Prints the backend or the error, then warnings. Torch is slow to load and not needed to choose: an empty module stands in.
+# Prints the backend or the error, then warnings. Torch is slow to load and hardly needed to choose: a module stands in.
 SCRIPT = """
 import sys, types, warnings
-sys.modules["torch"] = types.ModuleType("torch")
+sys.modules["torch"] = torch = types.ModuleType("torch")
+torch.Tensor, torch.get_num_threads = types.SimpleNamespace(numpy=None), lambda: 2
 {before}
 from mpisparse import device, errors
 with warnings.catch_warnings(record=True) as caught:
@@ -92,17 +93,29 @@ def test_a_name_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         device.load_backend("cuda")
 
 
-def test_native_kernels_take_torchs_threads(cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The threads at the time of the call, as the last argument, and only where the kernel takes them."""
-    for name in (*device.THREADED, "take"):
-        monkeypatch.setattr(cpu, name, lambda *args: args)
-    kernels = device._native()
-    assert kernels.name == "native"
-    for threads in (3, 5):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        for name in device.THREADED:
-            assert getattr(kernels, name)("a", "b") == ("a", "b", threads)
-        assert kernels.take("a", "b") == ("a", "b")
+def test_native_kernels_take_torchs_threads(cpu: Any) -> None:
+    """As many as torch has when they are loaded, then as many as torch has in the last step."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(5)
+        device._native()
+        assert cpu.threads() == 5
+        torch.set_num_threads(3)
+        model = torch.nn.Linear(4, 4)
+        sync = mpisparse.GradientSync(model, density=0.5)
+        model(torch.ones(1, 4)).sum().backward()
+        sync.step()
+        sync.close()
+        assert cpu.threads() == 3
+    finally:
+        torch.set_num_threads(before)
+        cpu.use_threads(before)
+
+
+def test_native_calls_make_no_python_frames(cpu: Any) -> None:
+    backend = device.load_backend("native")
+    in_python = [name for name, f in vars(backend).items() if hasattr(f, "__code__")]
+    assert in_python == []
 
 
 def imported(file: Path) -> set[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from samples import FLOORS, NONFINITE, SPECIAL, TYPES, assert_same, gradients, halfway, values
 
 from mpisparse.backends import numpy_backend, numpy_nets
-from mpisparse.backends.device import THREADED
 from mpisparse.backends.keys import PRODUCTS, SCORES, keys_of
 from mpisparse.backends.kinds import BF16, FP16, FP32, FP64, STORED, round_to
 from mpisparse.backends.protocol import HIDDEN
@@ -34,15 +32,15 @@ SIZES = (0, 1, 63, 64, 65, 1000, SPLIT)
 
 @pytest.fixture(scope="module", params=[f"{isa}-{threads}" for isa in cpu.isas() for threads in (1, 3)])
 def native(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The native kernels with the NumPy backend's signatures, on one instruction set and a number of threads."""
+    """The native kernels on one instruction set and a number of threads."""
     isa, threads = request.param.split("-")
-    before = cpu.isa()
+    before, threads_before = cpu.isa(), cpu.threads()
     cpu.use_isa(isa)
-    assert cpu.isa() == isa
-    plain = {name: getattr(cpu, name) for name in KERNELS}
-    threaded = {name: lambda *args, kernel=plain[name]: kernel(*args, int(threads)) for name in THREADED}
-    yield SimpleNamespace(**{**plain, **threaded})
+    cpu.use_threads(int(threads))
+    assert (cpu.isa(), cpu.threads()) == (isa, int(threads))
+    yield cpu
     cpu.use_isa(before)
+    cpu.use_threads(threads_before)
 
 
 def assert_agree(native: Any, kernel: str, *args: Any, writes: tuple[int, ...] = ()) -> None:
@@ -62,7 +60,9 @@ def regions(n: int) -> list[tuple[int, int]]:
 
 def test_every_kernel_is_native() -> None:
     functions = {name for name in dir(cpu) if name[0] != "_" and callable(getattr(cpu, name))}
-    assert functions == {*KERNELS, "isa", "isas", "use_isa"}
+    assert functions == {*KERNELS, "isa", "isas", "use_isa", "threads"}
+    with pytest.raises(ValueError, match="the number of threads must be at least 1, got 0"):
+        cpu.use_threads(0)
     with pytest.raises(ValueError, match="no instruction set named sse9"):
         cpu.use_isa("sse9")
 
@@ -272,6 +272,26 @@ def test_scattered_reads_and_writes(native: Any, count: int) -> None:
     assert_agree(
         native, "add_at", np.nan_to_num(acc, posinf=1.0, neginf=-1.0) * np.float32(0.25), index, finite, writes=(0,)
     )
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_add(native: Any, n: int) -> None:
+    rng = np.random.default_rng(n)
+    with np.errstate(over="ignore", invalid="ignore"):
+        assert_agree(native, "add", values(rng, n, nonfinite=True), values(rng, n, nonfinite=True), writes=(0,))
+    with pytest.raises(ValueError, match="not as long as"):
+        native.add(np.zeros(n, dtype=np.float32), np.zeros(n + 1, dtype=np.float32))
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_divide(native: Any, n: int) -> None:
+    x = np.concatenate([SPECIAL, values(np.random.default_rng(n), n, nonfinite=True)])[:n]
+    for by in (1, 3, 0.1, 7e-39):
+        with np.errstate(over="ignore"):
+            assert_agree(native, "divide", x, by, writes=(0,))
+        divided = x.copy()
+        native.divide(divided, by)
+        assert_same(divided, torch.from_numpy(x.copy()).div_(by).numpy())
 
 
 @pytest.mark.parametrize("kind", [FP32, FP16, BF16, FP64])

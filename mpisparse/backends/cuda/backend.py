@@ -41,6 +41,9 @@ class CudaBackend:
         self.tile = 32 * launcher.block
         self._notes: dict[int, DeviceArray] = {}  # by the memory that was added to, as backends are shared
 
+    def use_threads(self, count: int) -> None:
+        """Do nothing: this is about the host's threads."""
+
     # Arrays
 
     def empty(self, count: int, dtype: Any) -> DeviceArray:
