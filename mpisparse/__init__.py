@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from mpisparse.comm import exchange
     from mpisparse.core.step import Stats
     from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError
+    from mpisparse.schemes import register_scheme
     from mpisparse.sync import GradientSync
     from mpisparse.wire import codecs
+    from mpisparse.wire.codecs import register_codec
 
 _HOMES = {
     "ConfigurationError": "errors",
@@ -27,6 +29,8 @@ _HOMES = {
     "NonFiniteGradientError": "errors",
     "Stats": "core.step",
     "attach": "attachment",
+    "register_codec": "wire.codecs",
+    "register_scheme": "schemes",
 }
 
 _MODULES = {
@@ -51,6 +55,8 @@ __all__ = [
     "device",
     "errors",
     "exchange",
+    "register_codec",
+    "register_scheme",
     "schemes",
 ]
 

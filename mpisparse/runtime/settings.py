@@ -82,9 +82,10 @@ class Settings:
     def __post_init__(self) -> None:
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
         check_choice("device", self.device, ("cpu", "cuda"))
-        check_choice("scheme", self.scheme, names.SCHEMES)
+        if self.scheme not in names.SCHEMES:
+            check_choice("scheme", self.scheme, names.SCHEMES)
         if self.codec is not None and self.codec not in names.CODECS:
-            check_choice("codec", self.codec, names.codecs_of(self.scheme))
+            check_choice("codec", self.codec, names.SCHEMES[self.scheme]().codecs())
         if self.driver is not None:
             check_choice("driver", self.driver, names.DRIVERS)
             if self.background:

@@ -1,45 +1,43 @@
-"""Schemes by name: each is a record of options, checked when made, and a few lines that put the step's parts together."""
+"""Schemes by name: each is a record of options, checked when made, and a few lines that put the step's parts together.
+
+A scheme's module is imported when the scheme is looked up. Another package may add schemes with `register_scheme`, or
+declare them as entry points in the group "mpisparse.schemes".
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
+from mpisparse import names
 from mpisparse.errors import ConfigurationError, check_choice, suggest
-from mpisparse.schemes.baselines import (
-    CyclicLocalTopK,
-    DeepGradientCompression,
-    FixedThreshold,
-    LocalTopK,
-    SharedRandomK,
-    StatisticalThreshold,
-)
-from mpisparse.schemes.dense import Dense
 from mpisparse.schemes.options import Options
-from mpisparse.schemes.partitioned import Exdyna, Momentum
-from mpisparse.schemes.predictive.options import Predictive
-from mpisparse.schemes.speculative.options import Speculative
 
-SCHEMES: dict[str, type[Options]] = {
-    "dense": Dense,
-    "exdyna": Exdyna,
-    "momentum": Momentum,
-    "predictive": Predictive,
-    "speculative": Speculative,
-    "topk": LocalTopK,
-    "cltk": CyclicLocalTopK,
-    "randomk": SharedRandomK,
-    "threshold": FixedThreshold,
-    "sidco": StatisticalThreshold,
-    "dgc": DeepGradientCompression,
-}
+__all__ = ["SCHEMES", "Options", "configure", "find_scheme", "register_scheme", "takes"]
+
+SCHEMES: Mapping[str, type[Options]] = names.SCHEMES
+
+
+def find_scheme(name: str) -> type[Options]:
+    """Return the options class of this name, importing its module if need be."""
+    if name not in SCHEMES:
+        check_choice("scheme", name, SCHEMES)
+    return SCHEMES[name]
+
+
+def register_scheme(name: str, options: type[Options]) -> None:
+    """Add a scheme; refuse a class that is no frozen dataclass of options with `build`, and a name that is taken.
+
+    Local: call it on all ranks.
+    """
+    names.SCHEMES.add(name, options)
 
 
 def configure(scheme: str, **options: Any) -> Options:
     """Make a scheme's options from names and values; None means the scheme's default for density and codec."""
-    check_choice("scheme", scheme, SCHEMES)
-    kind = SCHEMES[scheme]
+    kind = find_scheme(scheme)
     known = [f.name for f in dataclasses.fields(kind)]
     for name, value in options.items():
         if name not in known:
@@ -54,7 +52,7 @@ def configure(scheme: str, **options: Any) -> Options:
 
 
 def _fits(kind: type[Options], name: str, value: Any, others: dict[str, Any]) -> bool:
-    """Tell whether an option can have a value, to some effect, together with the others that are known or by itself."""
+    """Tell whether an option may have a value, and has an effect, with the other known options or by itself."""
     known = {field.name for field in dataclasses.fields(kind)} - {name}
     for given in ({other: each for other, each in others.items() if other in known and each is not None}, {}):
         with contextlib.suppress(ValueError, TypeError):

@@ -13,8 +13,9 @@ from mpisparse.core.agree import Inputs
 from mpisparse.core.records import Clock, Parts
 from mpisparse.core.step import Stats
 from mpisparse.errors import ConfigurationError, check_choice
+from mpisparse.names import BLENDED
 from mpisparse.select.scorers import Magnitude
-from mpisparse.wire.codecs import CODECS
+from mpisparse.wire.codecs import CODECS, codec_names
 
 SEGMENT_NBYTES = 1 << 30
 
@@ -111,7 +112,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_density(self.density)
-        if self.codec not in list(CODECS):
+        if self.codec not in CODECS:
             check_choice("codec", self.codec, self.codecs())
         check_choice("accumulate", self.accumulate, ("step", "backward"))
         check_choice("nonfinite", self.nonfinite, ("raise", "skip"))
@@ -130,14 +131,14 @@ class Options:
 
     def codecs(self) -> Sequence[str]:
         """The codecs that go with the other options."""
-        return list(CODECS)
+        return codec_names()
 
     def without_effect(self) -> dict[str, str]:
         """The options that change nothing as the others are, with the reason and what to do."""
         if CODECS[self.codec].blended:
             return {}
-        blended = " or ".join(f'"{name}"' for name in self.codecs() if CODECS[name].blended)
-        wanted = f"codec {blended}" if blended else "a scheme with a momentum codec"
+        blends = any(name.startswith(BLENDED) for name in self.codecs())
+        wanted = 'a momentum codec, such as "momentum-int8"' if blends else "a scheme with a momentum codec"
         return {"beta": f'codec "{self.codec}" does not blend what is sent with what was sent before; choose {wanted}'}
 
     def build(self, parts: Parts) -> Step:

@@ -255,15 +255,6 @@ def test_overlong_paths_of_other_commands_are_refused(tmp_path: Path, capsys: py
         assert "File name too long" in capsys.readouterr().err
 
 
-def test_the_names_known_without_torch_are_those_there_are() -> None:
-    from mpisparse import names
-    from mpisparse.schemes import SCHEMES
-    from mpisparse.wire.codecs import CODECS
-
-    assert tuple(SCHEMES) == names.SCHEMES
-    assert tuple(CODECS) == names.CODECS
-
-
 def test_an_option_that_is_none_is_not_written() -> None:
     assert "blocks" not in to_toml(parse("--option", "blocks=null"))
 

@@ -1,48 +1,36 @@
-"""How finely values are sent. One codec a file; a codec is its own configuration."""
+"""How finely values are sent. One codec per file; each is looked up by name and imported then.
+
+A package of its own may add codecs with `register_codec`, or declare them as entry points in the group "mpisparse.codecs".
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
 
-import numpy as np
-from numpy.typing import NDArray
+from mpisparse import names
+from mpisparse.errors import check_choice
+from mpisparse.wire.codecs.protocol import Codec, Kernels
 
-from mpisparse.arrays import Bytes, Floats, Halves
-from mpisparse.wire.codecs.bf16 import Bf16
-from mpisparse.wire.codecs.fp16 import Fp16
-from mpisparse.wire.codecs.fp32 import Fp32
-from mpisparse.wire.codecs.int8 import Int8
-from mpisparse.wire.codecs.momentum import Momentum
+__all__ = ["CODECS", "Codec", "Kernels", "codec_names", "find_codec", "register_codec"]
+
+CODECS: Mapping[str, Codec] = names.CODECS
 
 
-class Kernels(Protocol):
-    """The part of a backend that codecs use; each encoder leaves in x what it did not send."""
-
-    def encode_int8(self, x: Floats, scales: Floats, q: NDArray[np.int8]) -> None: ...
-    def decode_int8(self, scales: Floats, q: NDArray[np.int8], x: Floats) -> None: ...
-    def encode_fp16(self, x: Floats, scales: Floats, h: Halves) -> None: ...
-    def decode_fp16(self, scales: Floats, h: Halves, x: Floats) -> None: ...
-    def encode_bf16(self, x: Floats, h: Halves) -> None: ...
-    def decode_bf16(self, h: Halves, x: Floats) -> None: ...
+def find_codec(name: str) -> Codec:
+    """Return the codec of this name, importing its module if need be."""
+    if name not in CODECS:
+        check_choice("codec", name, CODECS)
+    return CODECS[name]
 
 
-class Codec(Protocol):
-    """Values to bytes and back. `encode` leaves in `values` what was not sent: values before = decoded + values after.
+def register_codec(codec: Codec) -> None:
+    """Add a codec, and with it momentum-NAME; refuse one that loses values or whose name is taken.
 
-    `blended`: values are to be mixed with what was sent before (mpisparse.wire.blend) on their way to encode.
+    Local: call it on all ranks.
     """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def lossless(self) -> bool: ...
-    @property
-    def blended(self) -> bool: ...
-
-    def nbytes(self, count: int) -> int: ...
-    def encode(self, kernels: Kernels, values: Floats, payload: Bytes) -> None: ...
-    def decode(self, kernels: Kernels, payload: Bytes, values: Floats) -> None: ...
+    names.CODECS.add(getattr(codec, "name", None), codec)
 
 
-_PLAIN: tuple[Codec, ...] = (Fp32(), Fp16(), Bf16(), Int8())
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (*_PLAIN, Momentum(Int8()), Momentum(Fp32()))}
+def codec_names(*, blended: bool | None = None) -> list[str]:
+    """List all codecs, or those that do or do not blend values with what was sent before; imports none."""
+    return [name for name in CODECS if blended is None or name.startswith(names.BLENDED) == blended]

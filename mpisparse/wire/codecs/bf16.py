@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpisparse.arrays import Bytes, Floats
-
-if TYPE_CHECKING:
-    from mpisparse.wire.codecs import Kernels
+from mpisparse.wire.codecs.protocol import Kernels
 
 
 @dataclass(frozen=True)
@@ -20,14 +17,19 @@ class Bf16:
     name = "bf16"
     lossless = False
     blended = False
+    variable = False
 
     def nbytes(self, count: int) -> int:
         return 4 * -(-count // 2)
 
-    def encode(self, kernels: Kernels, values: Floats, payload: Bytes) -> None:
+    def encode(self, kernels: Kernels, values: Floats, payload: Bytes) -> int:
         halves = payload.view(np.uint16)
         halves[len(values) :] = 0
         kernels.encode_bf16(values, halves[: len(values)])
+        return self.nbytes(len(values))
 
     def decode(self, kernels: Kernels, payload: Bytes, values: Floats) -> None:
         kernels.decode_bf16(payload.view(np.uint16)[: len(values)], values)
+
+
+CODEC = Bf16()

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpisparse.arrays import Bytes, Floats
 from mpisparse.wire.codecs.grouped import grouped_nbytes, split_payload
-
-if TYPE_CHECKING:
-    from mpisparse.wire.codecs import Kernels
+from mpisparse.wire.codecs.protocol import Kernels
 
 
 @dataclass(frozen=True)
@@ -21,15 +18,20 @@ class Fp16:
     name = "fp16"
     lossless = False
     blended = False
+    variable = False
 
     def nbytes(self, count: int) -> int:
         return grouped_nbytes(count, 2)
 
-    def encode(self, kernels: Kernels, values: Floats, payload: Bytes) -> None:
+    def encode(self, kernels: Kernels, values: Floats, payload: Bytes) -> int:
         scales, halves = split_payload(payload, len(values), np.uint16)
         halves[len(values) :] = 0
         kernels.encode_fp16(values, scales, halves[: len(values)])
+        return self.nbytes(len(values))
 
     def decode(self, kernels: Kernels, payload: Bytes, values: Floats) -> None:
         scales, halves = split_payload(payload, len(values), np.uint16)
         kernels.decode_fp16(scales, halves[: len(values)], values)
+
+
+CODEC = Fp16()

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpisparse.arrays import Bytes, Floats
-
-if TYPE_CHECKING:
-    from mpisparse.wire.codecs import Kernels
+from mpisparse.wire.codecs.protocol import Kernels
 
 
 @dataclass(frozen=True)
@@ -20,13 +17,18 @@ class Fp32:
     name = "fp32"
     lossless = True
     blended = False
+    variable = False
 
     def nbytes(self, count: int) -> int:
         return 4 * count
 
-    def encode(self, kernels: Kernels, values: Floats, payload: Bytes) -> None:
+    def encode(self, kernels: Kernels, values: Floats, payload: Bytes) -> int:
         payload.view(np.float32)[:] = values
         values.fill(0.0)
+        return self.nbytes(len(values))
 
     def decode(self, kernels: Kernels, payload: Bytes, values: Floats) -> None:
         values[:] = payload.view(np.float32)
+
+
+CODEC = Fp32()

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpisparse.arrays import Bytes, Floats
 from mpisparse.wire.codecs.grouped import grouped_nbytes, split_payload
-
-if TYPE_CHECKING:
-    from mpisparse.wire.codecs import Kernels
+from mpisparse.wire.codecs.protocol import Kernels
 
 
 @dataclass(frozen=True)
@@ -21,15 +18,20 @@ class Int8:
     name = "int8"
     lossless = False
     blended = False
+    variable = False
 
     def nbytes(self, count: int) -> int:
         return grouped_nbytes(count, 1)
 
-    def encode(self, kernels: Kernels, values: Floats, payload: Bytes) -> None:
+    def encode(self, kernels: Kernels, values: Floats, payload: Bytes) -> int:
         scales, steps = split_payload(payload, len(values), np.int8)
         steps[len(values) :] = 0
         kernels.encode_int8(values, scales, steps[: len(values)])
+        return self.nbytes(len(values))
 
     def decode(self, kernels: Kernels, payload: Bytes, values: Floats) -> None:
         scales, steps = split_payload(payload, len(values), np.int8)
         kernels.decode_int8(scales, steps[: len(values)], values)
+
+
+CODEC = Int8()

@@ -1,19 +1,16 @@
-"""Values blended with what was sent before, then sent as another codec does; mpisparse.wire.blend keeps the memory of it."""
+"""Values blended with what was sent before, then encoded by another codec; mpisparse.wire.blend keeps what was sent."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from mpisparse.arrays import Bytes, Floats
-
-if TYPE_CHECKING:
-    from mpisparse.wire.codecs import Codec, Kernels
+from mpisparse.wire.codecs.protocol import Codec, Kernels
 
 
 @dataclass(frozen=True)
 class Momentum:
-    """The bytes of `values`; that they are blended first is the step's affair."""
+    """The bytes of the codec `values`; the step blends before it encodes."""
 
     values: Codec
     blended = True
@@ -26,11 +23,15 @@ class Momentum:
     def lossless(self) -> bool:
         return self.values.lossless
 
+    @property
+    def variable(self) -> bool:
+        return self.values.variable
+
     def nbytes(self, count: int) -> int:
         return self.values.nbytes(count)
 
-    def encode(self, kernels: Kernels, values: Floats, payload: Bytes) -> None:
-        self.values.encode(kernels, values, payload)
+    def encode(self, kernels: Kernels, values: Floats, payload: Bytes) -> int:
+        return self.values.encode(kernels, values, payload)
 
     def decode(self, kernels: Kernels, payload: Bytes, values: Floats) -> None:
         self.values.decode(kernels, payload, values)

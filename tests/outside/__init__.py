@@ -1,0 +1,1 @@
+"""A package that adds codecs and a scheme to mpisparse from outside."""
