@@ -18,7 +18,7 @@ from mpisparse.backends.protocol import Backend
 from mpisparse.errors import ConfigurationError, check_choice
 
 BACKENDS = ("native", "numpy")
-ARRAYS = ("empty", "array_of", "from_host", "to_host", "search", "pick")  # of host_arrays
+ARRAYS = ("empty", "array_of", "from_host", "to_host", "copy", "fill", "view_as", "search", "pick")  # of host_arrays
 
 
 def local_device(local_rank: int) -> torch.device:

@@ -21,4 +21,7 @@ array_of: Callable[[torch.Tensor], Floats] = torch.Tensor.numpy
 from_host: Callable[[NDArray[Any]], NDArray[Any]] = np.asarray
 to_host: Callable[[NDArray[Any]], NDArray[Any]] = np.asarray
 search: Callable[[Ints, Ints], Ints] = np.ndarray.searchsorted
+copy: Callable[[NDArray[Any]], NDArray[Any]] = np.ndarray.copy
+fill: Callable[[NDArray[Any], float], None] = np.ndarray.fill
+view_as: Callable[[NDArray[Any], Any], NDArray[Any]] = np.ndarray.view
 pick: Callable[[Ints, Ints], Ints] = operator.getitem

@@ -11,11 +11,14 @@ from numpy.typing import NDArray
 
 from mpisparse.arrays import Bytes, Floats, Halves, Ints
 from mpisparse.backends.host_arrays import array_of as array_of
+from mpisparse.backends.host_arrays import copy as copy
 from mpisparse.backends.host_arrays import empty as empty
+from mpisparse.backends.host_arrays import fill as fill
 from mpisparse.backends.host_arrays import from_host as from_host
 from mpisparse.backends.host_arrays import pick as pick
 from mpisparse.backends.host_arrays import search as search
 from mpisparse.backends.host_arrays import to_host as to_host
+from mpisparse.backends.host_arrays import view_as as view_as
 from mpisparse.backends.keys import keys_of
 from mpisparse.backends.kinds import BF16, FP16, memory, round_to, widen
 from mpisparse.backends.numpy_nets import gather as gather

@@ -79,6 +79,21 @@ class Backend(Protocol):
         """Return a vector as a NumPy array; host backends return it unchanged."""
         ...
 
+    # Arrays of the host and of a device agree on len, slices, assignment to slices, nbytes and itemsize. What they spell
+    # differently goes through the backend:
+
+    def copy(self, array: Vector, /) -> Vector:
+        """Return the same values in memory of their own."""
+        ...
+
+    def fill(self, array: Vector, value: float, /) -> None:
+        """Set all elements."""
+        ...
+
+    def view_as(self, array: Vector, dtype: Any, /) -> Vector:
+        """View the same memory as elements of another NumPy type."""
+        ...
+
     # Passes over the flat vector
 
     def accumulate_select(

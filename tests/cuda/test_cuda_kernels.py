@@ -70,7 +70,7 @@ def test_every_kernel_is_launched() -> None:
     for check in CHECKS.values():
         check(Device(CudaBackend(emulator)), 100)
     assert set(emulator.launches) == set(kernels_in(source.joined()))
-    arrays = {"empty", "array_of", "from_host", "to_host"}
+    arrays = {"empty", "array_of", "from_host", "to_host", "copy", "fill", "view_as"}
     operations = {name for name in vars(CudaBackend) if name[0] != "_"} - {"name", "use_threads"}
     assert operations == {*ON_DEVICE, *arrays, "late_nonfinite", "zero_at", "publish_at"}
 

@@ -72,6 +72,15 @@ class CudaBackend:
             self.launcher.copy_out(values, array.pointer)
         return values
 
+    def copy(self, array: DeviceArray) -> DeviceArray:
+        return array.copy()
+
+    def fill(self, array: DeviceArray, value: float) -> None:
+        array.fill(value)
+
+    def view_as(self, array: DeviceArray, dtype: Any) -> DeviceArray:
+        return array.view(dtype)
+
     # Passes over the flat vector
 
     def accumulate_select(
