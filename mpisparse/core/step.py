@@ -180,7 +180,7 @@ class SparseStep(Synchronous):
         if factors is not None:
             values *= factors
         sent = self.blend.mix(backend, union, values) if self.blend else Blended(union, values, np.empty(0, dtype=np.uint8))
-        left = sent.values.copy() if self.blend else values
+        left = backend.copy(sent.values) if self.blend else values
         if self.codec is None:
             mean = reduce_by_mpi(exchange, backend, left)
         else:
@@ -200,7 +200,7 @@ class SparseStep(Synchronous):
         if published.write(sent.index, mean):
             backend.add_at(self.acc, sent.index, mean)
         if not self.compensate:
-            self.acc.fill(0.0)
+            backend.fill(self.acc, 0.0)
         clock.lap("publish")
         self.chooser.adapt()
         clock.lap("adapt")

@@ -20,8 +20,8 @@ NOT_A_NUMBER = 0xFF  # bytes that every codec decodes to NaN
 
 def reduce_by_mpi(exchange: Exchange, backend: Backend, values: Floats) -> Floats:
     """The mean by one Allreduce, summed in MPI's order; values become zero, since all is sent. Collective."""
-    mean = exchange.allreduce_(values.copy())
-    values.fill(0.0)
+    mean = exchange.allreduce_(backend.copy(values))
+    backend.fill(values, 0.0)
     backend.divide(mean, exchange.size)
     return mean
 
@@ -48,7 +48,7 @@ def reduce_by_owner(exchange: Exchange, backend: Backend, codec: Codec, values: 
         codec.encode(backend, total, back)
         backend.add(values[start:stop], total)
     else:
-        back.fill(NOT_A_NUMBER)
+        backend.fill(back, NOT_A_NUMBER)
     gathered = exchange.allgatherv(back, nbytes, places)
     mean: Floats = backend.empty(len(values), np.float32)
     for (start, stop), place, count in zip(spans, places, nbytes, strict=True):
