@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpisparse.backends.cuda.arrays import DeviceArray
 from mpisparse.backends.device import load_backend
 from mpisparse.comm.exchange import Exchange, end_job_on_uncaught_exception
 from mpisparse.comm.watchdog import TIMEOUT, check_timeout, watch
@@ -336,7 +335,7 @@ class GradientSync:
         """Everything that the next step depends on, as tensors and scalars; local. copy=False: residual live."""
         state = {
             key: torch.from_numpy(self._on_host(v, copy))
-            if isinstance(v, np.ndarray | DeviceArray)
+            if isinstance(v, np.ndarray) or (isinstance(v, torch.Tensor) and self._backend.name == "cuda")
             else deepcopy(v)
             if copy
             else v

@@ -8,7 +8,7 @@ selected ones, goes through a backend; the rest of the package decides what to c
 |---|---|---|
 | native | NumPy arrays in host memory | kernels/*.cpp, *.hpp, compiled at installation as mpisparse._cpu |
 | numpy | NumPy arrays in host memory | numpy_backend.py: where no compiler was found; the oracle of the kernel tests |
-| cuda | arrays in device memory | kernels/*.cu, launched by cuda/backend.py |
+| cuda | torch tensors in device memory | kernels/*.cu, launched by cuda/backend.py |
 
 A `Vector` is an array in the backend's own memory. Small results (counts, histograms, places) are NumPy arrays for every
 backend. Gradients are not copied: kernels get their addresses, see `Pointers`.
@@ -79,7 +79,7 @@ class Backend(Protocol):
         """Return a vector as a NumPy array; host backends return it unchanged."""
         ...
 
-    # Arrays of the host and of a device agree on len, slices, assignment to slices, nbytes and itemsize. What they spell
+    # NumPy arrays and torch tensors agree on len, slices, assignment to slices, nbytes and itemsize. What they spell
     # differently goes through the backend:
 
     def copy(self, array: Vector, /) -> Vector:

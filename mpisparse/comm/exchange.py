@@ -21,6 +21,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpisparse.arrays import Bytes, Ints
+from mpisparse.comm import device_memory
 from mpisparse.comm.watchdog.place import Place
 from mpisparse.errors import ConfigurationError, check_choice
 
@@ -65,10 +66,10 @@ class Exchange:
         buffer = self._outgoing(values)
         step = max(1, self.segment_nbytes // values.itemsize)
         for start in range(0, len(values), step):
-            self._wait_in("Allreduce", MPI.IN_PLACE, buffer[start : start + step], op=_OPS[op])
+            self._wait_in("Allreduce", MPI.IN_PLACE, _view(buffer[start : start + step]), op=_OPS[op])
         self._count_reduction(values.nbytes)
         if buffer is not values:
-            values[:] = self._incoming(buffer, values)
+            values[:] = _incoming(buffer, values)
         return values
 
     def allreduce(self, source: NDArray[Any], result: NDArray[Any]) -> None:
@@ -76,50 +77,53 @@ class Exchange:
         step = max(1, self.segment_nbytes // source.itemsize)
         for start in range(0, len(source), step):
             part = self._outgoing(source[start : start + step])
-            total = result[start : start + step] if isinstance(part, type(result)) else self._empty(len(part), part)
-            self._wait_in("Allreduce", part, total, op=MPI.SUM)
-            if not isinstance(total, type(result)):
-                result[start : start + step] = self._incoming(total, result)
+            staged = isinstance(part, np.ndarray) and not isinstance(result, np.ndarray)
+            total = _empty(len(part), part) if staged else result[start : start + step]
+            self._wait_in("Allreduce", _view(part), _view(total), op=MPI.SUM)
+            if staged:
+                result[start : start + step] = _incoming(total, result)
         self._count_reduction(source.nbytes)
 
     def allgatherv(self, payload: Any, counts: Sequence[int], places: Sequence[int]) -> Any:
         """Gather payloads of known byte counts; rank r's lies at byte places[r] of the result."""
         sent = self._outgoing(payload)
-        gathered = self._empty(sum(counts), sent)
+        gathered = _empty(sum(counts), sent)
         share = max(1, self.segment_nbytes // self.size)
         if sum(counts) <= self.segment_nbytes:
-            self._call("Allgatherv", sent, [gathered, (counts, places), MPI.BYTE])
+            self._call("Allgatherv", _view(sent), [_view(gathered), (counts, places), MPI.BYTE])
         else:
             for start in range(0, max(counts), share):
                 part = [min(max(count - start, 0), share) for count in counts]
-                packed = self._empty(sum(part), sent)
-                self._call("Allgatherv", sent[start : start + share], [packed, (part, _starts(part)), MPI.BYTE])
+                packed = _empty(sum(part), sent)
+                row = [_view(packed), (part, _starts(part)), MPI.BYTE]
+                self._call("Allgatherv", _view(sent[start : start + share]), row)
                 _unpack(packed, part, gathered, [place + start for place in places])
         mine = counts[self.rank]
         self._count(mine * (self.size - 1), sum(counts) - mine)
-        return self._incoming(gathered, payload)
+        return _incoming(gathered, payload)
 
     def alltoallv(self, payload: Any, counts: Sequence[int], places: Sequence[int]) -> Any:
         """Send counts[q] bytes from places[q] on to rank q, where every rank sends q as many; returns the rows received."""
         mine = counts[self.rank]
         sent = self._outgoing(payload)
-        received = self._empty(mine * self.size, sent)
+        received = _empty(mine * self.size, sent)
         share = max(1, self.segment_nbytes // self.size)
         if max(counts, default=0) <= share:
             rows = ([mine] * self.size, [r * mine for r in range(self.size)])
-            self._wait_in("Alltoallv", [sent, (counts, places), MPI.BYTE], [received, rows, MPI.BYTE])
+            self._wait_in("Alltoallv", [_view(sent), (counts, places), MPI.BYTE], [_view(received), rows, MPI.BYTE])
         else:
             for start in range(0, max(counts), share):
                 part = [min(max(count - start, 0), share) for count in counts]
                 here = part[self.rank]
-                joined, packed = self._empty(sum(part), sent), self._empty(here * self.size, sent)
+                joined, packed = _empty(sum(part), sent), _empty(here * self.size, sent)
                 _pack(sent, part, joined, [place + start for place in places])
-                self._wait_for(joined)
+                _wait_for(joined)
                 rows = ([here] * self.size, [r * here for r in range(self.size)])
-                self._wait_in("Alltoallv", [joined, (part, _starts(part)), MPI.BYTE], [packed, rows, MPI.BYTE])
+                out = [_view(joined), (part, _starts(part)), MPI.BYTE]
+                self._wait_in("Alltoallv", out, [_view(packed), rows, MPI.BYTE])
                 _unpack(packed, [here] * self.size, received, [r * mine + start for r in range(self.size)])
         self._count(sum(counts) - mine, mine * (self.size - 1))
-        return self._incoming(received, payload)
+        return _incoming(received, payload)
 
     def route(self, payload: Bytes, table: Ints) -> Bytes:
         """Send table[r][q] bytes from rank r to q, of a payload in the order of q; returns what comes in the order of r."""
@@ -184,29 +188,14 @@ class Exchange:
         """Have the watchdog of another exchange of this rank watch this one too; local."""
         self.place, self.spot = other.place, other.place.spot()
 
-    # Arrays on a device go to MPI as they are if it takes them, else through pinned memory of the host.
-
     def _outgoing(self, array: Any) -> Any:
-        """What MPI is to read: the array when all that writes it is done, or a copy on the host."""
+        """What MPI is to read: the array itself once it is complete, or a copy on the host if MPI takes no device memory."""
         if isinstance(array, np.ndarray):
             return array
         if not self.cuda_aware:
-            return array.to_pinned()
-        self._wait_for(array)
+            return device_memory.to_pinned(array)
+        device_memory.synchronize(array)
         return array
-
-    def _wait_for(self, array: Any) -> None:
-        """MPI knows no streams: what is launched must be done before it reads or writes a device's memory."""
-        if not isinstance(array, np.ndarray):
-            array.launcher.synchronize()
-
-    def _empty(self, count: int, like: Any) -> Any:
-        """An array of as many elements of the same type in the same memory, which MPI may write into at once."""
-        return np.empty(count, dtype=like.dtype) if isinstance(like, np.ndarray) else like.alike(count)
-
-    def _incoming(self, array: Any, wanted: Any) -> Any:
-        """What MPI wrote, where `wanted` is."""
-        return array if isinstance(array, type(wanted)) else wanted.from_pinned(array)
 
     def _count(self, sent: int, received: int) -> None:
         self.nbytes_sent += sent
@@ -233,6 +222,28 @@ class BesideExchange(Exchange):
             while not request.Test():
                 time.sleep(pause)
                 pause = min(1.5 * pause, self.LONGEST)
+
+
+def _view(array: Any) -> Any:
+    """The buffer to hand to mpi4py."""
+    return array if isinstance(array, np.ndarray) else device_memory.mpi_view(array)
+
+
+def _wait_for(array: Any) -> None:
+    """Wait until what was launched to write an array is done."""
+    if not isinstance(array, np.ndarray):
+        device_memory.synchronize(array)
+
+
+def _empty(count: int, like: Any) -> Any:
+    """Allocate as many elements of the same type in the same memory, for MPI to write to at once."""
+    return np.empty(count, dtype=like.dtype) if isinstance(like, np.ndarray) else device_memory.empty_for_mpi(count, like)
+
+
+def _incoming(array: Any, wanted: Any) -> Any:
+    """What MPI wrote, in the memory where `wanted` is."""
+    staged = isinstance(array, np.ndarray) and not isinstance(wanted, np.ndarray)
+    return device_memory.from_pinned(array, wanted) if staged else array
 
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "or": MPI.BOR}

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from samples import FLOORS, NONFINITE, SPECIAL, TYPES, Flat, assert_same, gradients, halfway, values
 
 from mpisparse.backends import numpy_backend
-from mpisparse.backends.cuda.arrays import DeviceArray
 from mpisparse.backends.cuda.backend import CudaBackend
 from mpisparse.backends.kinds import BF16, FP16, FP32, FP64, STORED
 from mpisparse.select.threshold import HUGE, TINY, spread
@@ -59,7 +58,7 @@ class Device:
     def _on_host(self, result: Any) -> Any:
         if isinstance(result, tuple):
             return tuple(map(self._on_host, result))
-        return self.backend.to_host(result) if isinstance(result, DeviceArray) else result
+        return self.backend.to_host(result) if isinstance(result, torch.Tensor) else result
 
     def agrees(self, name: str, *args: Any, expected: tuple[Any, ...] | None = None) -> None:
         """Results and arrays are those of the NumPy backend (called with `expected`, if its addresses are others)."""
@@ -190,11 +189,11 @@ def check_publish(device: Device, kind: int, x: NDArray[np.float32]) -> None:
     backend, index = device.backend, np.arange(1, 2 * len(x), 2)
     twin, left = np.ones(2 * len(x), dtype=STORED[kind]), x.copy()
     buffer, values_left, places = (backend.from_host(a) for a in (twin, left, index))
-    backend.publish_at(buffer.pointer, kind, len(twin), places, values_left)
+    backend.publish_at(buffer.data_ptr(), kind, len(twin), places, values_left)
     numpy_backend.publish_at(twin.ctypes.data, kind, len(twin), index, left)
     assert_same(backend.to_host(buffer), twin)
     assert_same(backend.to_host(values_left), left)
-    backend.zero_at(buffer.pointer, kind, len(twin), places)
+    backend.zero_at(buffer.data_ptr(), kind, len(twin), places)
     numpy_backend.zero_at(twin.ctypes.data, kind, len(twin), index)
     assert_same(backend.to_host(buffer), twin)
 
@@ -220,7 +219,7 @@ def check_halves(device: Device, n: int) -> None:
     for kind in (FP16, BF16):
         source = device.backend.from_host(patterns)
         expected = torch.from_numpy(patterns.copy()).view(TYPES[kind]).float().numpy()
-        _, after = device("accumulate", np.full(len(patterns), -0.0, dtype=np.float32), source.pointer, kind)
+        _, after = device("accumulate", np.full(len(patterns), -0.0, dtype=np.float32), source.data_ptr(), kind)
         assert_same(after[0], expected)
 
 
