@@ -10,7 +10,7 @@ PRODUCTS, SCORES = 1, 2
 
 
 def keys_of(acc: Floats, scores: Bytes, key: int) -> Floats:
-    """PRODUCTS: magnitude x (score + 1) / 256. SCORES: a float whose bits are those of the score, then of the magnitude."""
+    """PRODUCTS: magnitude x (score + 1) / 256. SCORES: by score, then by magnitude; the float has the bits of both."""
     magnitude = np.abs(acc)
     if key == PRODUCTS:
         share = (scores.astype(np.float32) + np.float32(1)) * np.float32(2**-8)

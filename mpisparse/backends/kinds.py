@@ -16,13 +16,13 @@ STORED: dict[int, Any] = {FP32: np.float32, FP16: np.uint16, BF16: np.uint16, FP
 
 
 def memory(address: int, kind: int, count: int) -> NDArray[Any]:
-    """An array over foreign memory, 16-bit types as their bit patterns."""
+    """View memory at an address as an array; 16-bit kinds as their bit patterns."""
     raw = (ctypes.c_uint8 * (count * ITEMSIZE[kind])).from_address(address)
     return np.ctypeslib.as_array(raw).view(STORED[kind])
 
 
 def widen(values: NDArray[Any], kind: int) -> Floats:
-    """Exact float32 values of what memory() returned."""
+    """Convert elements as stored to float32, exactly for all kinds but FP64."""
     if kind == FP16:
         return values.view(np.float16).astype(np.float32)
     if kind == BF16:
@@ -31,7 +31,7 @@ def widen(values: NDArray[Any], kind: int) -> Floats:
 
 
 def round_to(values: Floats, kind: int) -> NDArray[Any]:
-    """The nearest finite values of a type, as memory() stores it."""
+    """Round to the nearest finite values of a kind, as stored."""
     if kind == FP16:
         with np.errstate(over="ignore"):
             return np.clip(values.astype(np.float16), -65504, 65504).view(np.uint16)

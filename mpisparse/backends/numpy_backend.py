@@ -34,7 +34,7 @@ def use_threads(count: int) -> None:
     """Do nothing: NumPy computes on one thread."""
 
 
-def _first_bad(values: Floats, base: int = 0) -> int:
+def _first_nonfinite(values: Floats, base: int = 0) -> int:
     bad = np.flatnonzero(~np.isfinite(values))
     return base + int(bad[0]) if len(bad) else -1
 
@@ -46,7 +46,7 @@ def _add(acc: Floats, pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes) ->
             part = acc[begin:end]
             with np.errstate(over="ignore", invalid="ignore"):
                 part += widen(memory(pointer, kind, end - begin), kind)
-            bad = _first_bad(part, begin) if bad < 0 else bad
+            bad = _first_nonfinite(part, begin) if bad < 0 else bad
         begin = end
     return bad
 
@@ -54,8 +54,7 @@ def _add(acc: Floats, pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes) ->
 def accumulate_select(
     acc: Floats, pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes, lo: int, hi: int, floor: float
 ) -> tuple[Ints, Floats, int]:
-    """Add the gradients into acc; return index and magnitude of what reaches the floor in acc[lo:hi], ascending, and the
-    first non-finite index or -1."""
+    """Add the gradients into acc and collect the elements of acc[lo:hi] that reach the floor."""
     bad = _add(acc, pointers, ends, kinds)
     index, magnitude, inside = select(acc, lo, hi, floor)
     bads = [b for b in (bad, inside) if b >= 0]
@@ -66,7 +65,7 @@ def average_select(
     acc: Floats, average: Floats, rate: float, pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes,
     lo: int, hi: int, floor: float,
 ) -> tuple[Ints, Floats, int]:  # fmt: skip
-    """Add the gradients into acc, update average = rate x |gradient| + (1 - rate) x average, and collect from that."""
+    """Add the gradients into acc, update average = rate x |gradient| + (1 - rate) x average, and select in it."""
     begin, share = 0, np.float32(rate)
     for pointer, end, kind in zip(pointers.tolist(), ends.tolist(), kinds.tolist(), strict=True):
         part = average[begin:end]
@@ -80,7 +79,7 @@ def average_select(
 
 
 def blend(index: Ints, values: Floats, carried: Ints, previous: Floats, share: float) -> tuple[Ints, Floats, Bytes]:
-    """Mix share x value + (1 - share) x previous at the union of two ascending indices; also which are of the first."""
+    """Mix share x value + (1 - share) x previous at the union of two indices; also flag those of the first."""
     both = np.union1d(index, carried)
     new, old = np.zeros((2, len(both)), dtype=np.float32)
     new[np.searchsorted(both, index)] = values
@@ -89,43 +88,42 @@ def blend(index: Ints, values: Floats, carried: Ints, previous: Floats, share: f
     return both, mixed, np.isin(both, index).astype(np.uint8)
 
 
-def come_to_rest(
+def drop_decayed(
     acc: Floats, index: Ints, values: Floats, selected: Bytes, mean: Floats, left: Floats, pending: float
 ) -> tuple[Ints, Floats]:
-    """Add to `left` what was still to come (pending x value) of elements that are not selected and of which nothing arrived;
-    add `left` into acc; return the other elements with their values."""
-    resting = (selected == 0) & (mean == 0)
-    left[resting] += np.float32(pending) * values[resting]
+    """Drop elements that are not selected and whose mean is zero; their unsent momentum goes to `left`, `left` into acc."""
+    decayed = (selected == 0) & (mean == 0)
+    left[decayed] += np.float32(pending) * values[decayed]
     acc[index] += left
-    return index[~resting], values[~resting]
+    return index[~decayed], values[~decayed]
 
 
 def select(acc: Floats, lo: int, hi: int, floor: float) -> tuple[Ints, Floats, int]:
-    """Return index and magnitude of what reaches the floor in acc[lo:hi], and its first non-finite index or -1."""
+    """Collect the elements of acc[lo:hi] that reach the floor."""
     magnitude = np.abs(acc[lo:hi])
     at = np.flatnonzero(~(magnitude < np.float32(floor)))
-    return at.astype(np.int64) + lo, magnitude[at], _first_bad(magnitude, lo)
+    return at.astype(np.int64) + lo, magnitude[at], _first_nonfinite(magnitude, lo)
 
 
 def accumulate_select_scored(
     acc: Floats, scores: Bytes, key: int, pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes,
     lo: int, hi: int, floor: float,
 ) -> tuple[Ints, Floats, int]:  # fmt: skip
-    """As accumulate_select, by keys that combine scores with magnitudes."""
+    """As accumulate_select, by key instead of magnitude."""
     bad = _add(acc, pointers, ends, kinds)
     index, keys, inside = select_scored(acc, scores, key, lo, hi, floor)
     return index, keys, min((b for b in (bad, inside) if b >= 0), default=-1)
 
 
 def select_scored(acc: Floats, scores: Bytes, key: int, lo: int, hi: int, floor: float) -> tuple[Ints, Floats, int]:
-    """As select, by keys that combine scores with magnitudes."""
+    """As select, by key instead of magnitude."""
     keys = keys_of(acc[lo:hi], scores[lo:hi], key)
     at = np.flatnonzero(~(keys < np.float32(floor)))
-    return at.astype(np.int64) + lo, keys[at], _first_bad(acc[lo:hi], lo)
+    return at.astype(np.int64) + lo, keys[at], _first_nonfinite(acc[lo:hi], lo)
 
 
 def histogram_scored(acc: Floats, scores: Bytes, key: int, lo: int, hi: int) -> Ints:
-    """As histogram, of keys that combine scores with magnitudes."""
+    """As histogram, of keys."""
     return histogram(keys_of(acc[lo:hi], scores[lo:hi], key), 0, hi - lo)
 
 
@@ -140,10 +138,10 @@ def late_nonfinite(acc: Floats) -> int:
 
 
 def first_nonfinite(pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes) -> int:
-    """Read the gradients only: the first non-finite flat index, or -1."""
+    """Return the first non-finite flat index of the gradients, or -1; changes nothing."""
     begin = 0
     for pointer, end, kind in zip(pointers.tolist(), ends.tolist(), kinds.tolist(), strict=True):
-        bad = _first_bad(widen(memory(pointer, kind, end - begin), kind), begin) if pointer else -1
+        bad = _first_nonfinite(widen(memory(pointer, kind, end - begin), kind), begin) if pointer else -1
         if bad >= 0:
             return bad
         begin = end
@@ -157,28 +155,28 @@ def histogram(acc: Floats, lo: int, hi: int) -> Ints:
 
 
 def tail_counts(magnitudes: Floats, rungs: Floats) -> Ints:
-    """Count, for every rung (ascending), the magnitudes that reach it; NaN reaches none."""
+    """Count, for each rung (ascending), the magnitudes that reach it; NaN reaches none."""
     reached = np.searchsorted(rungs, magnitudes[~np.isnan(magnitudes)], side="right")
     counts = np.bincount(reached, minlength=len(rungs) + 1)
     return np.cumsum(counts[::-1])[::-1][1:].astype(np.int64)
 
 
 def block_counts(index: Ints, magnitude: Floats, threshold: float, edges: Ints) -> Ints:
-    """Count the candidates (ascending) that reach the threshold between each two edges."""
+    """Count the candidates that reach the threshold in each block; block b is [edges[b], edges[b + 1])."""
     return np.diff(np.searchsorted(index[magnitude >= np.float32(threshold)], edges)).astype(np.int64)
 
 
 def compress_rows(
     index: Ints, magnitude: Floats, threshold: float, lo: int, row: int, rows: int
 ) -> tuple[NDArray[np.uint32], Halves]:
-    """Compressed sparse rows of the candidates that reach the threshold: counts for each row, columns inside it."""
+    """Return row counts and columns of the candidates that reach the threshold."""
     offset = index[magnitude >= np.float32(threshold)] - lo
     counts = np.bincount(offset // row, minlength=rows).astype(np.uint32)
     return counts, (offset % row).astype(np.uint16)
 
 
 def expand_rows(counts: NDArray[np.uint32], columns: Halves, lo: int, row: int, out: Ints) -> bool:
-    """Write the flat indices of compressed rows to out; False if the counts do not add up to it."""
+    """Write the flat indices of compressed rows to out; False if the counts do not add up to its length."""
     if int(counts.sum()) != len(out) or len(columns) != len(out):
         return False
     out[:] = lo + np.repeat(np.arange(len(counts)), counts) * row + columns
@@ -186,7 +184,7 @@ def expand_rows(counts: NDArray[np.uint32], columns: Halves, lo: int, row: int, 
 
 
 def take(acc: Floats, index: Ints, out: Floats) -> None:
-    """Move the values at index out of acc, leaving zeros."""
+    """Move the values at index to out, leaving zeros in acc."""
     out[:] = acc[index]
     acc[index] = 0.0
 
@@ -197,7 +195,7 @@ def put(acc: Floats, index: Ints, values: Floats) -> None:
 
 
 def add_at(acc: Floats, index: Ints, values: Floats) -> None:
-    """Add to the values at index (no index twice)."""
+    """Add to the values at index."""
     acc[index] += values
 
 
@@ -212,19 +210,19 @@ def divide(values: Floats, by: float) -> None:
 
 
 def zero_at(address: int, kind: int, count: int, index: Ints) -> None:
-    """Clear the elements at index in a published buffer of count elements."""
+    """Clear the elements at index in a published buffer of `count` elements."""
     memory(address, kind, count)[index] = 0
 
 
 def publish_at(address: int, kind: int, count: int, index: Ints, values: Floats) -> None:
-    """Write values at index in the buffer's own type; values keep what rounding left over."""
+    """Write values at index, rounded to the buffer's kind; `values` becomes the rounding error."""
     rounded = round_to(values, kind)
     memory(address, kind, count)[index] = rounded
     values -= widen(rounded, kind)
 
 
 def fletcher32(data: Bytes) -> int:
-    """HDF5's checksum: sums of big-endian 16-bit words (an odd last byte is a high one), modulo 65535, 0 only for 0."""
+    """HDF5's checksum: running sums of big-endian 16-bit words modulo 65535; an odd last byte is a high byte."""
     words = np.append(data, np.zeros(len(data) % 2, np.uint8)).view(">u2").astype(np.uint64)
     one, two = 0, 0
     for start in range(0, len(words), 4096):
@@ -246,7 +244,7 @@ def _groups(x: Floats) -> Floats:
 
 
 def encode_int8(x: Floats, scales: Floats, q: NDArray[np.int8]) -> None:
-    """Send q * scale for each group of 256; x keeps the rest."""
+    """Encode as q x scale, one scale per group; x becomes the rounding error."""
     scales[:] = np.abs(_groups(x)).max(axis=1, initial=0.0) / np.float32(127)
     np.minimum(scales, np.float32(float.fromhex("0x1.020406p+121")), out=scales)
     scale = np.repeat(scales, GROUP)[: len(x)]
@@ -257,12 +255,12 @@ def encode_int8(x: Floats, scales: Floats, q: NDArray[np.int8]) -> None:
 
 
 def decode_int8(scales: Floats, q: NDArray[np.int8], x: Floats) -> None:
-    """The values that encode_int8 sent."""
+    """Decode what encode_int8 wrote."""
     x[:] = q.astype(np.float32) * np.repeat(scales, GROUP)[: len(x)]
 
 
 def encode_fp16(x: Floats, scales: Floats, h: Halves) -> None:
-    """Send fp16(x / scale) * scale, scale a power of two for each group of 256; x keeps the rest."""
+    """Encode as fp16(x / scale) x scale, one power of two as scale per group; x becomes the rounding error."""
     most = np.abs(_groups(x)).max(axis=1, initial=0.0)
     exponent = np.clip(np.frexp(most)[1] - 15, -126, 127)
     scales[:] = np.where(most > 0, np.ldexp(np.float32(1), exponent), np.float32(1))
@@ -272,16 +270,16 @@ def encode_fp16(x: Floats, scales: Floats, h: Halves) -> None:
 
 
 def decode_fp16(scales: Floats, h: Halves, x: Floats) -> None:
-    """The values that encode_fp16 sent."""
+    """Decode what encode_fp16 wrote."""
     x[:] = widen(h, FP16) * np.repeat(scales, GROUP)[: len(x)]
 
 
 def encode_bf16(x: Floats, h: Halves) -> None:
-    """Send the nearest finite bfloat16; x keeps the rest."""
+    """Encode as the nearest finite bfloat16; x becomes the rounding error."""
     h[:] = round_to(x, BF16)
     x -= widen(h, BF16)
 
 
 def decode_bf16(h: Halves, x: Floats) -> None:
-    """The values that encode_bf16 sent."""
+    """Decode what encode_bf16 wrote."""
     x[:] = widen(h, BF16)

@@ -14,7 +14,7 @@ from mpisparse.backends.protocol import HIDDEN
 
 
 def record(pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes, lo: int, out: Halves) -> None:
-    """Write the gradients of [lo, lo + len(out)) as finite bfloat16; an absent one is zeros."""
+    """Write the gradients of [lo, lo + len(out)) as finite bfloat16; absent ones are zero."""
     out[:] = 0
     begin, hi = 0, lo + len(out)
     for pointer, end, kind in zip(pointers.tolist(), ends.tolist(), kinds.tolist(), strict=True):
@@ -25,7 +25,7 @@ def record(pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes, lo: int, out:
 
 
 def gather(pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes, index: Ints, out: Floats) -> None:
-    """Write the gradients at ascending indices; an absent one is zero."""
+    """Write the gradients at ascending indices; absent ones are zero."""
     out[:] = 0.0
     begin = 0
     for pointer, end, kind in zip(pointers.tolist(), ends.tolist(), kinds.tolist(), strict=True):
@@ -37,7 +37,7 @@ def gather(pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes, index: Ints, 
 
 @np.errstate(over="ignore")
 def _features(history: Halves, inverse: Floats, depth: int) -> Floats:
-    """Signed logarithms of the last gradients in units of their layers; oriented by the accumulator, the last row."""
+    """Signed logarithms of the last gradients, scaled per layer; positive where the sign agrees with the accumulator's."""
     rows = history.reshape(depth + 1, -1)
     x = widen(rows[:depth], BF16) * inverse
     length = ((np.float32(1) + np.abs(x)).view(np.int32) - np.int32(0x3F800000)).astype(np.float32) * np.float32(2**-23)
@@ -47,7 +47,7 @@ def _features(history: Halves, inverse: Floats, depth: int) -> Floats:
 
 
 def _forward(nets: Floats, x: Floats) -> tuple[Floats, Floats]:
-    """The hidden units before they are rectified, and the output, of elements (last axis) in their own nets (rows)."""
+    """Hidden units before the ReLU, and the output; row i of `nets` is the net of element i, column i of `x` its input."""
     depth = len(x)
     units = nets[:, HIDDEN * depth : HIDDEN * (depth + 1)].T.copy()
     z = nets[:, HIDDEN * (depth + 2)].copy()
@@ -68,7 +68,7 @@ def _layers(ends: Ints) -> Ints:
 
 
 def predict(history: Halves, nets: Floats, inverse: Floats, ends: Ints, depth: int, out: Bytes) -> None:
-    """Score elements by their layers' nets: importance in (0, 1) in steps of 1 / 255. `ends` are the layers' among them."""
+    """Score elements by their layers' nets: importance in (0, 1) in steps of 1 / 255; `ends` delimits the layers."""
     layer = _layers(ends)
     _, z = _forward(nets.reshape(len(ends), -1)[layer], _features(history, inverse[layer], depth))
     out[:] = np.minimum(_importance(z) * np.float32(255), np.float32(254))
@@ -79,9 +79,9 @@ def learn(
     nets: Floats, mean: Floats, square: Floats, history: Halves, inverse: Floats, ends: Ints, depth: int,
     magnitude: Floats, pairs: Ints, weights: Floats, batch: int, rate: float, corrections: Floats,
 ) -> None:  # fmt: skip
-    """Learn from pairs (better, worse) to give the better the larger key, importance x magnitude, by Adam in batches.
+    """Train the nets with Adam to rank the first element of each pair above the second, by importance x magnitude.
 
-    Goes down the slope of (worse - better) / (worse + better), the weighted mean over a batch of pairs.
+    The loss of a batch is the weighted mean over its pairs of (second - first) / (second + first).
     """
     layer, size = _layers(ends), HIDDEN * (depth + 2) + 1
     every = _features(history, inverse[layer], depth)

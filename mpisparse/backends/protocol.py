@@ -204,7 +204,7 @@ class Backend(Protocol):
         """
         ...
 
-    def come_to_rest(
+    def drop_decayed(
         self, acc: Vector, index: Vector, values: Vector, selected: Vector, mean: Vector, left: Vector, pending: float, /
     ) -> tuple[Vector, Vector]:
         """Drop elements whose momentum has decayed: not selected, and their mean over ranks is zero.

@@ -49,7 +49,7 @@ class Blend:
 
     def settle(self, backend: Backend, acc: Floats, sent: Blended, mean: Floats, left: Floats) -> None:
         """Note what was sent and add to acc what was `left`; elements of which nothing arrived come to rest."""
-        self.index, self.value = backend.come_to_rest(
+        self.index, self.value = backend.drop_decayed(
             acc, sent.index, sent.values, sent.selected, mean, left, float(self.pending)
         )
 

@@ -25,7 +25,7 @@ ON_DEVICE = {
     "histogram": (0,), "tail_counts": (0,), "block_counts": (0, 1), "search": (0,), "pick": (0,),
     "compress_rows": (0, 1), "expand_rows": (0, 1, 4),
     "take": (0, 1, 2), "put": (0, 1, 2), "add_at": (0, 1, 2), "add": (0, 1), "divide": (0,),
-    "blend": (0, 1, 2, 3), "come_to_rest": (0, 1, 2, 3, 4, 5),
+    "blend": (0, 1, 2, 3), "drop_decayed": (0, 1, 2, 3, 4, 5),
     "encode_int8": (0, 1, 2), "decode_int8": (0, 1, 2), "encode_fp16": (0, 1, 2), "decode_fp16": (0, 1, 2),
     "encode_bf16": (0, 1), "decode_bf16": (0, 1),
 }  # fmt: skip
@@ -232,7 +232,7 @@ def check_blend(device: Device, n: int) -> None:
         both, mixed, selected = numpy_backend.blend(index, new, carried, old, 0.7)
         mean = np.where(np.random.default_rng(n).random(len(both)) < 0.5, np.float32(0), mixed)
         small = np.float32(0.25)
-        device.agrees("come_to_rest", draw(n) * small, both, mixed, selected, mean, draw(len(both)) * small, 0.43)
+        device.agrees("drop_decayed", draw(n) * small, both, mixed, selected, mean, draw(len(both)) * small, 0.43)
 
 
 CHECKS: dict[str, Callable[[Device, int], None]] = {

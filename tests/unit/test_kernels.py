@@ -47,7 +47,8 @@ def assert_agree(native: Any, kernel: str, *args: Any, writes: tuple[int, ...] =
     """Run a kernel natively and in NumPy; results and the arguments at `writes` must agree."""
     here = [arg.copy() if i in writes else arg for i, arg in enumerate(args)]
     there = [arg.copy() if i in writes else arg for i, arg in enumerate(args)]
-    assert_same(getattr(native, kernel)(*here), getattr(numpy_backend, kernel)(*there))
+    with np.errstate(all="ignore"):  # what overflows must overflow in both
+        assert_same(getattr(native, kernel)(*here), getattr(numpy_backend, kernel)(*there))
     for i in writes:
         assert_same(here[i], there[i])
 
@@ -166,7 +167,7 @@ def test_blend(native: Any, first: set[int], second: set[int], share: float, see
     index, mixed, selected = numpy_backend.blend(indices[0], new, indices[1], old, share)
     mean = np.where(rng.random(len(index)) < 0.5, np.float32(0), mixed)
     rest = (index, mixed, selected, mean, values(rng, len(index)), 0.43)
-    assert_agree(native, "come_to_rest", values(rng, 61), *rest, writes=(0, 5))
+    assert_agree(native, "drop_decayed", values(rng, 61), *rest, writes=(0, 5))
 
 
 @pytest.mark.parametrize("kind", [FP32, FP16, BF16])
@@ -277,8 +278,7 @@ def test_scattered_reads_and_writes(native: Any, count: int) -> None:
 @pytest.mark.parametrize("n", SIZES)
 def test_add(native: Any, n: int) -> None:
     rng = np.random.default_rng(n)
-    with np.errstate(over="ignore", invalid="ignore"):
-        assert_agree(native, "add", values(rng, n, nonfinite=True), values(rng, n, nonfinite=True), writes=(0,))
+    assert_agree(native, "add", values(rng, n, nonfinite=True), values(rng, n, nonfinite=True), writes=(0,))
     with pytest.raises(ValueError, match="not as long as"):
         native.add(np.zeros(n, dtype=np.float32), np.zeros(n + 1, dtype=np.float32))
 
@@ -287,8 +287,7 @@ def test_add(native: Any, n: int) -> None:
 def test_divide(native: Any, n: int) -> None:
     x = np.concatenate([SPECIAL, values(np.random.default_rng(n), n, nonfinite=True)])[:n]
     for by in (1, 3, 0.1, 7e-39):
-        with np.errstate(over="ignore"):
-            assert_agree(native, "divide", x, by, writes=(0,))
+        assert_agree(native, "divide", x, by, writes=(0,))
         divided = x.copy()
         native.divide(divided, by)
         assert_same(divided, torch.from_numpy(x.copy()).div_(by).numpy())

@@ -24,11 +24,11 @@ DTYPES: dict[Any, torch.dtype] = {
     np.dtype(dtype): getattr(torch, dtype)
     for dtype in ("float32", "float64", "int64", "uint64", "uint32", "int32", "uint16", "int8", "uint8")
 }
-RUNGS = 1024  # the most that one launch of tail_counts takes
+RUNGS = 1024  # limit of one launch of tail_counts
 
 
 class Marks(NamedTuple):
-    """Bits of the elements to collect, their count in each tile, and where a tile's first value is not finite."""
+    """Per tile: bits of the elements to collect, their count, and the index of the first non-finite value."""
 
     masks: Tensor
     counts: Tensor
@@ -36,7 +36,7 @@ class Marks(NamedTuple):
 
 
 class CudaBackend:
-    """Kernels through a launcher."""
+    """The CUDA backend on one device; mpisparse.backends.protocol documents its operations."""
 
     name = "cuda"
 
@@ -46,7 +46,7 @@ class CudaBackend:
         self._notes: dict[int, Tensor] = {}  # by the address of the storage added to, as backends are shared
 
     def use_threads(self, count: int) -> None:
-        """Do nothing: this is about the host's threads."""
+        """Do nothing: only host kernels use threads."""
 
     # Arrays
 
@@ -57,14 +57,14 @@ class CudaBackend:
         return self.launcher.adopt(tensor)
 
     def from_host(self, values: NDArray[Any] | Tensor) -> Tensor:
-        """Copy to the device; return a tensor, which is there already, itself."""
+        """Copy to the device; a tensor is there already and is returned unchanged."""
         if isinstance(values, Tensor):
             return values
         array = self.empty(len(values), values.dtype)
         return array.copy_(torch.from_numpy(np.require(values, requirements=("C", "W"))))
 
     def to_host(self, array: Tensor | NDArray[Any]) -> NDArray[Any]:
-        """Copy to the host when all launches before are done; return a NumPy array, which is there already, itself."""
+        """Wait for earlier launches and copy to the host; a NumPy array is there already and is returned unchanged."""
         return array.cpu().numpy() if isinstance(array, Tensor) else array
 
     def copy(self, array: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class CudaBackend:
         return self._selected(acc, first, marks)
 
     def accumulate(self, acc: Tensor, pointer: int, kind: int) -> int:
-        """Returns -1 at once, as nobody waits during backward; late_nonfinite() tells what was met."""
+        """Launch and return -1, since backward must not wait; late_nonfinite() reports later."""
         if not pointer or not len(acc):
             return -1
         bads = self.empty(self._tiles(len(acc)), np.int64)
@@ -117,7 +117,7 @@ class CudaBackend:
         return -1
 
     def late_nonfinite(self, acc: Tensor) -> int:
-        """The index in acc where accumulate() first met a value that is not finite since the last call, or -1."""
+        """Wait for the device and return the first non-finite index since the last call, or -1."""
         note = self._notes.get(acc.untyped_storage().data_ptr())
         if note is None:
             return -1
@@ -234,14 +234,14 @@ class CudaBackend:
         self._for_each("blend_carried", len(absent), *second, *shares, both, mixed, selected)
         return both, mixed, selected
 
-    def come_to_rest(
+    def drop_decayed(
         self, acc: Tensor, index: Tensor, values: Tensor, selected: Tensor, mean: Tensor,
         left: Tensor, pending: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         n = len(index)
         masks, counts, _ = self._marks(n)
         sent = (acc, index, values, selected, mean, left, np.int64(n), np.float32(pending))
-        self._over_tiles("come_to_rest", n, *sent, masks, counts)
+        self._over_tiles("drop_decayed", n, *sent, masks, counts)
         return self._kept(index, values, masks, counts)
 
     # Codecs
@@ -293,7 +293,7 @@ class CudaBackend:
         return self._notes[key]
 
     def _gradients(self, pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes) -> tuple[Tensor, Tensor, Tensor, np.int64]:
-        """Addresses, ends and types in one copy to the device."""
+        """Copy addresses, ends and kinds to the device, in one copy."""
         count = len(pointers)
         packed = self.from_host(np.concatenate([pointers.view(np.uint8), ends.view(np.uint8), kinds]))
         addresses, bounds = packed[: 8 * count], packed[8 * count : 16 * count]
@@ -305,7 +305,7 @@ class CudaBackend:
         return Marks(masks, self.empty(tiles, np.uint32), self.empty(tiles, np.int64))
 
     def _scan(self, counts: Tensor, bads: Tensor | None = None) -> tuple[Tensor, int, int]:
-        """Where each count's elements begin, their number, and the lowest of `bads` or -1."""
+        """Return exclusive prefix sums of the counts, their total, and the lowest of `bads` or -1."""
         offsets, summary = self.empty(len(counts) + 1, np.int64), self.empty(2, np.int64)
         low = np.uint64(0) if bads is None else bads
         self._launch("scan_counts", 1, self.launcher.scan, counts, low, np.int64(len(counts)), offsets, summary)
@@ -313,7 +313,7 @@ class CudaBackend:
         return offsets, total, bad
 
     def _selected(self, acc: Tensor, first: int, marks: Marks) -> Found:
-        """What the marks select, with its magnitudes in acc; `first` is the tile that the marks begin with."""
+        """Collect the marked elements with their magnitudes in acc; the marks start at tile `first`."""
         offsets, total, bad = self._scan(marks.counts, marks.bads)
         index, magnitude = self.empty(total, np.int64), self.empty(total, np.float32)
         if total:
@@ -322,7 +322,7 @@ class CudaBackend:
         return index, magnitude, bad
 
     def _kept(self, index: Tensor, values: Tensor, masks: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """The marked elements of an index and its values."""
+        """Return the marked elements of an index with their values."""
         offsets, total, _ = self._scan(counts)
         kept = self.empty(total, np.int64), self.empty(total, np.float32)
         self._over_tiles("write_kept", len(index), index, values, masks, offsets, *kept)
@@ -333,7 +333,7 @@ _NO_GRADIENTS = (np.uint64(0), np.uint64(0), np.uint64(0), np.int64(0))
 
 
 def _bits(floor: float) -> np.uint32:
-    """A threshold as the integer that magnitudes are compared with."""
+    """Return the bits of a threshold: magnitudes are compared as integers."""
     if not floor >= 0.0:
         raise ValueError(f"threshold must be a number >= 0, got {floor}")
     return np.float32(floor).view(np.uint32)
