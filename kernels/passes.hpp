@@ -103,7 +103,7 @@ nb::tuple accumulate_select_scored(Array<float> acc, Array<const uint8_t> scores
     return accumulate_select_by(acc, pointers, ends, kinds, lo, hi, floor, keying(scores, key, acc.size()));
 }
 
-nb::tuple select_by(Array<float> acc, int64_t lo, int64_t hi, float floor, Keying keys) {
+nb::tuple select_by(Array<const float> acc, int64_t lo, int64_t hi, float floor, Keying keys) {
     const int32_t bits = magnitude_bits(floor);
     Scanned all;
     {
@@ -112,7 +112,8 @@ nb::tuple select_by(Array<float> acc, int64_t lo, int64_t hi, float floor, Keyin
         std::vector<Found> found(parts);
         std::vector<int64_t> bad(parts, -1);
         in_parts(lo, hi, parts, [&](int part, int64_t a, int64_t b) {
-            if (isa.scan({acc.data() + a, nullptr, FP32, b - a, a, bits, &found[part], keys.key, keys.at(a)}) >= INFINITE)
+            auto* values = const_cast<float*>(acc.data()) + a;  // not written to without a gradient
+            if (isa.scan({values, nullptr, FP32, b - a, a, bits, &found[part], keys.key, keys.at(a)}) >= INFINITE)
                 bad[part] = first_nonfinite_of(acc.data(), a, b);
         });
         all = join(found, bad);
@@ -120,11 +121,11 @@ nb::tuple select_by(Array<float> acc, int64_t lo, int64_t hi, float floor, Keyin
     return to_tuple(std::move(all));
 }
 
-nb::tuple select_above(Array<float> acc, int64_t lo, int64_t hi, float floor) {
+nb::tuple select_above(Array<const float> acc, int64_t lo, int64_t hi, float floor) {
     return select_by(acc, lo, hi, floor, {});
 }
 
-nb::tuple select_scored(Array<float> acc, Array<const uint8_t> scores, uint8_t key, int64_t lo, int64_t hi, float floor) {
+nb::tuple select_scored(Array<const float> acc, Array<const uint8_t> scores, uint8_t key, int64_t lo, int64_t hi, float floor) {
     return select_by(acc, lo, hi, floor, keying(scores, key, acc.size()));
 }
 
@@ -169,7 +170,7 @@ int64_t accumulate(Array<float> acc, uint64_t pointer, uint8_t kind) {
 }
 
 // Counts keys by exponent and three bits of mantissa: bin b holds bit patterns [b << 20, (b + 1) << 20).
-NumPy<int64_t> histogram_by(Array<float> acc, int64_t lo, int64_t hi, Keying keys) {
+NumPy<int64_t> histogram_by(Array<const float> acc, int64_t lo, int64_t hi, Keying keys) {
     std::vector<int64_t> counts(2048, 0);
     {
         nb::gil_scoped_release released;
@@ -185,9 +186,9 @@ NumPy<int64_t> histogram_by(Array<float> acc, int64_t lo, int64_t hi, Keying key
     return to_numpy(std::move(counts));
 }
 
-NumPy<int64_t> histogram(Array<float> acc, int64_t lo, int64_t hi) { return histogram_by(acc, lo, hi, {}); }
+NumPy<int64_t> histogram(Array<const float> acc, int64_t lo, int64_t hi) { return histogram_by(acc, lo, hi, {}); }
 
-NumPy<int64_t> histogram_scored(Array<float> acc, Array<const uint8_t> scores, uint8_t key, int64_t lo, int64_t hi) {
+NumPy<int64_t> histogram_scored(Array<const float> acc, Array<const uint8_t> scores, uint8_t key, int64_t lo, int64_t hi) {
     return histogram_by(acc, lo, hi, keying(scores, key, acc.size()));
 }
 

@@ -15,6 +15,11 @@ void each_at(T* data, const Array<const int64_t>& index, Visit visit) {
     }
 }
 
+void read_at(Array<const float> acc, Array<const int64_t> index, Array<float> out) {
+    nb::gil_scoped_release released;
+    each_at(acc.data(), index, [&](int64_t i, const float& x) { out.data()[i] = x; });
+}
+
 void take(Array<float> acc, Array<const int64_t> index, Array<float> out) {
     nb::gil_scoped_release released;
     each_at(acc.data(), index, [&](int64_t i, float& x) { out.data()[i] = x; x = 0.0f; });

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mpisparse.attachment import attach
     from mpisparse.backends import device
     from mpisparse.comm import exchange
-    from mpisparse.core.step import Stats
+    from mpisparse.core.records import Stats
     from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError
     from mpisparse.schemes import register_scheme
     from mpisparse.sync import GradientSync

@@ -23,7 +23,7 @@ class Attachment:
     def __init__(self, optimizer: torch.optim.Optimizer, sync: GradientSync, scaler: Any) -> None:
         self._optimizer = optimizer
         self._sync = sync
-        sync._step.adopt(optimizer)
+        sync._companion.adopt(optimizer)
         self._known, self._strangers = list[int](), list[torch.nn.Parameter]()
         self._add_group = optimizer.add_param_group
         optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]

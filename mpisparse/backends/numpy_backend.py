@@ -183,6 +183,11 @@ def expand_rows(counts: NDArray[np.uint32], columns: Halves, lo: int, row: int, 
     return True
 
 
+def read_at(acc: Floats, index: Ints, out: Floats) -> None:
+    """Copy the values at index to out."""
+    np.take(acc, index, out=out, mode="clip")
+
+
 def take(acc: Floats, index: Ints, out: Floats) -> None:
     """Move the values at index to out, leaving zeros in acc."""
     out[:] = acc[index]

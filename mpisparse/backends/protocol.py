@@ -165,6 +165,10 @@ class Backend(Protocol):
 
     # Reads and writes at an index
 
+    def read_at(self, acc: Vector, index: Vector, out: Vector, /) -> None:
+        """Copy the values at index to out."""
+        ...
+
     def take(self, acc: Vector, index: Vector, out: Vector, /) -> None:
         """Move the values at index to out, leaving zeros in acc."""
         ...

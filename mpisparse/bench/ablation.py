@@ -19,7 +19,7 @@ from mpisparse.bench.sync import open_source
 from mpisparse.bench.synthetic import GivenModel, Source
 from mpisparse.bench.train import Case, progress_beside, train_case
 from mpisparse.comm.exchange import end_job_on_uncaught_exception
-from mpisparse.core.step import Stats
+from mpisparse.core.records import Stats
 from mpisparse.runtime.settings import Settings
 from mpisparse.runtime.signals import StopRequest
 from mpisparse.runtime.table import save, show

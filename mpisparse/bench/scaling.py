@@ -27,7 +27,7 @@ from mpisparse.bench.sync import open_source
 from mpisparse.bench.synthetic import LAYERS, GivenModel, Source, Synthetic
 from mpisparse.bench.train import Case
 from mpisparse.comm.exchange import Exchange, end_job_on_uncaught_exception
-from mpisparse.core.step import Stats
+from mpisparse.core.records import Stats
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.table import save, show
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,15 +20,14 @@ from mpisparse.arrays import Floats, Ints
 from mpisparse.backends.device import load_backend
 from mpisparse.bench.costs import Log
 from mpisparse.bench.synthetic import Source, worker_gradient
-from mpisparse.core.records import Region, imbalance
-from mpisparse.core.step import spans_of
+from mpisparse.comm.regions import Region, shared_out, spans_of
 from mpisparse.errors import ConfigurationError, check_choice
 from mpisparse.schemes import SCHEMES, configure
 from mpisparse.schemes.partitioned import Exdyna
-from mpisparse.select.candidates import Found, certain, count_ties, drop_ties, largest, merge
-from mpisparse.select.exclusive import settle_in_regions
-from mpisparse.select.fill import fill, is_short
-from mpisparse.select.pickers import CyclicTopK, Picker, TopK, merged, shared_out
+from mpisparse.select.candidates import NONE, Candidates, certain, count_ties, drop_ties, largest, merge
+from mpisparse.select.exclusive import first_rungs, next_selector, settle_step
+from mpisparse.select.partition import imbalance
+from mpisparse.select.pickers import CyclicTopK, Picker, TopK, merged
 from mpisparse.select.scorers import Magnitude
 from mpisparse.select.search import Search, block_count_type, harmonic
 from mpisparse.select.selector import ExclusiveSelector
@@ -113,7 +112,7 @@ class Simulated:
         return imbalance(self.workloads)
 
 
-class VirtualSearch(Search[Scopes, list[Found]]):
+class VirtualSearch(Search[Scopes, list[Candidates]]):
     """The search for a threshold as all ranks do it; what they would send is noted in the log."""
 
     def __init__(self, controller: Controller, k: int, acc: Accumulators, log: Log) -> None:
@@ -122,7 +121,7 @@ class VirtualSearch(Search[Scopes, list[Found]]):
         self.acc = acc
         self.log = log
 
-    def ladder(self, found: list[Found], rungs: Rungs, everywhere: bool) -> tuple[Ints, Callable[[int], Ints]]:
+    def ladder(self, found: list[Candidates], rungs: Rungs, everywhere: bool) -> tuple[Ints, Callable[[int], Ints]]:
         rows = np.stack([self.backend.tail_counts(f.magnitude, rungs) for f in found])
         if self.gathers:
             self.log.add("allgather", HEADER + COUNT * len(rungs))
@@ -149,14 +148,14 @@ class VirtualSearch(Search[Scopes, list[Found]]):
         reads = ((self.acc.read(worker, lo, hi), hi - lo) for worker, (lo, hi) in enumerate(scope))
         return np.stack([self.backend.histogram(values, 0, count) for values, count in reads])
 
-    def select(self, scope: Scopes, floor: float) -> list[Found]:
+    def select(self, scope: Scopes, floor: float) -> list[Candidates]:
         return [self._select(worker, lo, hi, floor) for worker, (lo, hi) in enumerate(scope)]
 
-    def _select(self, worker: int, lo: int, hi: int, floor: float) -> Found:
+    def _select(self, worker: int, lo: int, hi: int, floor: float) -> Candidates:
         index, magnitude, _ = self.backend.select(self.acc.read(worker, lo, hi), 0, hi - lo, floor)
-        return Found(index + lo, magnitude)
+        return Candidates(index + lo, magnitude)
 
-    def block_counts(self, found: list[Found], threshold: float, edges: Ints) -> list[Ints]:
+    def block_counts(self, found: list[Candidates], threshold: float, edges: Ints) -> list[Ints]:
         counts = [self.backend.block_counts(f.index, f.magnitude, threshold, edges).astype(np.int64) for f in found]
         if self.gathers:
             self.log.add("allgather", (len(edges) - 1) * block_count_type(edges)().itemsize)
@@ -164,32 +163,32 @@ class VirtualSearch(Search[Scopes, list[Found]]):
         self.log.add("allreduce", (len(edges) - 1) * block_count_type(edges, self.size)().itemsize)
         return [np.sum(counts, axis=0)] * self.size
 
-    def inside(self, found: list[Found], regions: list[Region]) -> tuple[Scopes, list[Found]]:
-        mine = by_rank(regions)
+    def inside(self, found: list[Candidates], regions: list[Region]) -> tuple[Scopes, list[Candidates]]:
+        mine = sorted(regions)
         return [(r.lo, r.hi) for r in mine], [
             f.within(np.searchsorted, r.lo, r.hi) for f, r in zip(found, mine, strict=True)
         ]
 
-    def tied(self, found: list[Found], threshold: float) -> Ints:
+    def tied(self, found: list[Candidates], threshold: float) -> Ints:
         self.log.add("allgather", 16)
         return np.stack([count_ties(f, threshold) for f in found])
 
-    def cut(self, found: list[Found], threshold: float, shares: Ints, turn: int) -> list[Found]:
+    def cut(self, found: list[Candidates], threshold: float, shares: Ints, turn: int) -> list[Candidates]:
         return [drop_ties(f, threshold, int(share), turn) for f, share in zip(found, shares, strict=True)]
 
-    def nominate(self, found: list[Found], threshold: float, regions: list[Region]) -> list[Found]:
+    def nominate(self, found: list[Candidates], threshold: float, regions: list[Region]) -> list[Candidates]:
         every = (largest(self.backend, self.acc.read(worker, 0, self.n), self.k) for worker in range(self.size))
         own = [certain(f.reaching(threshold)) for f in found]
         return [merge(*pair) for pair in zip(own, self._route(every, regions), strict=True)]
 
-    def add_poor(self, found: list[Found], threshold: float, able: Ints, regions: list[Region]) -> list[Found]:
+    def add_poor(self, found: list[Candidates], threshold: float, able: Ints, regions: list[Region]) -> list[Candidates]:
         scopes = ((worker, 0 if worker in able else self.n) for worker in range(self.size))
         every = (self._select(worker, 0, hi, threshold) for worker, hi in scopes)
         return [merge(*pair) for pair in zip(found, self._route(every, regions), strict=True)]
 
-    def _route(self, every: Iterable[Found], regions: list[Region]) -> list[Found]:
+    def _route(self, every: Iterable[Candidates], regions: list[Region]) -> list[Candidates]:
         """Send every worker's candidates to the owners of their regions."""
-        owners = by_rank(regions)
+        owners = sorted(regions)
         rows = [[nominated.within(np.searchsorted, r.lo, r.hi) for r in owners] for nominated in every]
         table = np.array([[len(part.index) for part in row] for row in rows], dtype=np.int64)
         self.log.add("allgather", 8 * self.size)
@@ -198,24 +197,27 @@ class VirtualSearch(Search[Scopes, list[Found]]):
         joined = []
         for parts in zip(*rows, strict=True):
             index, magnitude = (np.concatenate([getattr(part, key) for part in parts]) for key in ("index", "magnitude"))
-            joined.append(Found(index, magnitude))
+            joined.append(Candidates(index, magnitude))
         return joined
 
 
+@dataclass(frozen=True, eq=False)
 class TimedSelector(ExclusiveSelector):
-    """A selector that knows how long it took: in a real run every rank does what it does."""
+    """A selector that notes how long it takes: in a real run every rank does what it does."""
 
-    seconds = 0.0
+    spent: list[float] = field(default_factory=list)
 
-    def draw(self, counts: Sequence[Ints], able: Ints, loads: Ints | None = None) -> None:
+    def drawn(self, counts: Sequence[Ints], able: Ints, loads: Ints | None = None) -> ExclusiveSelector:
         start = time.perf_counter()
-        super().draw(counts, able, loads)
-        self.seconds += time.perf_counter() - start
+        drawn = super().drawn(counts, able, loads)
+        self.spent.append(time.perf_counter() - start)
+        return drawn
 
-    def adapt(self, union: Ints, controller: Controller) -> None:
+    def after(self, union: Ints, controller: Controller, search: Any, pick: Any) -> ExclusiveSelector:
         start = time.perf_counter()
-        super().adapt(union, controller)
-        self.seconds += time.perf_counter() - start
+        coming = super().after(union, controller, search, pick)
+        self.spent.append(time.perf_counter() - start)
+        return coming
 
 
 class Simulator:
@@ -238,7 +240,7 @@ class Simulator:
         self.acc.begin()
         choice = self.choose(log)
         codec = CODECS["fp32"]
-        shares = [codec.nbytes(stop - start) for start, stop in spans_of(load_backend(), choice.union, choice.regions)]
+        shares = [codec.nbytes(stop - start) for start, stop in spans_of(np.searchsorted, choice.union, choice.regions)]
         log.add("alltoallv", shares)
         log.add("allgatherv", shares)
         self.acc.sent(choice.union)
@@ -274,7 +276,7 @@ class ExclusiveSimulator(Simulator):
                 "the simulator knows density, accumulate, controller, partitioner and blocks of scheme exdyna; leave the "
                 "other options as they are by default"
             )
-        self.selector = TimedSelector(
+        self.selector: Any = TimedSelector.first(
             self.n, size, controller=options.controller, partitioner=options.partitioner, blocks=options.blocks,
             reads_region=options.accumulate == "backward", prior=Magnitude.prior,
         )  # fmt: skip
@@ -283,20 +285,18 @@ class ExclusiveSimulator(Simulator):
 
     def choose(self, log: Log) -> Choice:
         selector, k = self.selector, self.k
-        controller, selector.seconds = selector.controller, 0.0
-        search = VirtualSearch(controller, k, self.acc, log)
+        search = VirtualSearch(selector.controller, k, self.acc, log)
         scopes = [selector.scope(rank) for rank in range(self.size)]
-        rungs = controller.ladder(k) if k < self.n else np.zeros(1, dtype=np.float32)
-        found = search.select(scopes, float(rungs[0])) if len(rungs) else [NOTHING] * self.size
-        settled = settle_in_regions(search, selector, scopes, rungs, found)
-        regions = selector.regions()
-        filled = fill(search, scopes, settled, regions, selector.step) if controller.holds else settled
-        log.add("allgatherv", [nbytes_of(r.hi - r.lo, int(filled.workloads[r.rank])) for r in by_rank(regions)])
-        union = np.concatenate([filled.found[r.rank].reaching(filled.threshold).index for r in regions])
-        if k < self.n and not (controller.holds and is_short(search, settled)):
-            controller = controller.after(settled.rungs, settled.total, settled.rung, k)
-        selector.adapt(union, controller)
-        return Choice(union, regions, filled.workloads, filled.threshold, selector.seconds)
+        rungs = first_rungs(selector, k)
+        found = search.select(scopes, float(rungs[0])) if len(rungs) else [NONE] * self.size
+        settled, lesson = settle_step(search, selector, scopes, rungs, found)
+        regions = lesson.selector.regions()
+        log.add("allgatherv", [nbytes_of(r.hi - r.lo, int(settled.workloads[r.rank])) for r in sorted(regions)])
+        union = np.concatenate([settled.found[r.rank].reaching(settled.threshold).index for r in regions])
+        self.selector = next_selector(selector.controller, lesson, union, np.searchsorted, np.take)
+        spent = sum(selector.spent)
+        selector.spent.clear()
+        return Choice(union, regions, settled.workloads, settled.threshold, spent)
 
 
 class UnionSimulator(Simulator):
@@ -314,22 +314,14 @@ class UnionSimulator(Simulator):
             start = time.perf_counter()
             picks.append(picker.pick(acc, self.k, len(self.acc.unions)))
             seconds.append(time.perf_counter() - start)
-        workloads = np.array([len(index) for index, _ in picks], dtype=np.int64)
+        workloads = np.array([len(picked.index) for picked in picks], dtype=np.int64)
         log.add("allgather", HEADER)
         log.add("allgather", HEADER + 2 * COUNT)
         log.add("allgatherv", [nbytes_of(self.n, int(count)) for count in workloads])
-        union = merged(np.concatenate([index for index, _ in picks]))
-        threshold = max(threshold for _, threshold in picks)
+        union = merged(np.concatenate([picked.index for picked in picks]))
+        threshold = max(picked.threshold for picked in picks)
         together = {"alone": max(seconds)} if self.cyclic else {"work": sum(seconds) / self.size}
         return Choice(union, shared_out(union, self.n, self.size), workloads, threshold, **together)
-
-
-NOTHING = Found(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32))
-
-
-def by_rank(regions: list[Region]) -> list[Region]:
-    """Regions in the order of their ranks."""
-    return sorted(regions, key=lambda region: region.rank)
 
 
 def simulator(scheme: str, source: Source, size: int, density: float, **options: Any) -> Simulator:

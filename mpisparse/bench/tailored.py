@@ -14,8 +14,8 @@ from torch import nn
 
 from mpisparse.bench.sparse_models import PrunedLinear
 from mpisparse.comm.exchange import Exchange
-from mpisparse.core.records import Clock
-from mpisparse.core.step import Stats
+from mpisparse.core.records import Stats
+from mpisparse.core.step import Clock
 from mpisparse.errors import GradientError
 from mpisparse.sync import GradientSync
 
@@ -44,7 +44,7 @@ class TailoredSync(GradientSync):
             bytes_sent=self._exchange.nbytes_sent, bytes_received=self._exchange.nbytes_received, imbalance=0.0,
             seconds=clock.seconds, sent_density=covered / n,
         )  # fmt: skip
-        self._watch.restart()
+        self._gradients.watch.restart()
         self._exchange.place.steps = self.steps
 
 

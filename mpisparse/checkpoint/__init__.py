@@ -22,8 +22,9 @@ from mpisparse import __version__, names
 from mpisparse.checkpoint import onefile, store, tree
 from mpisparse.checkpoint.contents import MALFORMED, read_own, read_shared, sensible
 from mpisparse.checkpoint.h5file import Arrays, Damaged, FileRecord, write_file
-from mpisparse.checkpoint.standin import check_scheme_state
-from mpisparse.checkpoint.state import Snapshot, Subjects, flatten_own, flatten_shared, resize, sources, split
+from mpisparse.checkpoint.standin import check_scheme_state, resize_scheme_states
+from mpisparse.checkpoint.state import Snapshot, Subjects, flatten_own, flatten_shared, split
+from mpisparse.core.state import sources
 from mpisparse.errors import CheckpointError, ConfigurationError, check_choice
 
 __all__ = ["CheckpointError", "Damaged", "Saving", "begin_save", "load", "save"]
@@ -286,7 +287,12 @@ def _read(path: Path, rank: int, size: int) -> tuple[store.Manifest, dict[str, A
     for old, own in owns.items():
         if "sync" in own:  # what is malformed could be merged into something that is not
             sensible(f"the exchange's state in {path}, rank {old},", check_scheme_state, own["sync"], shared)
-    return manifest, shared, sensible(str(path), resize, owns, manifest.ranks, size, rank)
+    first = owns[next(iter(owns))]
+    if "sync" not in first:
+        return manifest, shared, first
+    syncs = {old: own["sync"] for old, own in owns.items()}
+    merged = sensible(str(path), resize_scheme_states, syncs, shared, manifest.ranks, size, rank)
+    return manifest, shared, {**first, "sync": merged}
 
 
 def _difference(manifest: store.Manifest, subjects: Subjects, path: str) -> Exception | None:

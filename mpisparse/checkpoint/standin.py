@@ -1,8 +1,10 @@
-"""In place of a GradientSync, to check its states: of any rank among any number, without the model, without MPI."""
+"""A stand-in for GradientSync, to check and resize its states: for any rank of any number, without model and MPI."""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,11 @@ from mpisparse.backends.device import load_backend
 from mpisparse.checkpoint.contents import saved_options
 from mpisparse.checkpoint.objects import check_belonging
 from mpisparse.core.records import Parts
-from mpisparse.model.layout import Layout, Published
-from mpisparse.schemes.state import STATE_FORMAT, check_state
+from mpisparse.core.state import sources
+from mpisparse.model.layout import Layout
+from mpisparse.model.published import Published
+from mpisparse.schemes.companion import Site
+from mpisparse.schemes.state import STATE_FORMAT, check_state, resize_states
 
 
 def check_scheme_state(sync: dict[str, Any], shared: dict[str, Any]) -> None:
@@ -22,18 +27,35 @@ def check_scheme_state(sync: dict[str, Any], shared: dict[str, Any]) -> None:
 
     Where an older version did not write which parameters are trained, and not all are, nothing can be said.
     """
+    parameters = _parameters(sync, shared)
+    if parameters is None:
+        return
+    with contextlib.closing(StandIn(list(parameters.values()), sync, shared)) as stand_in:
+        stand_in.check(sync)
+        check_belonging(sync, shared, stand_in.layout, list(parameters))
+
+
+def resize_scheme_states(
+    syncs: Mapping[int, dict[str, Any]], shared: dict[str, Any], old: int, new: int, rank: int
+) -> dict[str, Any]:
+    """A rank's exchange among `new` ranks, from those of the `old` ranks in sources(), by the parts of its own scheme."""
+    first = {**syncs[sources(old, new, rank)[0]], "rank": rank, "size": new}
+    parameters = _parameters(first, shared)
+    if parameters is None:
+        raise ValueError("it does not say which parameters are trained, so that it fits only as many ranks as wrote it")
+    with contextlib.closing(StandIn(list(parameters.values()), first, shared)) as stand_in:
+        return resize_states(syncs, old, new, rank, stand_in.aggregator, stand_in.companion)
+
+
+def _parameters(sync: dict[str, Any], shared: dict[str, Any]) -> dict[str, nn.Parameter] | None:
+    """Parameters of the shapes and strides of those that were trained; None if that was not written."""
     tensors = {name: t for name, t in shared["model"].items() if isinstance(t, torch.Tensor)}
     names = list(shared.get("trainable") or tensors)
     if not set(names) <= tensors.keys() or sum(tensors[name].numel() for name in names) != len(sync["residual"]):
-        return
+        return None
     strides = shared.get("trainable") or {name: tensors[name].stride() for name in names}
-    alike = [torch.empty_strided(tensors[name].shape, strides[name], dtype=tensors[name].dtype) for name in names]
-    stand_in = StandIn([nn.Parameter(tensor.zero_()) for tensor in alike], sync, shared)
-    try:
-        stand_in.check(sync)
-        check_belonging(sync, shared, stand_in.layout, names)
-    finally:
-        stand_in.close()
+    alike = {n: torch.empty_strided(tensors[n].shape, strides[n], dtype=tensors[n].dtype) for n in names}
+    return {name: nn.Parameter(tensor.zero_()) for name, tensor in alike.items()}
 
 
 class _Nobody:
@@ -52,7 +74,7 @@ class _Nobody:
 
 
 class StandIn:
-    """What checks a state: parameters of the same shapes, and the scheme's step for them."""
+    """Parameters of the same shapes, and the scheme for them."""
 
     def __init__(self, parameters: list[nn.Parameter], sync: dict[str, Any], shared: dict[str, Any]) -> None:
         model = nn.ParameterList(parameters)
@@ -60,22 +82,23 @@ class StandIn:
         self.options = saved_options(sync)
         self.layout, backend = Layout(model), load_backend()
         self.residual = torch.zeros(self.layout.size)
-        parts = Parts(self.layout, self.residual, Published(self.layout, backend), nobody, backend, model)
-        with warnings.catch_warnings():  # of what a scheme lacks: who trained with it was told
+        sink = Published(self.layout, backend)
+        parts = Parts(self.residual, self.layout.slots, self.layout.held, sink, nobody, backend)
+        with warnings.catch_warnings():  # whoever trained with the scheme was warned of what it lacks
             warnings.simplefilter("ignore")
-            self.step = self.options.build(parts)
+            self.aggregator, self.companion = self.options.build(parts, Site(model, self.layout))
         if sync.get("step.own") is not None:
             kind = getattr(torch.optim, shared["optimizer_kind"])
-            self.step.adopt(kind(model.parameters(), lr=0.1))
+            self.companion.adopt(kind(model.parameters(), lr=0.1))
 
     def check(self, sync: dict[str, Any]) -> None:
-        """Raise ConfigurationError unless the step would take the state."""
-        step = {
-            f"step.{key}": torch.from_numpy(v) if isinstance(v, np.ndarray) else v for key, v in self.step.state().items()
-        }
+        """Raise ConfigurationError unless the scheme would take the state."""
+        parts = {**self.aggregator.state(), **self.companion.state()}
+        step = {f"step.{key}": torch.from_numpy(v) if isinstance(v, np.ndarray) else v for key, v in parts.items()}
         own = {key: sync[key] for key in ("scheme", "options", "rank", "size", "density")}
-        check_state(sync, {"format": STATE_FORMAT, **own, "residual": self.residual, **step}, self.options, self.step)
+        here = {"format": STATE_FORMAT, **own, "residual": self.residual, **step}
+        check_state(sync, here, self.options, self.aggregator, self.companion)
 
     def close(self) -> None:
-        """End what the step keeps."""
-        self.step.close()
+        """End what the scheme keeps."""
+        self.aggregator.close()

@@ -197,63 +197,6 @@ def split(arrays: Arrays, parts: int) -> list[Arrays]:
     return shares
 
 
-def merge_residuals(residuals: dict[int, torch.Tensor], old: int, new: int, rank: int) -> torch.Tensor:
-    """This rank's residual among `new` ranks, from those of `old`: (1 / ranks) x their sum is kept.
-
-    With fewer ranks, rank r takes over r, r + new, r + 2 new, ...; with more, an old rank's residual is shared evenly by
-    the new ranks r, r + old, ...; either way scaled by new / old. `residuals` holds those of sources().
-    """
-    total = torch.zeros_like(next(iter(residuals.values())), dtype=torch.float64)
-    for source in sources(old, new, rank):
-        sharers = len(range(source, new, old)) if new > old else 1
-        total += residuals[source].double() * (new / old / sharers)
-    return total.float()
-
-
-def sources(old: int, new: int, rank: int) -> list[int]:
-    """The old ranks from which a new rank's residual comes."""
-    return [rank % old] if new > old else list(range(rank, old, new))
-
-
-def resize(owns: dict[int, dict[str, Any]], old: int, new: int, rank: int) -> dict[str, Any]:
-    """This rank's own state on another number of ranks: residuals merged or split, means averaged over the old ranks taken
-    over, what is on its way put back into the residual, the rest of the first old rank."""
-    taken = sources(old, new, rank)
-    first = owns[taken[0]]
-    if "sync" not in first:
-        return first
-    syncs = {source: at_rest(own["sync"]) for source, own in owns.items()}
-    residual = merge_residuals({source: sync["residual"] for source, sync in syncs.items()}, old, new, rank)
-    means = {
-        key: torch.stack([syncs[source][key].double() for source in taken]).mean(0).float()
-        for key in first["sync"]
-        if key.startswith("step.mean.")
-    }
-    return {**first, "sync": {**syncs[taken[0]], **means, "residual": residual, "rank": rank, "size": new}}
-
-
-def at_rest(sync: dict[str, Any]) -> dict[str, Any]:
-    """A rank's exchange with nothing of its own on its way: what was still to be sent of blended elements, and what is left
-    over of sums in flight, is in the residual."""
-    if "step.flight" in sync:
-        return _without_leftovers(sync)
-    if "step.blend.index" not in sync:
-        return sync
-    index, value = sync["step.blend.index"], sync["step.blend.value"]
-    residual = sync["residual"].clone()
-    residual[index] += sync["step.blend.pending"] * value
-    return {**sync, "residual": residual, "step.blend.index": index[:0], "step.blend.value": value[:0]}
-
-
-def _without_leftovers(sync: dict[str, Any]) -> dict[str, Any]:
-    residual, flight = sync["residual"].clone(), []
-    for result in sync["step.flight"]:
-        index, left = torch.as_tensor(result["left_index"]), torch.as_tensor(result["left"])
-        residual[index] += left
-        flight.append({**result, "left_index": index[:0], "left": left[:0]})
-    return {**sync, "residual": residual, "step.flight": flight}
-
-
 def flatten_shared(state: dict[str, Any]) -> tuple[str, Arrays]:
     """JSON and arrays of the replicated state."""
     return tree.flatten(state, "shared")

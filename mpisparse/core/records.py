@@ -2,45 +2,59 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from mpisparse.arrays import Floats, Ints
+from mpisparse.arrays import Bools, Floats
 
 if TYPE_CHECKING:
+    from mpisparse.backends.flat import Held, Slot
     from mpisparse.backends.protocol import Backend
+    from mpisparse.comm.agreement import Notice, Refusal
     from mpisparse.comm.exchange import Exchange
-    from mpisparse.core.agree import Inputs
-    from mpisparse.model.layout import Layout, Published
+    from mpisparse.comm.inflight import InFlight
+    from mpisparse.core.stages import Sent, Stage
+    from mpisparse.select.plans import Agreed, Plan, Selection
+    from mpisparse.select.scorers import Scorer
+    from mpisparse.select.view import View
+    from mpisparse.wire.reduction import Reduced, Reducer
 
 
-@dataclass
-class Clock:
-    """Seconds by phase; a lap is charged with all time since the last."""
+class Sink(Protocol):
+    """Where the mean is published. The aggregator writes it; everyone else reads."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
-    last: float = field(default_factory=time.perf_counter)
+    def clear(self) -> None:
+        """Make every element zero."""
+        ...
 
-    def lap(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
-        self.last = now
+    def write(self, index: Any, mean: Any, acc: Any) -> None:
+        """Publish the mean at an index, zeros elsewhere; the accumulator gets back what the sink's type cannot hold.
+
+        The index is ascending, or the range of all elements.
+        """
+        ...
+
+    def whole(self) -> torch.Tensor:
+        """A float32 vector to sum the whole mean into: the sink's own memory where possible."""
+        ...
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a step works on: the parameters' places, this rank's accumulator, the published gradient, the other ranks, the
-    kernels, and the model."""
+    """What an aggregator works on: one flat vector's accumulator, the pieces in it, the other ranks, and the kernels.
 
-    layout: Layout
+    held: stretches that are not exchanged for now. sink: where the mean is published.
+    """
+
     residual: torch.Tensor
-    published: Published
+    slots: Sequence[Slot]
+    held: Held
+    sink: Sink
     exchange: Exchange
     backend: Backend
-    model: torch.nn.Module
 
     @property
     def acc(self) -> Floats:
@@ -49,63 +63,111 @@ class Parts:
         return values
 
 
-@dataclass(frozen=True)
-class Region:
-    """Elements [lo, hi) of the flat vector, of which one rank makes the sums in this step."""
+@dataclass
+class Works:
+    """The moving parts of an aggregator, as the functions of mpisparse.core.step use them.
 
-    rank: int
-    lo: int
-    hi: int
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """What is exchanged in a step, the same on all ranks: ascending indices, who sums them, how many each rank chose.
-
-    k is how many were wanted, where that is not what was set.
+    acc: the accumulator; seen: the same memory, read-only. flight: deliveries in flight, None if all are done at once.
+    waiting: in flight, what the ranks have agreed on and not sent yet.
     """
 
-    union: Ints
-    regions: list[Region]
-    workloads: Ints
-    threshold: float
-    reselected: int = 0
-    refined: int = 0
-    k: int | None = None
-
-
-@dataclass(frozen=True)
-class Speculation:
-    """What a rank did ahead of the others, and how far it was from them.
-
-    updated: elements it moved by its own gradient. fine: the share of layers filtered weight by weight, and whole: the
-    layers taken as such. drift: the largest distance from the global weights, before correction and after it;
-    corrected: elements that went back. in_flight: results on their way. probe_loss: of the last probe.
-    """
-
-    updated: int
-    fine: float
-    whole: tuple[str, ...]
-    in_flight: int
-    probe_loss: float | None = None
-    drift: float = 0.0
-    drift_after: float = 0.0
-    corrected: int = 0
-
-
-class Chooser(Protocol):
-    """Where and how many: adds a step's gradients through its scorer and chooses; collective."""
+    exchange: Exchange
+    backend: Backend
+    acc: Any
+    seen: Any
+    scorer: Scorer
+    selection: Selection
+    reducer: Reducer
+    stages: tuple[Stage, ...]
+    sink: Sink
+    held: Held
+    flight: InFlight[Outgoing, Delivered | Refused] | None = None
+    waiting: Agreed | None = None
 
     @property
-    def step(self) -> int: ...
-    def choose(self, inputs: Inputs, clock: Clock) -> Chosen: ...
-    def adapt(self) -> None: ...
-    def state(self) -> dict[str, Any]: ...
-    def check(self, state: dict[str, Any]) -> None: ...
-    def load(self, state: dict[str, Any]) -> None: ...
+    def late(self) -> bool:
+        """Tell whether deliveries are in flight while other steps run."""
+        return self.flight is not None
 
 
-def imbalance(workloads: Ints) -> float:
-    """How much more than the mean the busiest rank has selected, as a share of the mean."""
-    total = int(workloads.sum())
-    return int(workloads.max()) * len(workloads) / total - 1 if total else 0.0
+class Ahead(NamedTuple):
+    """Values of what an earlier delivery agreed on: in flight, indices travel one step ahead of their values."""
+
+    agreed: Agreed
+    sent: Sent
+
+
+class Outgoing(NamedTuple):
+    """What prepare hands to deliver, and all that deliver may read. late: it is delivered while other steps run."""
+
+    notice: Notice
+    plan: Plan
+    view: View
+    stages: tuple[Stage, ...]
+    figures: tuple[float, ...] = ()
+    ahead: Ahead | None = None
+    late: bool = False
+
+
+class Delivered(NamedTuple):
+    """What came of a delivery.
+
+    agreed: what the ranks agreed on now; due: the agreement whose values were sent, the same one unless in flight. used:
+    parameters with a gradient on some rank, None for all. figures: means over ranks.
+    """
+
+    agreed: Agreed
+    due: Agreed
+    sent: Sent
+    reduced: Reduced
+    tags: Any
+    used: Bools | None
+    figures: tuple[float, ...]
+    nbytes_sent: int
+    nbytes_received: int
+
+
+class Refused(NamedTuple):
+    """What became of a delivery in flight that the ranks refused; apply raises it, on all ranks in the same step."""
+
+    refusal: Refusal
+
+
+Arrived = Delivered | Refused
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a step did. Bytes count what this rank sent to and received from other ranks; seconds are by phase.
+
+    reselected and refined count the searches for a threshold beyond the first ladder. workloads are what each rank
+    selected and borders the bounds of the regions whose sums the ranks make, both in the order of the regions.
+    sent_density counts also what was selected in earlier steps and still has momentum. details are the scheme's own.
+    """
+
+    step: int
+    density: float
+    set_density: float
+    selected: int
+    threshold: float
+    bytes_sent: int
+    bytes_received: int
+    imbalance: float
+    seconds: dict[str, float]
+    reselected: int = 0
+    refined: int = 0
+    skipped: bool = False
+    workloads: tuple[int, ...] = ()
+    borders: tuple[int, ...] = ()
+    sent_density: float = 0.0
+    details: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def build_up(self) -> float:
+        """Actual over set density: above 1 where ranks select different elements that all must then send."""
+        return self.density / self.set_density
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Bytes received per element that all ranks together selected."""
+        return self.bytes_received / self.selected if self.selected else 0.0

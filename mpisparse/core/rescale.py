@@ -1,20 +1,30 @@
-"""Instead of keeping what is not sent: what is sent stands for it."""
+"""Scale up the selected values to compensate for the dropped ones, instead of keeping a residual."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpisparse.arrays import Floats, Ints
+from mpisparse.core.stages import Sent, Stage
+
+if TYPE_CHECKING:
+    from mpisparse.backends.protocol import Backend
+    from mpisparse.select.view import Live, View
 
 
-class MassScale:
-    """Scales what is sent of each layer by the ratio of all magnitudes in it to those that are sent, at most by `cap`."""
+class Rescale(Stage):
+    """Scales what is sent of each layer by all magnitudes in it over those that are sent, at most by `cap`."""
 
     def __init__(self, ends: Ints, cap: float) -> None:
         self.ends = ends
         self.cap = cap
+
+    def send(self, backend: Backend, view: View, sent: Sent) -> Sent:
+        live: Live = view  # type: ignore[assignment]  # refused in flight: the whole accumulator is read
+        return sent._replace(values=sent.values * self.factors(live.acc, sent.index))
 
     def factors(self, acc: Floats, union: Ints) -> Floats:
         """The factor for every element of the union."""

@@ -1,325 +1,159 @@
-"""The one step: accumulate, select, agree, encode, reduce, feed back, publish, adapt, in this order and nowhere else.
+"""The order of a step, for every scheme.
 
-`SparseStep.run` and `DenseStep.run` own that order. Everything they pass between parts is arrays and small records.
+    prepare   local       add up the gradient and collect candidates, in one pass
+    deliver   collective  agree on a threshold and on borders, unite indices, encode, reduce at the owners
+    apply     local       settle: keep what was not sent, and adapt; publish: write the mean where the optimizer reads it
+
+deliver gets arrays and returns arrays: it touches no part's state, only what prepare handed to it. At once it reads the
+accumulator, read-only. In flight it runs in a thread while the next step is computed, it gets a snapshot, and its result is
+applied at a fixed later step, never "when it arrives". Values at indices that only the agreement finds cannot be in
+the snapshot: they follow with the next delivery (`Ahead`), so that indices travel one step ahead of their values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from mpisparse.arrays import Bools, Ints
-from mpisparse.backends.protocol import Backend
-from mpisparse.core.agree import Inputs, Overflow, share_counts
-from mpisparse.core.records import Chooser, Chosen, Clock, Parts, Region, Speculation, imbalance
-from mpisparse.core.rescale import MassScale
-from mpisparse.select.adaptive_k import Demand
-from mpisparse.select.scorers import Magnitude
-from mpisparse.wire.blend import Blend, Blended
-from mpisparse.wire.codecs import Codec
-from mpisparse.wire.reduction import reduce_by_mpi, reduce_by_owner
+from mpisparse.arrays import Floats, Ints
+from mpisparse.comm.agreement import FINE, Refusal, share_readiness
+from mpisparse.core.records import Ahead, Arrived, Delivered, Outgoing, Refused, Works
+from mpisparse.core.stages import Sent
+from mpisparse.select.plans import Outcome, nothing_agreed
+from mpisparse.select.view import Live
+from mpisparse.wire.indices import unite
 
-
-@dataclass(frozen=True)
-class Stats:
-    """What a step did. Bytes are those of other ranks' data and of this rank's to others; seconds are by phase.
-
-    reselected and refined count the searches for a threshold beyond the first ladder. workloads are what each rank
-    selected and borders the bounds of the regions whose sums the ranks make, both in the order of the regions.
-    sent_density counts also what was selected in earlier steps and still has momentum. details are the scheme's own;
-    speculation is what was done ahead of the exchange, where the scheme does that.
-    """
-
-    step: int
-    density: float
-    set_density: float
-    selected: int
-    threshold: float
-    bytes_sent: int
-    bytes_received: int
-    imbalance: float
-    seconds: dict[str, float]
-    reselected: int = 0
-    refined: int = 0
-    skipped: bool = False
-    workloads: tuple[int, ...] = ()
-    borders: tuple[int, ...] = ()
-    sent_density: float = 0.0
-    details: dict[str, float] = field(default_factory=dict)
-    speculation: Speculation | None = None
-
-    @property
-    def build_up(self) -> float:
-        """Actual over set density: above 1 where ranks select different elements that all must then send."""
-        return self.density / self.set_density
-
-    @property
-    def bytes_per_element(self) -> float:
-        """Bytes received for each element that all ranks together selected."""
-        return self.bytes_received / self.selected if self.selected else 0.0
+if TYPE_CHECKING:
+    from mpisparse.backends.flat import Pieces
+    from mpisparse.backends.protocol import Backend
+    from mpisparse.comm.agreement import Notice
+    from mpisparse.comm.exchange import Exchange
+    from mpisparse.wire.reduction import Reducer
 
 
-def spans_of(backend: Backend, index: Ints, regions: list[Region]) -> list[tuple[int, int]]:
-    """Where each rank's region lies in a sorted index, in rank order."""
-    cuts = backend.search(index, np.array([*(r.lo for r in regions), regions[-1].hi])).tolist()
-    return [(cuts[p], cuts[p + 1]) for p, _ in sorted(enumerate(regions), key=lambda item: item[1].rank)]
+@dataclass
+class Clock:
+    """Seconds by phase; a lap charges all time since the last one to its phase."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    last: float = field(default_factory=time.perf_counter)
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
+        self.last = now
 
 
-class Synchronous:
-    """What a step has to do beside its exchange: nothing, where the published gradient is all that ranks share."""
+def run(works: Works, pieces: Pieces | None, notice: Notice, clock: Clock) -> Delivered | None:
+    """Do one step; collective. Returns what was applied in it: None in the first steps with deliveries in flight."""
+    if works.flight is None:
+        outgoing = prepare(works, pieces, notice, clock)
+        delivered = settle(works, deliver(works.exchange, works.backend, works.reducer, outgoing, clock), clock)
+    else:
+        arrived = works.flight.due()
+        clock.lap("wait")
+        delivered = settle(works, arrived, clock)
+        works.flight.send(prepare(works, pieces, notice, clock))
+    publish(works, delivered, clock)
+    return delivered
 
-    deferred = False  # the result is of an earlier step, and what ranks must agree on travels with it
-    draining = False
 
-    @property
-    def observes(self) -> bool:
-        """Whether observed metrics change anything."""
-        return False
+def prepare(works: Works, pieces: Pieces | None, notice: Notice, clock: Clock) -> Outgoing:
+    """Add up the gradient and collect candidates; local."""
+    plan, scorer, late = works.selection.plan(notice.k), works.scorer, works.flight is not None
+    live = Live(works.backend, works.seen, scorer.keys, scores=scorer.tags)
+    if notice.status == FINE:
+        found = scorer.accumulate(pieces, *plan.scope, plan.floor)
+        notice, live = notice.nonfinite(found.bad), live._replace(found=found)
+    clock.lap("accumulate")
+    ahead = _take_ahead(works) if late and not plan.own else None
+    view = plan.look(live, notice)
+    if late:
+        _clear(works, view.leaving)
+        for stage in works.stages:
+            stage.prepared(works.backend, works.acc)
+    return Outgoing(notice, plan, view, works.stages, scorer.figures(), ahead, late)
 
-    @property
-    def scale(self) -> float:
-        """The factor on the set density that observed metrics led to."""
-        return 1.0
 
-    def observe(self, metric: float) -> None:
-        """Take note of a metric, the same on all ranks, of which more is better."""
+def deliver(exchange: Exchange, backend: Backend, reducer: Reducer, out: Outgoing, clock: Clock) -> Delivered:
+    """Agree on what is sent and average it over ranks; collective. Arrays in, arrays out."""
+    used = share_readiness(exchange, out.notice) if out.late else None
+    figures = tuple(exchange.allgather(np.array(out.figures)).mean(axis=0).tolist()) if out.figures else ()
+    agreed, tags = out.plan.agree(exchange, backend, out.notice, out.view), None
+    clock.lap("agree")
+    if agreed.union is None:
+        found, loads = agreed.mine, agreed.workloads.tolist()
+        union, tags = unite(
+            exchange, backend, found.index, found.magnitude, agreed.threshold, agreed.regions, loads, out.view.tags()
+        )
+        agreed = out.plan.united(agreed, union)
+        clock.lap("unite")
+    due, sent = out.ahead or (agreed, Sent(agreed.union, out.view.take(agreed.union)))
+    for stage in out.stages:
+        sent = stage.send(backend, out.view, sent)
+    reduced = reducer.reduce(exchange, backend, sent.index, sent.values, due.regions)
+    clock.lap("reduce")
+    return Delivered(agreed, due, sent, reduced, tags, used, figures, exchange.nbytes_sent, exchange.nbytes_received)
 
-    def check_by_hand(self) -> None:
-        """Raise unless step() may be called without an optimizer attached."""
 
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer was attached."""
-
-    def finish(self, stats: Stats) -> Stats:
-        """The optimizer has used the published gradient."""
-        return stats
-
-    def note_loss(self, loss: float) -> None:
-        """The loss of this rank's batch of the coming step."""
-
-    def used(self) -> Bools | None:
-        """Which parameters had a gradient on some rank in the step that the published gradient is of."""
+def settle(works: Works, delivered: Arrived | None, clock: Clock) -> Delivered | None:
+    """Keep what was not sent, and adapt; local. Raises on all ranks, in the same step, what a late delivery refused."""
+    if delivered is None:
         return None
-
-    def drain(self) -> Iterator[Bools | None]:
-        """Publish what is still in flight, one by one, let the optimizer use it, and make the replicas equal; collective."""
-        yield from ()
-
-    def global_weights(self) -> AbstractContextManager[None]:
-        """Have the weights that are the same on all ranks in the model."""
-        return nullcontext()
-
-    def freeze(self) -> None:
-        """Other parameters than before are frozen: see layout.waiting."""
-
-    def memories(self) -> dict[str, Any]:
-        """What elements are chosen by beside the accumulator, a number for each."""
-        return {}
-
-    def close(self) -> None:
-        """Give back what else than memory is held; collective."""
+    if isinstance(delivered, Refused):
+        raise delivered.refusal
+    due, reduced = delivered.due, delivered.reduced
+    works.stages = tuple(s.settle(works.backend, works.acc, due.union, delivered.sent, reduced) for s in works.stages)
+    if delivered.tags is not None:
+        works.scorer.received(due.union, delivered.tags)
+    works.scorer.sent(due.union)
+    clock.lap("feedback")
+    works.selection.learn(delivered.agreed, Outcome(reduced.index, reduced.nbytes, delivered.figures))
+    works.waiting = delivered.agreed
+    clock.lap("adapt")
+    return delivered
 
 
-class SparseStep(Synchronous):
-    """What a chooser chose, exchanged through the regions' owners (codec None: by MPI's reduction).
-
-    `compensate`: what is not sent is kept for later steps; False drops it, and with `mass` what is sent stands for it.
-    `demand` moves k by what is observed.
-    """
-
-    def __init__(
-        self, parts: Parts, *, scorer: Magnitude, chooser: Chooser, codec: Codec | None, blend: Blend | None,
-        compensate: bool = True, mass: MassScale | None = None, demand: Demand | None = None,
-    ) -> None:  # fmt: skip
-        self.parts = parts
-        self.acc = parts.acc
-        self.scorer = scorer
-        self.chooser = chooser
-        self.codec = codec
-        self.blend = blend
-        self.compensate = compensate
-        self.mass = mass
-        self.demand = demand
-
-    @property
-    def scale(self) -> float:
-        return self.demand.scale if self.demand else 1.0
-
-    @property
-    def observes(self) -> bool:
-        return self.demand is not None
-
-    def observe(self, metric: float) -> None:
-        if self.demand:
-            self.demand = self.demand.after(metric)
-
-    def freeze(self) -> None:
-        if self.blend:
-            self.blend.rest(self.parts.backend, self.acc, self.parts.layout.waits)
-
-    def memories(self) -> dict[str, Any]:
-        return self.scorer.memories()
-
-    def close(self) -> None:
-        self.scorer.close()
-
-    def run(self, inputs: Inputs, clock: Clock) -> Stats:
-        """Do one step; collective. Raises StepRefused or Overflow on all ranks alike if values are not finite."""
-        exchange, backend, published = self.parts.exchange, self.parts.backend, self.parts.published
-        self.scorer.prepare(exchange, clock)
-        chosen = self.chooser.choose(inputs, clock)
-        union = chosen.union
-        values = backend.empty(len(union), np.float32)
-        factors = self.mass.factors(self.acc, union) if self.mass else None
-        backend.take(self.acc, union, values)
-        if factors is not None:
-            values *= factors
-        sent = self.blend.mix(backend, union, values) if self.blend else Blended(union, values, np.empty(0, dtype=np.uint8))
-        left = backend.copy(sent.values) if self.blend else values
-        if self.codec is None:
-            mean = reduce_by_mpi(exchange, backend, left)
-        else:
-            mean = reduce_by_owner(exchange, backend, self.codec, left, spans_of(backend, sent.index, chosen.regions))
-        *_, bad = backend.select(mean, 0, len(mean), float("inf"))
-        if bad >= 0:  # on all ranks alike; the owner knows best where
-            at = backend.to_host(sent.index[bad : bad + 1]).copy()
-            raise Overflow(int(exchange.allreduce_(at, "max")[0]))
-        clock.lap("reduce")
-        if self.blend:
-            self.blend.settle(backend, self.acc, sent, mean, left)
-        elif self.codec is not None and not self.codec.lossless:
-            backend.put(self.acc, union, left)
-        self.scorer.sent(union)
-        clock.lap("feedback")
-        published.clear()
-        if published.write(sent.index, mean):
-            backend.add_at(self.acc, sent.index, mean)
-        if not self.compensate:
-            backend.fill(self.acc, 0.0)
-        clock.lap("publish")
-        self.chooser.adapt()
-        clock.lap("adapt")
-        return self._stats(inputs, chosen, clock, len(sent.index))
-
-    def _stats(self, inputs: Inputs, chosen: Chosen, clock: Clock, sent: int) -> Stats:
-        exchange, n = self.parts.exchange, len(self.acc)
-        return Stats(
-            step=self.chooser.step - 1,
-            density=len(chosen.union) / n,
-            set_density=(inputs.k if chosen.k is None else chosen.k) / n,
-            selected=len(chosen.union),
-            threshold=chosen.threshold,
-            bytes_sent=exchange.nbytes_sent,
-            bytes_received=exchange.nbytes_received,
-            imbalance=imbalance(chosen.workloads),
-            seconds=clock.seconds,
-            reselected=chosen.reselected,
-            refined=chosen.refined,
-            workloads=tuple(int(chosen.workloads[r.rank]) for r in chosen.regions),
-            borders=(*(r.lo for r in chosen.regions), n),
-            sent_density=sent / n,
-            details={**self.scorer.details(), **({"k_scale": self.scale} if self.demand else {})},
-        )
-
-    def state(self) -> dict[str, Any]:
-        """What the next step depends on beside the residual."""
-        demand = {f"demand.{key}": value for key, value in self.demand.state().items()} if self.demand else {}
-        return {**self.chooser.state(), **(self.blend.state() if self.blend else {}), **demand}
-
-    def check(self, state: dict[str, Any]) -> None:
-        """Raise ConfigurationError unless load() could take the state."""
-        self.chooser.check(state)
-        if self.demand:
-            self._demand_of(self.demand, state)
-        if self.blend:
-            self.blend.check(state, len(self.acc))
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Take what state() gave."""
-        self.chooser.load(state)
-        if self.blend:
-            self.blend.load(state)
-        if self.demand:
-            self.demand = self._demand_of(self.demand, state)
-
-    @staticmethod
-    def _demand_of(demand: Demand, state: dict[str, Any]) -> Demand:
-        return demand.load({key: state[f"demand.{key}"] for key in demand.state()})
+def publish(works: Works, delivered: Delivered | None, clock: Clock) -> None:
+    """Write the mean to the sink; local. What its type cannot hold stays in the accumulator."""
+    if delivered is None:
+        works.sink.clear()
+    else:
+        works.sink.write(*_not_held(works, delivered.reduced.index, delivered.reduced.mean), works.acc)
+        for stage in works.stages:
+            stage.ended(works.backend, works.acc)
+    clock.lap("publish")
 
 
-class DenseStep(Synchronous):
-    """Everything, at once: one Allreduce of the accumulator."""
+def deliver_late(exchange: Exchange, backend: Backend, reducer: Reducer, out: Outgoing) -> Arrived:
+    """Deliver in flight: what the ranks refuse is part of the result, for them to raise in the same step; collective."""
+    exchange.reset_counters()
+    try:
+        return deliver(exchange, backend, reducer, out, Clock())
+    except Refusal as refusal:
+        return Refused(refusal)
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-        self.acc = parts.acc
-        self.scorer = Magnitude(parts.residual, parts.backend)
-        self.step = 0
 
-    def run(self, inputs: Inputs, clock: Clock) -> Stats:
-        """Do one step; collective. Raises StepRefused or Overflow on all ranks alike if values are not finite."""
-        exchange, n = self.parts.exchange, len(self.acc)
-        if inputs.gradients is not None:
-            self.scorer.accumulate(inputs, 0, 0, 0.0)
-        clock.lap("accumulate")
-        share_counts(exchange, inputs, np.empty(0, dtype=np.int64), n)
-        clock.lap("agree")
-        total = self._sum()
-        *_, bad = self.parts.backend.select(self.parts.backend.array_of(total), 0, n, float("inf"))
-        if bad >= 0:
-            raise Overflow(bad)
-        clock.lap("reduce")
-        self._publish(total)
-        clock.lap("publish")
-        self.step += 1
-        return Stats(
-            step=self.step - 1,
-            density=1.0,
-            set_density=1.0,
-            selected=n,
-            threshold=0.0,
-            bytes_sent=exchange.nbytes_sent,
-            bytes_received=exchange.nbytes_received,
-            imbalance=0.0,
-            seconds=clock.seconds,
-            sent_density=1.0,
-        )
+def _take_ahead(works: Works) -> Ahead:
+    """Move the values of what the ranks have agreed on out of the accumulator; nothing, before the first agreement."""
+    agreed, works.waiting = works.waiting or nothing_agreed(len(works.acc), works.exchange.size), None
+    values = works.backend.empty(len(agreed.union), np.float32)
+    works.backend.take(works.acc, agreed.union, values)
+    return Ahead(agreed, Sent(agreed.union, values))
 
-    def _sum(self) -> torch.Tensor:
-        """Sum into the published buffer where it is one of float32, else into a tensor of its own."""
-        runs = self.parts.published.runs
-        direct = len(runs) == 1 and runs[0].buffer.dtype == torch.float32
-        total = runs[0].buffer if direct else torch.empty_like(self.parts.residual)
-        self.parts.exchange.allreduce(self.acc, self.parts.backend.array_of(total))
-        return total
 
-    def _publish(self, total: torch.Tensor) -> None:
-        """Publish the mean; the residual keeps what rounding to a parameter's type left."""
-        published, residual = self.parts.published, self.parts.residual
-        self.parts.backend.divide(self.parts.backend.array_of(total), self.parts.exchange.size)
-        residual.zero_()
-        for run in published.runs:
-            if run.buffer is total:
-                continue
-            part = total[run.begin : run.end]
-            limit = min(torch.finfo(run.buffer.dtype).max, torch.finfo(torch.float32).max)
-            run.buffer.copy_(part.clamp(-limit, limit))
-            residual[run.begin : run.end] = part - run.buffer.to(torch.float32)
-        published.filled()
+def _clear(works: Works, index: Ints) -> None:
+    """Set elements of the accumulator to zero: they are in flight."""
+    works.backend.put(works.acc, index, np.zeros(len(index), dtype=np.float32))
 
-    def state(self) -> dict[str, Any]:
-        """What the next step depends on beside the residual."""
-        return {"step": self.step}
 
-    def check(self, state: dict[str, Any]) -> None:
-        """Nothing in it could be wrong but the step."""
-        int(state["step"])
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Take what state() gave."""
-        self.step = int(state["step"])
+def _not_held(works: Works, index: Ints, mean: Floats) -> tuple[Ints, Floats]:
+    """Return what of a mean may be published. What was frozen since it was sent goes back, the same on all ranks."""
+    if works.flight is None or not works.held.stretches:
+        return index, mean
+    frozen = works.held.covers(index)
+    works.backend.add_at(works.acc, index[frozen], mean[frozen])
+    return index[~frozen], mean[~frozen]

@@ -19,7 +19,7 @@ Vectors = Callable[[], dict[str, Any]]
 
 
 class Frozen:
-    """Which of the exchanged parameters require no gradient now; `layout.waiting` are their stretches."""
+    """Which of the exchanged parameters require no gradient now; `layout.held` are their stretches."""
 
     def __init__(self, layout: Layout, backend: Backend) -> None:
         self.layout = layout
@@ -38,7 +38,7 @@ class Frozen:
         digest = hashlib.blake2b(np.packbits(now).tobytes(), digest_size=7).digest()
         self.digest = int.from_bytes(digest) if now.any() else 0
         slots = [slot for slot, is_frozen in zip(self.layout.slots, now, strict=True) if is_frozen]
-        self.layout.waiting = [(slot.begin, slot.end) for slot in slots if slot.end > slot.begin]
+        self.layout.held.stretches = [(slot.begin, slot.end) for slot in slots if slot.end > slot.begin]
         self._memory.clear()
 
     def names(self) -> str:
@@ -57,12 +57,12 @@ class Frozen:
     @contextlib.contextmanager
     def out_of_sight(self, vectors: Vectors) -> Iterator[None]:
         """Have zeros in the stretches that wait, and add what was there afterwards; `vectors`: by name, as they are now."""
-        if not self.layout.waiting:
+        if not self.layout.held.stretches:
             yield
             return
         before = vectors()
         for name, vector in before.items():
-            parts = [vector[a:b] for a, b in self.layout.waiting]
+            parts = [vector[a:b] for a, b in self.layout.held.stretches]
             if name not in self._memory:
                 self._memory[name] = [self.backend.copy(part) for part in parts]
             for part, kept in zip(parts, self._memory[name], strict=True):
@@ -73,5 +73,5 @@ class Frozen:
         finally:
             now = vectors()
             for name in before:
-                for (a, b), kept in zip(self.layout.waiting, self._memory[name], strict=True):
+                for (a, b), kept in zip(self.layout.held.stretches, self._memory[name], strict=True):
                     self.backend.add(now[name][a:b], kept)

@@ -14,7 +14,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from mpisparse.model.layout import Layout, Published
+from mpisparse.model.layout import Layout
+from mpisparse.model.published import Published
 
 WITNESSES = 8
 _watches: weakref.WeakSet[GradientWatch] = weakref.WeakSet()

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from mpisparse import __version__
 from mpisparse.errors import ConfigurationError
-from mpisparse.names import SCHEMES
+from mpisparse.names import BLENDED, CODECS, SCHEMES
 from mpisparse.runtime import sbatch, slurm
-from mpisparse.runtime.settings import add_arguments, resolve
+from mpisparse.runtime.settings import add_arguments, add_list, import_modules, resolve
 from mpisparse.runtime.signals import StopRequest, ignore
 
 PATIENCE = 3.0  # seconds
@@ -39,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     inspect.add_argument("directory", type=Path, help="a checkpoint, a directory of checkpoints, or a run's directory")
     inspect.add_argument("--verify", action="store_true", help="read everything and check all digests")
     inspect.add_argument("--json", action="store_true", help="print one JSON record a checkpoint")
+    add_list(inspect, "imports")
     doctor = commands.add_parser("doctor", help="what MPI, kernels, GPUs and Slurm are here")
     doctor.add_argument("--json", action="store_true", help="print one JSON record")
     bench = commands.add_parser("bench", help="measure the exchange and its kernels")
@@ -53,7 +54,9 @@ def _add_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -
     sync.add_argument(
         "--scheme", nargs="+", default=["exdyna"], metavar="NAME", help=f"of {', '.join(SCHEMES)}; default exdyna"
     )
-    sync.add_argument("--codec", help="fp32, fp16, bf16 or int8 (default: the scheme's); momentum sends momentum-CODEC")
+    plain = ", ".join(name for name in CODECS if not name.startswith(BLENDED))
+    sync.add_argument("--codec", help=f"of {plain} (default: the scheme's); momentum sends momentum-CODEC")
+    add_list(sync, "imports")
     sync.add_argument("--path", nargs="+", choices=("step", "backward"), default=["step", "backward"], help="default: both")
     _add_gradients(sync)
     sync.add_argument("--no-gloo", action="store_true", help="leave the gloo peer out")
@@ -204,6 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     code = 1
     try:
+        import_modules(getattr(args, "imports", ()))
         code = COMMANDS[args.command](args)
     except ConfigurationError as error:
         if not _said_by_another(error):

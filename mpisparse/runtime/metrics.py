@@ -8,10 +8,16 @@ import json
 import math
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mpisparse.arrays import Doubles
+from mpisparse.measures import in_order
+
+OF_RANKS = ("step", "seconds", "bytes_sent", "bytes_received")  # of Stats: the line has them in another form
 
 
 class MetricsFile:
@@ -85,37 +91,53 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def finite(value: Any) -> Any:
-    """A value as JSON can say it: None in place of numbers that are not finite."""
+    """Replace numbers that are not finite by None, and NumPy scalars by Python ones, for JSON."""
     if isinstance(value, dict):
         return {key: finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [finite(each) for each in value]
+    if isinstance(value, np.generic):
+        value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def spread(values: Doubles) -> dict[str, float]:
-    """Least, mean and greatest over ranks."""
+    """Minimum, mean and maximum over ranks."""
     return {"min": float(values.min()), "mean": float(values.mean()), "max": float(values.max())}
 
 
+class StepRows:
+    """What ranks tell each other of a step: some numbers, and the seconds of every phase that any rank has measured.
+
+    Phases are not known beforehand. A rank that measures a new one says so in its row, and all ranks add it together.
+    """
+
+    def __init__(self, gather: Callable[[Doubles], Doubles], gather_texts: Callable[[str], list[str]]) -> None:
+        self._gather = gather
+        self._gather_texts = gather_texts
+        self.phases: list[str] = []
+
+    def gather(self, numbers: list[float], seconds: dict[str, float]) -> Doubles:
+        """Return a row per rank: the numbers, then the seconds in the order of `phases`; collective."""
+        new = set(seconds) - set(self.phases)
+        rows = self._gather_row(len(new), numbers, seconds)
+        if rows[:, 0].any():
+            told = self._gather_texts(json.dumps(sorted(new)))
+            self.phases = in_order([*self.phases, *(name for text in told for name in json.loads(text))])
+            rows = self._gather_row(0, numbers, seconds)
+        return rows[:, 1:]
+
+    def _gather_row(self, new: int, numbers: list[float], seconds: dict[str, float]) -> Doubles:
+        row = [new, *numbers, *(seconds.get(phase, 0.0) for phase in self.phases)]
+        return self._gather(np.array(row, dtype=np.float64))
+
+
 def step_fields(stats: Any, phases: list[str], rows: Doubles) -> dict[str, Any]:
-    """The fields of a step's line; rows[r] is rank r's loss, bytes sent, bytes received, and seconds by phase."""
-    shown = (
-        "density",
-        "set_density",
-        "sent_density",
-        "threshold",
-        "selected",
-        "imbalance",
-        "reselected",
-        "refined",
-        "skipped",
-        "workloads",
-        "borders",
-        "details",
-        "speculation",
-    )
-    record = {key: value for key, value in dataclasses.asdict(stats).items() if key in shown and value is not None}
+    """Return a step's fields: its stats, and per-rank numbers as minimum, mean and maximum.
+
+    rows[r] is rank r's loss, bytes sent, bytes received, and seconds by phase.
+    """
+    record = {key: value for key, value in dataclasses.asdict(stats).items() if key not in OF_RANKS and value is not None}
     return {
         **record,
         "loss": spread(rows[:, 0]),

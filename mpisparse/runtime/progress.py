@@ -10,6 +10,7 @@ import sys
 import time
 from typing import Any, Protocol
 
+from mpisparse.measures import phase
 from mpisparse.runtime.terminal import reaches_terminal
 
 PLAIN_SECONDS = 5.0
@@ -96,14 +97,14 @@ def human_bytes(count: float) -> str:
 
 def own_facts(loss: float, seconds: dict[str, float]) -> dict[str, str]:
     """What a rank's own log shows of a step."""
-    return {"loss": f"{loss:.4f}"} | {phase: f"{1e3 * taken:.1f} ms" for phase, taken in seconds.items()}
+    return {"loss": f"{loss:.4f}"} | {name: f"{1e3 * taken:.1f} ms" for name, taken in seconds.items()}
 
 
 def facts_of(fields: dict[str, Any], dense: float, name: str = "", metric: float | None = None) -> dict[str, str]:
     """What the bar shows of a step; the metric is the last evaluation's."""
     received = fields["bytes_received"]["mean"]
     seconds = fields["seconds"]
-    exchange = sum(v["mean"] for k, v in seconds.items() if k not in ("data", "compute", "optimizer"))
+    exchange = sum(spent["mean"] for name, spent in seconds.items() if phase(name).exchange)
     facts = {
         "loss": f"{fields['loss']['mean']:.4f}",
         "density": f"{fields['density']:.5f}",

@@ -17,13 +17,14 @@ from mpisparse import names
 from mpisparse.comm.watchdog import TIMEOUT, check_timeout
 from mpisparse.errors import ConfigurationError, check_choice, suggest
 from mpisparse.runtime.workloads.catalogue import MODELS
+from mpisparse.runtime.workloads.imports import import_module
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "cosine", "step")
 FIXED = ("seed", "momentum", "weight_decay")  # a checkpoint brings its own: a run goes on with others only by force
 ASIDE = (
     "out", "epochs", "steps", "target", "log_every", "checkpoint_every", "background", "driver", "keep", "resume",
-    "wait_for_lock", "timeout", "tensorboard", "record_gradients", "log_ranks", "stop_before",
+    "imports", "wait_for_lock", "timeout", "tensorboard", "record_gradients", "log_ranks", "stop_before",
 )  # fmt: skip # how long a run goes on and what it writes, not what its steps compute
 MOST = {"lr": 1e6, "weight_decay": 1e6, "stop_before": 1e9}  # beyond that a run cannot go well
 LONGEST_NAME, LONGEST_PATH = 255, 3900  # bytes that Linux takes, less what a run adds to its directory
@@ -62,6 +63,7 @@ class Settings:
     density_warmup: int = _setting(0, "steps over which density falls to the set one")
     codec: str | None = _setting(None, "how finely values are sent (default: the scheme's)")
     options: dict[str, Any] = field(default_factory=dict, metadata={"help": "NAME=VALUE for the scheme; may be repeated"})
+    imports: tuple[str, ...] = _setting((), "modules that register schemes or codecs of your own, imported first")
     validation: float = _setting(0.1, "share of the training data held out to steer by, unless the data has validation data")
     evaluate_on: str = _setting("validation", "validation, or test: let the test data steer, not just judge the end")
     eval_every: int | None = _setting(None, "steps between evaluations (default: an epoch)")
@@ -80,6 +82,7 @@ class Settings:
     timeout: float = _setting(TIMEOUT, "seconds that a rank waits for others before the job ends with a report; 0: for ever")
 
     def __post_init__(self) -> None:
+        import_modules(self.imports)
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
         check_choice("device", self.device, ("cpu", "cuda"))
         if self.scheme not in names.SCHEMES:
@@ -159,6 +162,14 @@ class Settings:
             raise ConfigurationError(f"{name} must be below 2^53, got {value if value < 10**30 else 'far more'}")
 
 
+def import_modules(modules: Sequence[str]) -> None:
+    """Import modules of users, which register schemes and codecs; raises ConfigurationError where one is not there."""
+    for module in modules:
+        if not module or not all(part.isidentifier() for part in module.split(".")):
+            raise ConfigurationError(f"imports: expected the name of a module, package.module, got {module!r}")
+        import_module("imports", module)
+
+
 def check_path(name: str, text: str | None) -> None:
     """Raise ConfigurationError unless a text can be the name of a file or directory; None is none."""
     if text is None:
@@ -199,12 +210,25 @@ def add_arguments(
                 "--option", dest="options", action="append", default=argparse.SUPPRESS, metavar="NAME=VALUE", help=text
             )
         elif kind is tuple:
-            command.add_argument(flag, nargs="+", type=float, default=argparse.SUPPRESS, help=text)
+            add_list(command, entry.name, text)
         else:
             default = "" if entry.default is None else f" (default {entry.default})"
             command.add_argument(
                 flag, type=kind, default=argparse.SUPPRESS, help=text + default, metavar=kind.__name__.upper()
             )
+
+
+def add_list(command: argparse.ArgumentParser, name: str, text: str = "") -> None:
+    """Add the flag of a setting that is a list."""
+    flag = "--import" if name == "imports" else f"--{name.replace('_', '-')}"
+    kind, text = _element(name), text or Settings.__dataclass_fields__[name].metadata["help"]
+    metavar = "MODULE" if name == "imports" else None
+    command.add_argument(flag, dest=name, nargs="+", type=kind, default=argparse.SUPPRESS, metavar=metavar, help=text)
+
+
+def _element(name: str) -> Any:
+    """The type of the elements of a setting that is a list."""
+    return get_args(TYPES[name])[0]
 
 
 def _plain(kind: Any) -> Any:
@@ -225,8 +249,7 @@ def resolve(given: dict[str, Any], **usual: Any) -> Settings:
     if "steps" in flags or "epochs" in flags:
         values.pop("steps", None)
         values.pop("epochs", None)
-    if "drop_at" in flags:
-        flags["drop_at"] = tuple(flags["drop_at"])
+    flags |= {key: tuple(value) for key, value in flags.items() if _plain(TYPES[key]) is tuple}
     if "epochs" in values or "epochs" in flags:
         usual.pop("steps", None)
     return Settings(**{**usual, **values, **flags})
@@ -270,8 +293,10 @@ def _typed(path: Path, name: str, value: Any) -> Any:
     try:
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
-        if kind is tuple and isinstance(value, list) and all(type(v) in (int, float) for v in value):
-            return tuple(float(v) for v in value)
+        if kind is tuple and isinstance(value, list):
+            element = _element(name)
+            if all(type(each) in ((int, float) if element is float else (element,)) for each in value):
+                return tuple(element(each) for each in value)
     except OverflowError as error:
         raise ConfigurationError(f"{path}: {name} is too large: {error}") from error
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):

@@ -18,13 +18,13 @@ from mpisparse.backends.device import local_device
 from mpisparse.bench.recording import Recorder
 from mpisparse.checkpoint import onefile, store
 from mpisparse.comm.exchange import Exchange, end_job_on_uncaught_exception, library, local_rank
-from mpisparse.core.records import Clock
+from mpisparse.core.step import Clock
 from mpisparse.errors import CheckpointError, ConfigurationError, LockError
 from mpisparse.runtime import slurm
 from mpisparse.runtime.board import Board
 from mpisparse.runtime.evaluate import check_steering, evaluate, reached, steering
 from mpisparse.runtime.lock import RunLock, take
-from mpisparse.runtime.metrics import MetricsFile, step_fields, write_whole
+from mpisparse.runtime.metrics import MetricsFile, StepRows, step_fields, write_whole
 from mpisparse.runtime.output import RankOutput
 from mpisparse.runtime.place import TRAINED, check_place
 from mpisparse.runtime.progress import Progress, Silent, facts_of, human_bytes, make_progress, own_facts
@@ -35,11 +35,6 @@ from mpisparse.runtime.workloads import Data, Examples, Task, build, hold_out
 from mpisparse.runtime.workloads.split import difference, split_of
 from mpisparse.schemes import takes
 
-EXCHANGE = (
-    "wait", "predictor", "validate", "accumulate", "agree", "probe", "select", "unite", "reduce", "feedback", "publish",
-    "adapt", "correct", "speculate",
-)  # fmt: skip
-PHASES = ("data", "compute", *EXCHANGE, "optimizer")
 DEFAULT_EPOCHS = 5
 HELD_OUT = 2**40  # added to the seed: an order of the validation data, for the scheme that learns from it
 
@@ -95,6 +90,7 @@ class Trainer:
         self.steering = steering(settings, self.data)
         self.batch: tuple[Any, Any] = (None, None)  # the last one, for schemes that probe the loss
         self.sync = self.make_sync()
+        self.rows = StepRows(self.sync.gather_floats, self.sync._exchange.gather_texts)
         self.device = self.sync.residual.device
         self.density = self.sync.density
         self.optimizer = make_optimizer(self.model, settings)
@@ -412,8 +408,7 @@ class Trainer:
         stats = self.sync.stats
         lost = self.lock is not None and self.lock.lost
         flags = (2 if lost else self.deadline.near() or self.stop.asked, self.saving is None or self.saving.written)
-        row = [*flags, loss, stats.bytes_sent, stats.bytes_received, *(seconds.get(phase, 0.0) for phase in PHASES)]
-        rows = self.sync.gather_floats(np.array(row, dtype=np.float64))
+        rows = self.rows.gather([*flags, loss, stats.bytes_sent, stats.bytes_received], seconds)
         if bool((rows[:, 0] > 1).any()):
             self._check_lock()
         self.seconds += float(rows[:, 5:].sum(axis=1).max())
@@ -421,7 +416,7 @@ class Trainer:
         self.received += float(rows[:, 4].mean())
         self.dense += dense
         if self.metrics is not None:
-            fields = step_fields(stats, list(PHASES), rows[:, 2:])
+            fields = step_fields(stats, self.rows.phases, rows[:, 2:])
             if self.step % self.settings.log_every == 0:
                 every = {"every": self.settings.log_every} if self.settings.log_every > 1 else {}
                 place = {

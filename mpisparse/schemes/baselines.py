@@ -1,23 +1,25 @@
-"""What others choose, with this project's exchange around it."""
+"""The selections of other methods, with this project's exchange around them."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Parts
-from mpisparse.core.step import SparseStep
 from mpisparse.errors import ConfigurationError
-from mpisparse.schemes.options import KEPT, Options, Step, check_flag, check_positive, check_whole
-from mpisparse.select.pickers import CyclicTopK, HardThreshold, Picker, RandomK, SampledTopK, Sidco, TopK, UnionChooser
-from mpisparse.select.scorers import Corrected, Magnitude
-from mpisparse.wire.blend import Blend
+from mpisparse.schemes.companion import Scheme, Site
+from mpisparse.schemes.options import KEPT, Options, check_flag, check_positive, check_whole
+from mpisparse.schemes.partitioned import feedback
+from mpisparse.select.pickers import CyclicTopK, HardThreshold, Picker, RandomK, SampledTopK, Sidco, TopK, UnionSelection
+from mpisparse.select.scorers import Corrected, Magnitude, Scorer
 from mpisparse.wire.codecs import CODECS
+from mpisparse.wire.reduction import ByOwner
 
 
 @dataclass(frozen=True)
 class Baseline(Options):
-    """What others choose, with this project's exchange around it. compensate: what is not sent stays in the residual."""
+    """Another method's selection with this project's exchange. compensate: what is not sent stays in the residual."""
 
     compensate: bool = True
 
@@ -29,20 +31,20 @@ class Baseline(Options):
         """How a rank chooses."""
         raise NotImplementedError
 
-    def scorer(self, parts: Parts) -> Magnitude:
+    def scorer(self, parts: Parts) -> Scorer:
         """What adds up."""
         return Magnitude(parts.residual, parts.backend)
 
-    def build(self, parts: Parts) -> Step:
-        scorer, codec = self.scorer(parts), CODECS[self.codec]
-        return SparseStep(
+    def build(self, parts: Parts, site: Site | None = None) -> Scheme:
+        codec = CODECS[self.codec]
+        aggregator = Aggregator(
             parts,
-            scorer=scorer,
-            chooser=UnionChooser(parts, scorer, self.picker(parts)),
-            codec=codec,
-            blend=Blend(self.beta) if codec.blended else None,
-            compensate=self.compensate,
+            scorer=self.scorer(parts),
+            selection=UnionSelection(self.picker(parts), parts.held),
+            reducer=ByOwner(codec),
+            stages=feedback(keep=self.compensate, blend=self.beta if codec.blended else None),
         )
+        return Scheme(aggregator)
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class CyclicLocalTopK(Baseline):
 
 @dataclass(frozen=True)
 class SharedRandomK(Baseline):
-    """k elements by lot, the same on all ranks. seed: of the lot, with the step."""
+    """k elements at random, the same on all ranks. seed: of the random numbers, with the step."""
 
     seed: int = 0
 
@@ -72,7 +74,7 @@ class SharedRandomK(Baseline):
         check_whole("seed", self.seed, 0)
 
     def picker(self, parts: Parts) -> Picker:
-        return RandomK(self.seed, parts.layout)
+        return RandomK(self.seed, parts.held)
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class FixedThreshold(Baseline):
         return super().without_effect() | fixed
 
     def picker(self, parts: Parts) -> Picker:
-        return HardThreshold(parts.backend, self.threshold, self.density, parts.layout)
+        return HardThreshold(parts.backend, self.threshold, self.density, parts.held)
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class StatisticalThreshold(Baseline):
     """Each rank's own threshold, by exponentials fitted to the tail of its accumulator in stages."""
 
     def picker(self, parts: Parts) -> Picker:
-        return Sidco(parts.backend, parts.layout)
+        return Sidco(parts.backend, parts.held)
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,6 @@ class DeepGradientCompression(Baseline):
     def picker(self, parts: Parts) -> Picker:
         return SampledTopK(parts.backend, self.seed, self.warm_up)
 
-    def scorer(self, parts: Parts) -> Magnitude:
+    def scorer(self, parts: Parts) -> Scorer:
         clip = None if self.clip is None else self.clip / math.sqrt(parts.exchange.size)
-        return Corrected(parts.residual, parts.backend, parts.layout.slots, self.factor, clip)
+        return Corrected(parts.residual, parts.backend, parts.slots, self.factor, clip)

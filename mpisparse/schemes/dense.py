@@ -4,11 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from mpisparse.backends.protocol import Backend
+from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Parts
-from mpisparse.core.step import DenseStep
+from mpisparse.core.stages import Sent, Stage
 from mpisparse.errors import ConfigurationError
-from mpisparse.schemes.options import Options, Step
+from mpisparse.schemes.companion import Scheme, Site
+from mpisparse.schemes.options import Options
+from mpisparse.select.everything import Everything
+from mpisparse.select.scorers import Magnitude
+from mpisparse.wire.reduction import Reduced, Whole
+
+
+class AllSent(Stage):
+    """Nothing waits."""
+
+    def settle(self, backend: Backend, acc: Any, union: Any, sent: Sent, reduced: Reduced) -> Stage:
+        backend.fill(acc, 0.0)
+        return self
 
 
 @dataclass(frozen=True)
@@ -28,5 +43,12 @@ class Dense(Options):
     def codecs(self) -> Sequence[str]:
         return ["fp32"]
 
-    def build(self, parts: Parts) -> Step:
-        return DenseStep(parts)
+    def build(self, parts: Parts, site: Site | None = None) -> Scheme:
+        aggregator = Aggregator(
+            parts,
+            scorer=Magnitude(parts.residual, parts.backend),
+            selection=Everything(len(parts.residual)),
+            reducer=Whole(parts.sink.whole),
+            stages=[AllSent()],
+        )
+        return Scheme(aggregator)

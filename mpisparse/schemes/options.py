@@ -1,57 +1,23 @@
-"""What every scheme takes, and what it builds."""
+"""Options common to all schemes, and checks of values."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-from mpisparse.arrays import Bools
-from mpisparse.core.agree import Inputs
-from mpisparse.core.records import Clock, Parts
-from mpisparse.core.step import Stats
+from mpisparse.core.records import Parts
 from mpisparse.errors import ConfigurationError, check_choice
 from mpisparse.names import BLENDED
-from mpisparse.select.scorers import Magnitude
+from mpisparse.schemes.companion import Scheme, Site
 from mpisparse.wire.codecs import CODECS, codec_names
 
 SEGMENT_NBYTES = 1 << 30
 
 
-class Step(Protocol):
-    """One step of a scheme; `run` is collective. Gradients that come before it are the scorer's to add."""
-
-    @property
-    def scorer(self) -> Magnitude: ...
-    @property
-    def scale(self) -> float: ...
-    @property
-    def observes(self) -> bool: ...
-    def observe(self, metric: float) -> None: ...
-    @property
-    def deferred(self) -> bool: ...
-    @property
-    def draining(self) -> bool: ...
-    def check_by_hand(self) -> None: ...
-    def adopt(self, optimizer: Any) -> None: ...
-    def run(self, inputs: Inputs, clock: Clock) -> Stats: ...
-    def used(self) -> Bools | None: ...
-    def finish(self, stats: Stats) -> Stats: ...
-    def note_loss(self, loss: float) -> None: ...
-    def drain(self) -> Iterator[Bools | None]: ...
-    def global_weights(self) -> AbstractContextManager[None]: ...
-    def freeze(self) -> None: ...
-    def memories(self) -> dict[str, Any]: ...
-    def close(self) -> None: ...
-    def state(self) -> dict[str, Any]: ...
-    def check(self, state: dict[str, Any]) -> None: ...
-    def load(self, state: dict[str, Any]) -> None: ...
-
-
 def check_density(density: object) -> float:
-    """Return the density as a float in (0, 1] or say what is wrong with it."""
+    """Return the density as a float; raise unless it is in (0, 1]."""
     if isinstance(density, bool) or not isinstance(density, int | float):
         raise ConfigurationError(f"density must be a number in (0, 1], got {density!r}")
     if not 0.0 < density <= 1.0:
@@ -67,7 +33,7 @@ def check_whole(name: str, value: object, least: int) -> None:
 
 
 def check_flag(name: str, value: object, words: Mapping[str, bool] | None = None) -> None:
-    """Raise unless value is True or False; `words` are what other schemes call these."""
+    """Raise unless value is True or False; `words` maps what other schemes call these, for a hint."""
     if isinstance(value, bool):
         return
     hint = f"; pass {words[value]}" if words is not None and isinstance(value, str) and value in words else ""
@@ -93,13 +59,13 @@ KEPT = {"residual": True, "none": False}  # what scheme "predictive" calls compe
 
 @dataclass(frozen=True)
 class Options:
-    """What every scheme takes.
+    """Options common to all schemes.
 
     density: share of all elements selected in a step. codec: how finely values are sent.
     accumulate: "step" reads p.grad in step(); "backward" takes each gradient as backward makes it.
     nonfinite: "raise" an error on all ranks, or "skip" the step on all ranks (accumulate="step" only).
-    beta: with a momentum codec, the share of what is selected now in what is sent.
-    segment_nbytes: the largest single message.
+    beta: with a momentum codec, the weight of the newly selected values in what is sent.
+    segment_nbytes: size of the largest single message.
     """
 
     density: float = 0.001
@@ -108,7 +74,7 @@ class Options:
     nonfinite: str = "raise"
     beta: float = 0.7
     segment_nbytes: int = SEGMENT_NBYTES
-    on_device: ClassVar[bool] = False  # whether all its parts work on a CUDA device's memory
+    on_device: ClassVar[bool] = False  # whether all parts of the scheme work in the memory of a CUDA device
 
     def __post_init__(self) -> None:
         check_density(self.density)
@@ -126,25 +92,25 @@ class Options:
 
     @property
     def needs_whole_gradient(self) -> bool:
-        """Tell whether a step's gradient may not come in parts."""
+        """Whether the scheme needs the whole gradient of a step at once."""
         return False
 
     def codecs(self) -> Sequence[str]:
-        """The codecs that go with the other options."""
+        """List the codecs that go with the other options."""
         return codec_names()
 
     def without_effect(self) -> dict[str, str]:
-        """The options that change nothing as the others are, with the reason and what to do."""
+        """Map each option that has no effect, given the others, to the reason and what to choose instead."""
         if CODECS[self.codec].blended:
             return {}
         blends = any(name.startswith(BLENDED) for name in self.codecs())
         wanted = 'a momentum codec, such as "momentum-int8"' if blends else "a scheme with a momentum codec"
         return {"beta": f'codec "{self.codec}" does not blend what is sent with what was sent before; choose {wanted}'}
 
-    def build(self, parts: Parts) -> Step:
-        """Put the step together."""
+    def build(self, parts: Parts, site: Site | None = None) -> Scheme:
+        """Put the scheme together. `site` is None where a plain vector is averaged, with no model around it."""
         raise NotImplementedError
 
     def values(self) -> dict[str, Any]:
-        """The options as plain values, by which ranks and states are compared; of a callable, that there is one."""
+        """Return the options as plain values, to compare ranks and saved states; a callable counts as True."""
         return {key: True if callable(value) else value for key, value in vars(self).items()}

@@ -1,4 +1,4 @@
-"""Selection in exclusive partitions: by magnitude (exdyna), or by a moving average of it (momentum)."""
+"""Selection in exclusive partitions: by the accumulator's magnitude (exdyna), or by a moving average (momentum)."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from mpisparse.core.aggregator import Aggregator
+from mpisparse.core.blend import Blend
 from mpisparse.core.records import Parts
-from mpisparse.core.rescale import MassScale
-from mpisparse.core.step import SparseStep
+from mpisparse.core.stages import Dropped, LateResidual, Residual, Stage
 from mpisparse.errors import ConfigurationError, check_choice
-from mpisparse.schemes.options import KEPT, Options, Step, check_flag, check_share, check_whole
-from mpisparse.select.adaptive_k import Demand
-from mpisparse.select.exclusive import ExclusiveChooser
-from mpisparse.select.scorers import Average, Magnitude
+from mpisparse.schemes.companion import Scheme, Site
+from mpisparse.schemes.options import KEPT, Options, check_flag, check_share, check_whole
+from mpisparse.select.exclusive import ExclusiveSelection, Rules
+from mpisparse.select.scorers import Average, Magnitude, Scorer
 from mpisparse.select.selector import PARTITIONERS, ExclusiveSelector
 from mpisparse.select.threshold import CONTROLLERS
-from mpisparse.wire.blend import Blend
 from mpisparse.wire.codecs import CODECS
+from mpisparse.wire.reduction import ByMpi, ByOwner
 
 
 @dataclass(frozen=True)
@@ -49,30 +50,37 @@ class Partitioned(Options):
         return ["fp32"] if self.reduce == "allreduce" else super().codecs()
 
     def put_together(
-        self, parts: Parts, scorer: Magnitude, *, keep: bool, mask: str = "score", exact: bool = False,
-        mass: MassScale | None = None, demand: Demand | None = None,
-    ) -> SparseStep:  # fmt: skip
-        """The step of these options, with what a scheme adds to them; `keep`: what is not sent stays in the residual."""
-        selector = ExclusiveSelector(
+        self, parts: Parts, scorer: Scorer, *, keep: bool, masked: bool = False, exact: bool = False,
+        stages: Sequence[Stage] = (), staleness: int = 0,
+    ) -> Aggregator:  # fmt: skip
+        """The aggregator of these options, with what a scheme adds; `keep`: what is not sent stays in the residual."""
+        rules = Rules(masked=masked, exact=exact, scored=not scorer.by_magnitude, keeps=keep, late=staleness > 0)
+        selector = ExclusiveSelector.first(
             len(parts.residual),
             parts.exchange.size,
             controller=self.controller,
             partitioner=self.partitioner,
             blocks=self.blocks,
-            reads_region=self.accumulate == "backward" or mask != "score" or exact,
+            reads_region=self.accumulate == "backward" or not rules.by_ladder,
             prior=scorer.prior if keep else 0.0,
         )
         codec = CODECS[self.codec]
-        return SparseStep(
+        return Aggregator(
             parts,
             scorer=scorer,
-            chooser=ExclusiveChooser(parts, scorer, selector, mask=mask, exact=exact, keeps=keep),
-            codec=codec if self.reduce == "owner" else None,
-            blend=Blend(self.beta) if codec.blended else None,
-            compensate=keep,
-            mass=mass,
-            demand=demand,
+            selection=ExclusiveSelection(selector, rules, parts.exchange.rank, parts.backend),
+            reducer=ByOwner(codec) if self.reduce == "owner" else ByMpi(),
+            stages=[*stages, *feedback(keep=keep, blend=self.beta if codec.blended else None, late=staleness > 0)],
+            staleness=staleness,
         )
+
+
+def feedback(*, keep: bool, blend: float | None, late: bool = False) -> list[Stage]:
+    """The stages that keep what is not sent: with momentum (`blend`: its share), plainly, or not at all."""
+    if late:
+        return [LateResidual()]
+    kept: Stage = Residual() if blend is None else Blend(blend)
+    return [kept] if keep else [kept, Dropped()]
 
 
 def uncontrolled(percentile: str) -> dict[str, str]:
@@ -108,13 +116,13 @@ class Sparse(Partitioned):
     def needs_whole_gradient(self) -> bool:
         return self.scorer == "average"
 
-    def build(self, parts: Parts) -> Step:
-        return self.put_together(parts, self.make_scorer(parts), keep=self.compensate)
+    def build(self, parts: Parts, site: Site | None = None) -> Scheme:
+        return Scheme(self.put_together(parts, self.make_scorer(parts), keep=self.compensate))
 
-    def make_scorer(self, parts: Parts) -> Magnitude:
+    def make_scorer(self, parts: Parts) -> Scorer:
         """What matters."""
         if self.scorer == "average":
-            return Average(parts.residual, parts.backend, parts.layout.slots, self.alpha)
+            return Average(parts.residual, parts.backend, parts.slots, self.alpha)
         return Magnitude(parts.residual, parts.backend)
 
 
@@ -155,8 +163,8 @@ class Momentum(Sparse):
     def without_effect(self) -> dict[str, str]:
         return super().without_effect() | uncontrolled(self.percentile)
 
-    def build(self, parts: Parts) -> Step:
-        mask = self.mask or ("average" if self.compensate else "gradient")
-        mask = "gradient" if mask == "gradient" else "score"
+    def build(self, parts: Parts, site: Site | None = None) -> Scheme:
+        masked = (self.mask or ("average" if self.compensate else "gradient")) == "gradient"
         exact = self.percentile == "exact"
-        return self.put_together(parts, self.make_scorer(parts), keep=self.compensate, mask=mask, exact=exact)
+        scorer = self.make_scorer(parts)
+        return Scheme(self.put_together(parts, scorer, keep=self.compensate, masked=masked, exact=exact))

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from mpisparse.core.aggregator import Aggregator
+from mpisparse.core.state import sources
 from mpisparse.errors import ConfigurationError
 from mpisparse.names import FREE_OPTIONS
-from mpisparse.schemes.options import Options, Step, check_density
-from mpisparse.select.adaptive_k import with_window
+from mpisparse.schemes.companion import Companion
+from mpisparse.schemes.options import Options, check_density
 
 STATE_FORMAT = 1
 
 
-def check_state(state: Any, here: dict[str, Any], options: Options, step: Step) -> None:
+def check_state(state: Any, here: dict[str, Any], options: Options, aggregator: Aggregator, companion: Companion) -> None:
     """Raise ConfigurationError unless an exchange whose state is `here` could take the state; local."""
     if not isinstance(state, dict):
         raise ConfigurationError(f"a state is a dict that state_dict() gave, got {type(state).__name__}")
-    state = with_window(state)
-    missing = sorted(set(here) - set(state))
+    parts = aggregator.upgraded(companion.upgraded(step_state(state)))
+    known = {**state, **{f"step.{key}": value for key, value in parts.items()}}
+    missing = sorted(set(here) - set(known))
     if missing:
         raise ConfigurationError(f"the state has no {missing[0]!r}")
     for key in ("format", "scheme", "size", "rank"):
@@ -36,14 +40,30 @@ def check_state(state: Any, here: dict[str, Any], options: Options, step: Step) 
         raise ConfigurationError("the residual in the state is not finite everywhere")
     if len(residual) != size:
         raise ConfigurationError(f"the state is of a model with {len(residual)} trainable elements, this one has {size}")
-    _check_kinds(step_state(state), step_state(here))
-    step.check(step_state(state))
+    _check_kinds(parts, step_state(here))
+    aggregator.check(parts)
+    companion.check(parts)
 
 
 def step_state(state: dict[str, Any]) -> dict[str, Any]:
-    """The scheme's part of a state, as arrays and scalars."""
-    step = {key.removeprefix("step."): value for key, value in with_window(state).items() if key.startswith("step.")}
+    """The parts' state, as arrays and scalars."""
+    step = {key.removeprefix("step."): value for key, value in state.items() if key.startswith("step.")}
     return {key: v.cpu().numpy() if isinstance(v, torch.Tensor) else v for key, v in step.items()}
+
+
+def resize_states(
+    states: Mapping[int, dict[str, Any]], old: int, new: int, rank: int, aggregator: Aggregator, companion: Companion
+) -> dict[str, Any]:
+    """A rank's state among `new` ranks, from the states of the `old` ranks in sources(); every part knows its own keys."""
+    taken = sources(old, new, rank)
+    parts = {source: companion.upgraded(step_state(states[source])) for source in taken}
+    residuals = {source: states[source]["residual"].cpu().numpy().copy() for source in taken}
+    merged, residual = aggregator.resize(parts, residuals, old, new, rank)
+    merged |= companion.resize([parts[source] for source in taken])
+    step = {
+        f"step.{key}": torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in merged.items()
+    }
+    return {**states[taken[0]], **step, "residual": torch.from_numpy(residual), "rank": rank, "size": new}
 
 
 def _check_options(text: Any, options: Options) -> None:

@@ -1,185 +1,283 @@
-"""Selection inside exclusive regions: one threshold for all ranks, each of which selects where no other does."""
+"""Selection in exclusive regions: one threshold for all ranks, each of which selects where no other does."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
-from mpisparse.core.agree import Inputs, share_counts
-from mpisparse.core.records import Chosen, Clock, Parts, imbalance
-from mpisparse.select.candidates import Found, count_ties, drop_ties
+from mpisparse.arrays import Ints
+from mpisparse.comm.agreement import Notice, share_counts
+from mpisparse.select.candidates import Candidates, count_ties, drop_ties
 from mpisparse.select.fill import ascending_shares, fill, is_short
-from mpisparse.select.scorers import Magnitude
-from mpisparse.select.search import Candidates, Scope, Search, Settled, Settlement, both, not_poor
+from mpisparse.select.partition import imbalance
+from mpisparse.select.plans import Agreed, Outcome, State, pack_agreed, unpack_agreed
+from mpisparse.select.search import Collected, Scope, Search, Settled, Settlement, both, not_poor
 from mpisparse.select.selector import ExclusiveSelector
-from mpisparse.select.threshold import TINY, Rungs
-from mpisparse.wire.indices import unite
+from mpisparse.select.threshold import TINY, Controller, Rungs, locate_rungs
+from mpisparse.select.view import Live, Snapshot, View
+
+if TYPE_CHECKING:
+    from mpisparse.backends.protocol import Backend
+    from mpisparse.comm.exchange import Exchange
 
 NO_RUNGS: Rungs = np.empty(0, dtype=np.float32)
-BALANCED, DRAWS = 0.1, 3  # borders are drawn anew until the imbalance is at most so much, at most so often
+BALANCED, DRAWS = 0.1, 3  # borders are drawn until the imbalance is at most this, and at most so often
+MARGIN = 4  # a snapshot holds so many times what a rank is likely to send
 
 
-@dataclass(frozen=True)
-class _Last:
-    """What adapt() needs of the step that is being done; `settled` is None if it says nothing of the next threshold."""
+class Rules(NamedTuple):
+    """How exclusive selection goes.
 
-    settled: Settled[Found] | None
-    union: np.ndarray[Any, np.dtype[np.int64]]
+    masked: thresholds come from the keys, but what is selected is what reaches them in the accumulator. exact: the
+    threshold is the key that k elements reach, found by gathering all. scored: keys are not the accumulator's magnitudes.
+    keeps: what is not sent waits in the accumulator. Keys that do not grow with it would let some of it wait for ever, so
+    that every 16th step selects by magnitude. late: deliver gets a snapshot.
+    """
+
+    masked: bool = False
+    exact: bool = False
+    scored: bool = False
+    keeps: bool = True
+    late: bool = False
+
+    @property
+    def by_ladder(self) -> bool:
+        """Tell whether candidates of the pass decide."""
+        return not (self.masked or self.exact)
+
+
+class Lesson(NamedTuple):
+    """What the next step's threshold is learnt from; `settled` is None if this step tells nothing about it."""
+
+    selector: ExclusiveSelector
+    settled: Settled[Any] | None
     k: int
 
 
 def settle_in_regions(
-    search: Search[Scope, Candidates], selector: ExclusiveSelector, scope: Scope, rungs: Rungs, found: Candidates
-) -> Settled[Candidates]:
-    """Agree on the threshold; where borders are drawn in the step, once for them and once inside them."""
+    search: Search[Scope, Collected], selector: ExclusiveSelector, scope: Scope, rungs: Rungs, found: Collected
+) -> tuple[Settled[Collected], ExclusiveSelector]:
+    """Agree on the threshold; where borders are drawn in the step, once for them and once inside them.
+
+    Returns the selector with the borders of this step.
+    """
     settled = search.settle(scope, rungs, found, everywhere=selector.in_step)
+    if not selector.in_step:
+        return settled, selector
     everywhere, floor = settled.found, settled.rungs[0]
-    draws = DRAWS if search.gathers else 1  # from sums much the same borders would come again
-    able = search.able
-    for _ in range(draws if selector.in_step else 0):
+    able, mine = search.able, scope
+    for _ in range(DRAWS if search.gathers else 1):  # sums would lead to much the same borders again
         counts = search.block_counts(everywhere, settled.threshold, selector.edges)
         able = search.able if search.gathers else not_poor(settled.workloads)
-        selector.draw(counts, able, None if search.gathers else settled.workloads)
+        selector = selector.drawn(counts, able, None if search.gathers else settled.workloads)
         mine, inside = search.inside(everywhere, selector.regions())
         settled = both(settled, search.settle(mine, settled.rungs, inside))
-        short = settled.workloads.sum() < search.k  # no borders help then, and candidates would be all there is
+        short = settled.workloads.sum() < search.k  # no borders help then, and candidates would be the whole vector
         if imbalance(settled.workloads[able]) <= BALANCED or (short and settled.rungs[0] <= TINY):
             break
         if settled.rungs[0] < floor:  # selected again below: the next borders need candidates from there
             floor = settled.rungs[0]
             everywhere = search.select(scope, float(floor))
-    if len(able) < search.size:  # what only ranks without a part have must not wait
+    if len(able) < search.size:  # what only ranks without a partition have must not wait
         found = search.add_poor(settled.found, settled.threshold, able, selector.regions())
         settled = both(settled, search.settle(mine, settled.rungs, found))
-    return settled
+    return settled, selector
 
 
-class ExclusiveChooser:
-    """What reaches the threshold is selected: of the scores, or (mask "gradient") of the accumulator.
+def settle_step(
+    search: Search[Scope, Collected], selector: ExclusiveSelector, scope: Scope, rungs: Rungs, found: Collected,
+    sound: Callable[[Settled[Collected]], Settled[Collected]] | None = None, *, tells: bool = True,
+) -> tuple[Settled[Collected], Lesson]:  # fmt: skip
+    """Agree on threshold and borders, and hold k where the controller does; the same for real ranks and simulated ones.
 
-    `exact`: the threshold is the score that k elements reach, by gathering all; otherwise it is found by counts.
-    `keeps`: what is not sent waits. Scores that do not grow with it would let some of it wait for ever, so that every 16th
-    step selects by the accumulator's magnitude.
+    sound: leaves out what should not be sent. tells: whether this step's threshold says anything of the next one's.
     """
+    settled, selector = settle_in_regions(search, selector, scope, rungs, found)
+    if not selector.controller.holds:
+        return settled, Lesson(selector, settled, search.k)
+    filled = fill(search, scope, sound(settled) if sound else settled, selector.regions(), selector.step)
+    learnt = settled if tells and not is_short(search, settled) else None
+    return filled, Lesson(selector, learnt, search.k)
 
-    def __init__(
-        self, parts: Parts, scorer: Magnitude, selector: ExclusiveSelector, *, mask: str = "score", exact: bool = False,
-        keeps: bool = True,
-    ) -> None:  # fmt: skip
-        self.parts = parts
-        self.scorer = scorer
-        self.selector = selector
-        self.masked = functools.partial(Magnitude.select, scorer) if mask == "gradient" else scorer.select
-        self.n = len(parts.acc)
-        self.exact = exact
-        self.by_ladder = mask == "score" and not exact
-        self.magnitude = Magnitude(parts.residual, parts.backend)
-        self.scored = self.by_ladder and type(scorer) is not Magnitude
-        self.keeps = keeps
-        self.last: _Last | None = None
-        selector.backend = parts.backend
+
+def first_rungs(selector: ExclusiveSelector, k: int) -> Rungs:
+    """The ladder that a step begins with; of everything, one rung that all reach."""
+    return selector.controller.ladder(k) if k < selector.n else np.zeros(1, dtype=np.float32)
+
+
+def next_selector(
+    controller: Controller, lesson: Lesson, union: Ints, search: Callable[..., Ints], pick: Callable[..., Ints]
+) -> ExclusiveSelector:
+    """The selector of the next step; `controller` is the newest there is."""
+    settled, k = lesson.settled, lesson.k
+    if settled is not None and k < lesson.selector.n:
+        controller = controller.after(settled.rungs, settled.total, settled.rung, k)
+    return lesson.selector.after(union, controller, search, pick)
+
+
+class ExclusivePlan(NamedTuple):
+    """One step of exclusive selection."""
+
+    selector: ExclusiveSelector
+    rules: Rules
+    k: int
+    region: tuple[int, int]
+    rungs: Rungs
+    by_magnitude: bool
 
     @property
-    def step(self) -> int:
-        """The number of steps done."""
-        return self.selector.step
+    def own(self) -> bool:
+        """All ranks send the union."""
+        return False
 
-    def choose(self, inputs: Inputs, clock: Clock) -> Chosen:
-        """Accumulate, agree on a threshold, and unite what the ranks selected."""
-        exchange, backend, controller = self.parts.exchange, self.parts.backend, self.selector.controller
-        fills = self.by_ladder and controller.holds
-        by_magnitude = fills and self.scored and self.keeps and self.selector.is_due and inputs.k < self.n
-        scope, rungs = self.selector.scope(exchange.rank), NO_RUNGS if by_magnitude else self._rungs(inputs.k)
-        found = self.scorer.accumulate(inputs, *(scope if len(rungs) else (0, 0)), float(rungs[0]) if len(rungs) else 0.0)
-        clock.lap("accumulate")
-        search = Settlement(exchange, backend, self.magnitude if by_magnitude else self.scorer, controller, inputs)
-        if self.by_ladder:
-            settled = settle_in_regions(search, self.selector, scope, rungs, found)
+    @property
+    def scope(self) -> tuple[int, int]:
+        """Where candidates are collected; nowhere without a ladder."""
+        return self.region if len(self.rungs) else (0, 0)
+
+    @property
+    def floor(self) -> float:
+        """The lowest rung."""
+        return float(self.rungs[0]) if len(self.rungs) else 0.0
+
+    def look(self, live: Live, notice: Notice) -> View:
+        """The accumulator itself; in flight, a snapshot of the candidates."""
+        if not self.rules.late:
+            return live
+        found = live.found
+        if not len(self.rungs) and notice.status == 0:  # no ladder yet: take more than this rank is likely to send
+            wanted = min(self.selector.n, MARGIN * self.k)
+            floor = float(locate_rungs(live.histogram(*self.region), wanted)[0])
+            found = live.select(*self.region, floor)
+        index = live.backend.to_host(found.index)
+        values = live.backend.to_host(live.take(found.index))
+        return Snapshot(live.backend, Candidates(index, live.backend.to_host(found.magnitude)), values)
+
+    def agree(self, exchange: Exchange, backend: Backend, notice: Notice, view: View) -> Agreed:
+        """Agree on the threshold and the borders. Collective."""
+        seen = view.by_magnitude() if self.by_magnitude else view
+        search = Settlement(exchange, backend, seen, self.selector.controller, notice, self.selector.n)
+        if self.rules.by_ladder:
+            sound = functools.partial(self._without_zeros, exchange, backend, view) if self.rules.scored else None
+            settled, lesson = settle_step(
+                search, self.selector, self.region, self.rungs, view.found, sound, tells=not self.by_magnitude
+            )
         else:
-            settled = self._settle_percentile(search, inputs, scope, rungs, found)
-        regions = self.selector.regions()
-        sound = self._without_zeros(settled) if fills and self.scored else settled
-        filled = fill(search, scope, sound, regions, self.step) if fills else settled
-        clock.lap("agree")
-        union, tags = unite(
-            exchange, backend, filled.found, filled.threshold, regions, filled.workloads.tolist(), self.scorer.tags
-        )
-        if tags is not None:
-            self.scorer.heard(union, tags)
-        clock.lap("unite")
-        tells = not by_magnitude and not (fills and is_short(search, settled))
-        self.last = _Last(settled if tells else None, union, inputs.k)
-        return Chosen(union, regions, filled.workloads, filled.threshold, filled.reselected, filled.refined)
+            settled = self._settle_percentile(search, exchange, backend, notice, view)
+            lesson = Lesson(self.selector, settled, self.k)
+        regions = lesson.selector.regions()
+        return Agreed(
+            settled.found, settled.threshold, settled.workloads, regions, reselected=settled.reselected,
+            refined=settled.refined, lesson=lesson,
+        )  # fmt: skip
 
-    def adapt(self) -> None:
-        """Go on to the next step: its controller, blocks and borders."""
-        assert self.last is not None
-        settled, controller = self.last.settled, self.selector.controller
-        if settled is not None and self.last.k < self.n:
-            controller = controller.after(settled.rungs, settled.total, settled.rung, self.last.k)
-        self.selector.adapt(self.last.union, controller)
-        self.last = None
-
-    def _rungs(self, k: int) -> Rungs:
-        return self.selector.controller.ladder(k) if k < self.n else np.zeros(1, dtype=np.float32)
+    def united(self, agreed: Agreed, union: Ints) -> Agreed:
+        """The regions are exclusive: their indices joined are the union."""
+        return agreed._replace(union=union)
 
     def _settle_percentile(
-        self, search: Settlement, inputs: Inputs, scope: tuple[int, int], rungs: Rungs, found: Found
-    ) -> Settled[Found]:
-        """A threshold by the scores in the ranks' regions, and what reaches it in the masked vector."""
-        exchange = self.parts.exchange
-        if self.exact:
-            rungs = np.array([self._percentile(inputs.k, scope)], dtype=np.float32)
-            settled = Settled(found, rungs, 0, np.array([inputs.k]), np.zeros(exchange.size, dtype=np.int64))
+        self, search: Settlement, exchange: Exchange, backend: Backend, notice: Notice, view: View
+    ) -> Settled[Candidates]:
+        """A threshold by the keys in the ranks' regions, and what reaches it in the masked vector."""
+        if self.rules.exact:
+            rungs = np.array([self._percentile(exchange, backend, view)], dtype=np.float32)
+            idle = np.zeros(exchange.size, dtype=np.int64)
+            settled = Settled(view.found, rungs, 0, np.array([self.k]), idle)
         else:
-            settled = search.settle(scope, rungs, found)
-        selected = self.masked(*scope, settled.threshold)
-        if self.exact and self.masked == self.scorer.select:
-            selected = self._first_of_equals(inputs.k, selected, settled.threshold)
+            settled = search.settle(self.region, self.rungs, view.found)
+        masked = view.by_magnitude() if self.rules.masked else view
+        selected = masked.select(*self.region, settled.threshold)
+        if self.rules.exact and not self.rules.masked:
+            selected = self._first_of_equals(exchange, backend, selected, settled.threshold)
         counts = np.array([len(selected.index)], dtype=np.int64)
-        return replace(settled, found=selected, workloads=share_counts(exchange, inputs, counts, self.n)[:, 0])
+        return replace(settled, found=selected, workloads=share_counts(exchange, notice, counts, self.selector.n)[:, 0])
 
-    def _without_zeros(self, settled: Settled[Found]) -> Settled[Found]:
-        """Leave out what has a score and nothing in the accumulator: it would be sent in place of something. Collective."""
-        exchange, residual = self.parts.exchange, self.parts.residual
-        selected = settled.found.on_host(self.parts.backend).reaching(settled.threshold)
-        held = residual.index_select(0, torch.from_numpy(selected.index).to(residual.device)).cpu().numpy() != 0.0
+    @staticmethod
+    def _without_zeros(
+        exchange: Exchange, backend: Backend, view: View, settled: Settled[Candidates]
+    ) -> Settled[Candidates]:
+        """Leave out elements with a score but nothing in the accumulator: they would displace others. Collective."""
+        selected = settled.found.on_host(backend).reaching(settled.threshold)
+        held = view.holds(selected.index)
         counts = exchange.allgather(np.array([len(held), np.count_nonzero(held)], dtype=np.int64))
         if (counts[:, 0] == counts[:, 1]).all():
             return settled
-        kept = Found(selected.index[held], selected.magnitude[held])
-        return replace(settled, found=kept.on_device(self.parts.backend), workloads=counts[:, 1])
+        kept = Candidates(selected.index[held], selected.magnitude[held])
+        return replace(settled, found=kept.on_device(backend), workloads=counts[:, 1])
 
-    def _percentile(self, k: int, scope: tuple[int, int]) -> float:
-        """The score that k of all ranks' scores in their regions reach: by gathering and sorting all, for tests."""
-        regions = sorted(self.selector.regions(), key=lambda r: r.rank)
-        mine = self.parts.backend.to_host(self.scorer.select(*scope, 0.0).magnitude).view(np.uint8)
-        every = self.parts.exchange.allgatherv(mine, [4 * (r.hi - r.lo) for r in regions], [4 * r.lo for r in regions])
-        return max(float(np.partition(every.view(np.float32), self.n - k)[self.n - k]), TINY)
+    def _percentile(self, exchange: Exchange, backend: Backend, view: View) -> float:
+        """The key that k of all ranks' keys in their regions reach, by gathering and sorting all; for tests."""
+        n, regions = self.selector.n, sorted(self.selector.regions())
+        mine = backend.to_host(view.select(*self.region, 0.0).magnitude).view(np.uint8)
+        every = exchange.allgatherv(mine, [4 * (r.hi - r.lo) for r in regions], [4 * r.lo for r in regions])
+        return max(float(np.partition(every.view(np.float32), n - self.k)[n - self.k]), TINY)
 
-    def _first_of_equals(self, k: int, selected: Found, threshold: float) -> Found:
-        """Of elements that just reach the threshold, only so many in ascending order that k are selected."""
-        exchange, backend = self.parts.exchange, self.parts.backend
+    def _first_of_equals(self, exchange: Exchange, backend: Backend, selected: Candidates, threshold: float) -> Candidates:
+        """Of elements that just reach the threshold, take the first until k are selected."""
         on_host = selected.on_host(backend)
         rows = exchange.allgather(count_ties(on_host, threshold))
         order = [r.rank for r in self.selector.regions()]
-        shares = ascending_shares(rows[order, 1], k - int(rows[:, 0].sum()))
+        shares = ascending_shares(rows[order, 1], self.k - int(rows[:, 0].sum()))
         return drop_ties(on_host, threshold, int(shares[order.index(exchange.rank)]), 0).on_device(backend)
 
-    def state(self) -> dict[str, Any]:
-        """What the next choice depends on."""
-        return {**self.selector.state(), **self.scorer.state()}
 
-    def check(self, state: dict[str, Any]) -> None:
+class ExclusiveSelection:
+    """Exclusive regions and an online threshold, from step to step."""
+
+    def __init__(self, selector: ExclusiveSelector, rules: Rules, rank: int, backend: Backend) -> None:
+        self.selector = selector
+        self.rules = rules
+        self.rank = rank
+        self.backend = backend
+
+    @property
+    def step(self) -> int:
+        return self.selector.step
+
+    def plan(self, k: int) -> ExclusivePlan:
+        """Where this rank collects candidates in the coming step, and from which floor on."""
+        selector, rules = self.selector, self.rules
+        waits = rules.by_ladder and rules.scored and rules.keeps and selector.controller.holds
+        by_magnitude = waits and selector.is_due and k < selector.n
+        rungs = NO_RUNGS if by_magnitude else first_rungs(selector, k)
+        return ExclusivePlan(selector, rules, k, selector.scope(self.rank), rungs, by_magnitude)
+
+    def learn(self, agreed: Agreed, outcome: Outcome) -> None:
+        """Go on to the next step: its controller, blocks and borders."""
+        controller, backend = self.selector.controller, self.backend
+        self.selector = next_selector(controller, agreed.lesson, agreed.union, backend.search, backend.pick)
+
+    def state(self) -> State:
+        """What the next selection depends on."""
+        return self.selector.state()
+
+    def check(self, state: State) -> None:
         """Raise ConfigurationError unless load() could take the state."""
         self.selector.check(state)
-        self.scorer.check(state)
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: State) -> None:
         """Take what state() gave."""
-        self.selector.load(state)
-        self.scorer.load(state)
+        self.selector = self.selector.loaded(state)
+
+    def resize(self, states: Sequence[State]) -> State:
+        """All ranks have the same state; other numbers of ranks begin with even shares."""
+        return {key: states[0][key] for key in self.state()}
+
+    def packed(self, agreed: Agreed) -> State:
+        """An agreement in flight: also what the next threshold is learnt from."""
+        lesson: Lesson = agreed.lesson
+        settled = lesson.settled
+        learnt = {} if settled is None else {"rungs": settled.rungs, "total": settled.total, "rung": settled.rung}
+        return {**pack_agreed(agreed), "selector": lesson.selector.state(), "lesson_k": lesson.k, **learnt}
+
+    def unpacked(self, state: State) -> Agreed:
+        settled = None
+        if "rungs" in state:
+            rungs, total = np.asarray(state["rungs"], dtype=np.float32), np.asarray(state["total"], dtype=np.int64)
+            settled = Settled(None, rungs, int(state["rung"]), total, total)
+        lesson = Lesson(self.selector.loaded(state["selector"]), settled, int(state["lesson_k"]))
+        return unpack_agreed(state, lesson=lesson)

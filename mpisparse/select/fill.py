@@ -8,27 +8,24 @@ its k largest elements to their owners, and the largest of what the owners did n
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpisparse.arrays import Ints
-from mpisparse.select.search import Candidates, Scope, Search, Settled, both
+from mpisparse.comm.regions import Region
+from mpisparse.select.search import Collected, Scope, Search, Settled, both
 from mpisparse.select.threshold import HUGE, TINY, is_close, spread
 
-if TYPE_CHECKING:
-    from mpisparse.core.records import Region
 
-
-def is_short(search: Search[Scope, Candidates], settled: Settled[Candidates]) -> bool:
+def is_short(search: Search[Scope, Collected], settled: Settled[Collected]) -> bool:
     """Tell whether the owners' own values are too few for k."""
     selected = int(settled.workloads.sum())
     return selected < search.k < search.n and not is_close(selected, search.k)
 
 
 def fill(
-    search: Search[Scope, Candidates], scope: Scope, settled: Settled[Candidates], regions: list[Region], turn: int
-) -> Settled[Candidates]:
+    search: Search[Scope, Collected], scope: Scope, settled: Settled[Collected], regions: list[Region], turn: int
+) -> Settled[Collected]:
     """Bring what the regions select to k, or to all that is not zero on any rank if that is less. Collective."""
     if is_short(search, settled):
         found = search.nominate(settled.found, settled.threshold, regions)
@@ -39,7 +36,7 @@ def fill(
     return settled
 
 
-def _drop_ties(search: Search[Scope, Candidates], settled: Settled[Candidates], turn: int) -> Settled[Candidates]:
+def _drop_ties(search: Search[Scope, Collected], settled: Settled[Collected], turn: int) -> Settled[Collected]:
     """Of what equals the threshold keep as many as k has room for, shared out by how many each rank has."""
     above, equal = search.tied(settled.found, settled.threshold).T
     shares = even_shares(equal, search.k - int(above.sum()))

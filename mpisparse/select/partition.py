@@ -156,3 +156,9 @@ def paper_borders(borders: Ints, counts: Ints, edges: Ints, blocks: int = PAPER_
         load[i] += step * shift
         load[i + 1] -= step * shift
     return moved
+
+
+def imbalance(workloads: Ints) -> float:
+    """How much more than the mean the busiest rank has selected, as a share of the mean."""
+    total = int(workloads.sum())
+    return int(workloads.max()) * len(workloads) / total - 1 if total else 0.0

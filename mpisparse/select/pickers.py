@@ -1,73 +1,82 @@
-"""What others choose: each rank its own largest elements everywhere, one rank for all, a fixed threshold, or by lot.
+"""The selections of other methods: every rank's largest elements, one rank's for all, a fixed threshold, or at random.
 
-None of them has exclusive regions, so that what is chosen may build up: all ranks send what any of them chose
+None of them has exclusive regions, so selections may build up: all ranks send what any of them picked
 (`Stats.build_up`). The sums of a step are shared out evenly.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from mpisparse.arrays import Floats, Ints
-from mpisparse.core.agree import Inputs, share_counts
-from mpisparse.core.records import Chosen, Clock, Parts, Region
+from mpisparse.backends.flat import Held
+from mpisparse.comm.agreement import Notice, share_counts
+from mpisparse.comm.regions import even_regions, shared_out
 from mpisparse.errors import ConfigurationError
-from mpisparse.model.layout import Layout
-from mpisparse.select.candidates import Found
-from mpisparse.select.scorers import Magnitude
+from mpisparse.select.candidates import NONE, Candidates
+from mpisparse.select.plans import Agreed, Outcome, State, pack_agreed, unpack_agreed
 from mpisparse.select.threshold import TINY
-from mpisparse.wire.indices import unite
+from mpisparse.select.view import Live, View
+
+if TYPE_CHECKING:
+    from mpisparse.backends.protocol import Backend
+    from mpisparse.comm.exchange import Exchange
 
 PIECE = 65_536
 
 
-class Picker(Protocol):
-    """A rank's own choice: ascending indices, and the magnitude from which they were chosen (0: none)."""
+class Picked(NamedTuple):
+    """A rank's own pick: ascending indices, the magnitude from which they were picked (0: none), and what to learn."""
 
-    common: bool  # the choice is the same on all ranks without a message
-
-    def wanted(self, k: int, n: int, step: int) -> int: ...
-    def pick(self, acc: Floats, k: int, step: int) -> tuple[Ints, float]: ...
-    def state(self) -> dict[str, Any]: ...
-    def check(self, state: dict[str, Any]) -> None: ...
-    def load(self, state: dict[str, Any]) -> None: ...
+    index: Ints  # type: ignore[assignment]  # hides tuple.index
+    threshold: float
+    lesson: Any = None
 
 
-class Plain:
-    """A picker that wants what is set."""
+class Picker:
+    """How a rank picks; reads only. The defaults are of a picker that wants what is set and remembers nothing.
 
-    common = False
+    common: the pick is the same on all ranks without a message.
+    """
+
+    common: bool = False
 
     def wanted(self, k: int, n: int, step: int) -> int:
+        """How many of n elements to pick where k are set."""
         return k
 
+    def pick(self, acc: Floats, k: int, step: int) -> Picked:
+        """Pick about k elements; reads only."""
+        raise NotImplementedError
 
-class Stateless(Plain):
-    """A picker that remembers nothing."""
+    def learn(self, lesson: Any) -> None:
+        """Take what a pick taught, when the step is done."""
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
+        """What the next pick depends on."""
         return {}
 
-    def check(self, state: dict[str, Any]) -> None:
-        pass
+    def check(self, state: State) -> None:
+        """Raise ConfigurationError unless load() could take the state."""
 
-    def load(self, state: dict[str, Any]) -> None:
-        pass
+    def load(self, state: State) -> None:
+        """Take what state() gave."""
 
 
-class TopK(Stateless):
+class TopK(Picker):
     """The k largest of this rank, as torch.topk finds them."""
 
-    def pick(self, acc: Floats, k: int, step: int) -> tuple[Ints, float]:
-        values, index = torch.topk(torch.from_numpy(acc).abs(), k, sorted=False)
-        return np.sort(index.numpy()), float(values.min())
+    def pick(self, acc: Floats, k: int, step: int) -> Picked:
+        values, index = torch.topk(torch.from_numpy(np.abs(acc)), k, sorted=False)
+        return Picked(np.sort(index.numpy()), float(values.min()))
 
 
-class SampledTopK(Stateless):
+class SampledTopK(Picker):
     """What reaches the threshold of the k largest in a sample; of far too many, the k largest.
 
     Over the first `warm_up` steps k falls from a quarter of all, by the same factor in every step.
@@ -85,7 +94,7 @@ class SampledTopK(Stateless):
             return max(k, round(n * self.START * math.pow(k / n / self.START, step / self.warm_up)))
         return k
 
-    def pick(self, acc: Floats, k: int, step: int) -> tuple[Ints, float]:
+    def pick(self, acc: Floats, k: int, step: int) -> Picked:
         n = len(acc)
         count = min(n, max(self.LEAST, int(self.SAMPLE * n)))
         generator = np.random.Generator(np.random.Philox(key=[self.seed, step]))
@@ -96,7 +105,7 @@ class SampledTopK(Stateless):
         if len(index) > self.SLACK * k:
             largest = np.sort(np.argpartition(magnitude, len(magnitude) - k)[len(magnitude) - k :])
             index, threshold = index[largest], float(magnitude[largest].min())
-        return index, threshold
+        return Picked(index, threshold)
 
 
 class CyclicTopK(TopK):
@@ -106,58 +115,63 @@ class CyclicTopK(TopK):
         self.rank = rank
         self.size = size
 
-    def pick(self, acc: Floats, k: int, step: int) -> tuple[Ints, float]:
+    def pick(self, acc: Floats, k: int, step: int) -> Picked:
         if step % self.size != self.rank:
-            return np.empty(0, dtype=np.int64), 0.0
+            return Picked(NONE.index, 0.0)
         return super().pick(acc, k, step)
 
 
-class RandomK(Stateless):
-    """k elements by lot, the same on all ranks because their generators are."""
+class RandomK(Picker):
+    """k elements at random, the same on all ranks because their generators are."""
 
     common = True
 
-    def __init__(self, seed: int, layout: Layout) -> None:
+    def __init__(self, seed: int, held: Held) -> None:
         self.seed = seed
-        self.layout = layout
+        self.held = held
 
-    def pick(self, acc: Floats, k: int, step: int) -> tuple[Ints, float]:
+    def pick(self, acc: Floats, k: int, step: int) -> Picked:
         generator = np.random.Generator(np.random.Philox(key=[self.seed, step]))
-        picked: Ints = np.sort(generator.choice(self.layout.remaining, k, replace=False, shuffle=False))
-        for begin, end in self.layout.waiting:  # the lot is among what is not frozen
+        picked: Ints = np.sort(generator.choice(self.held.remaining, k, replace=False, shuffle=False))
+        for begin, end in self.held.stretches:  # pick among what is not frozen
             picked[np.searchsorted(picked, begin) :] += end - begin
-        return picked, 0.0
+        return Picked(picked, 0.0)
 
 
-class HardThreshold(Plain):
+class HardThreshold(Picker):
     """All that reach a fixed threshold; none given: the one that gave this rank k in the first step that had as many."""
 
-    def __init__(self, backend: Any, threshold: float | None, density: float, layout: Layout | None = None) -> None:
+    def __init__(self, backend: Any, threshold: float | None, density: float, held: Held | None = None) -> None:
         self.backend = backend
-        self.layout = layout
+        self.held = held
         self.threshold = max(threshold, TINY) if threshold else 0.0
         self.density = density
 
-    def pick(self, acc: Floats, k: int, step: int) -> tuple[Ints, float]:
-        if self.threshold <= 0.0:  # by the density that was set at first, not by that of a warm-up
-            at = len(acc) - max(1, int(self.density * (self.layout.remaining if self.layout else len(acc))))
-            self.threshold = float(np.partition(np.abs(acc), at)[at])
-        threshold = max(self.threshold, TINY)
+    def pick(self, acc: Floats, k: int, step: int) -> Picked:
+        found = self.threshold
+        if found <= 0.0:  # by the density that was set at first, not by that of a warm-up
+            at = len(acc) - max(1, int(self.density * (self.held.remaining if self.held else len(acc))))
+            found = float(np.partition(np.abs(acc), at)[at])
+        threshold = max(found, TINY)
         index, _, _ = self.backend.select(acc, 0, len(acc), threshold)
-        return index, threshold
+        return Picked(index, threshold, found)
 
-    def state(self) -> dict[str, Any]:
+    def learn(self, lesson: Any) -> None:
+        """Keep the threshold that was found."""
+        self.threshold = float(lesson)
+
+    def state(self) -> State:
         return {"threshold": self.threshold}
 
-    def check(self, state: dict[str, Any]) -> None:
+    def check(self, state: State) -> None:
         if not 0.0 <= float(state["threshold"]) < float("inf"):
             raise ConfigurationError(f"the threshold in the state is no magnitude: {state['threshold']!r}")
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: State) -> None:
         self.threshold = float(state["threshold"])
 
 
-class Sidco(Plain):
+class Sidco(Picker):
     """A threshold by fitting exponentials to the tail: the mean excess over one threshold leads to the next.
 
     A stage leaves a quarter, the last what is wanted. The more stages, the farther out the fit; one more is tried
@@ -166,14 +180,14 @@ class Sidco(Plain):
 
     STAGE, PATIENCE, TOLERANCE = 0.25, 5, 0.2
 
-    def __init__(self, backend: Any, layout: Layout) -> None:
+    def __init__(self, backend: Any, held: Held) -> None:
         self.backend = backend
-        self.layout = layout
+        self.held = held
         self.stages = 1
         self.ratios: list[float] = []
 
-    def pick(self, acc: Floats, k: int, step: int) -> tuple[Ints, float]:
-        n = self.layout.remaining
+    def pick(self, acc: Floats, k: int, step: int) -> Picked:
+        n = self.held.remaining
         wanted = k / n
         most = max(1, math.ceil(math.log(wanted) / math.log(self.STAGE))) if wanted < 1.0 else 1
         stages = min(self.stages, most)
@@ -186,10 +200,11 @@ class Sidco(Plain):
             threshold += excess * math.log(1.0 / share)
             reached = magnitude >= np.float32(threshold)
             index, magnitude = index[reached], magnitude[reached]
-        self._adapt(len(index) / k, most)
-        return index, threshold
+        return Picked(index, threshold, (len(index) / k, most))
 
-    def _adapt(self, ratio: float, most: int) -> None:
+    def learn(self, lesson: Any) -> None:
+        """Try another number of stages if too many or too few were picked for some steps."""
+        ratio, most = lesson
         self.ratios.append(ratio)
         if len(self.ratios) == self.PATIENCE:
             off = abs(sum(self.ratios) / self.PATIENCE - 1.0)
@@ -197,14 +212,14 @@ class Sidco(Plain):
                 self.stages = self.stages + 1 if self.stages < most else 1
             self.ratios = []
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         return {"stages": self.stages, "ratios": np.array(self.ratios)}
 
-    def check(self, state: dict[str, Any]) -> None:
+    def check(self, state: State) -> None:
         if int(state["stages"]) < 1 or not np.isfinite(np.asarray(state["ratios"])).all():
             raise ConfigurationError(f"the state's number of stages is {state['stages']!r}")
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: State) -> None:
         self.stages = int(state["stages"])
         self.ratios = np.asarray(state["ratios"]).tolist()
 
@@ -216,61 +231,98 @@ def mean_magnitude(acc: Floats, n: int) -> float:
     return sum(float(np.abs(acc[at : at + PIECE]).sum(dtype=np.float64)) for at in pieces) / n
 
 
-class UnionChooser:
-    """All ranks exchange what any of them picked."""
+class UnionPlan(NamedTuple):
+    """One step in which all ranks send what any of them picked."""
 
-    def __init__(self, parts: Parts, scorer: Magnitude, picker: Picker) -> None:
-        self.parts = parts
-        self.scorer = scorer
+    picker: Picker
+    k: int
+    n: int
+    remaining: int
+    step: int
+
+    @property
+    def own(self) -> bool:
+        """All ranks send the union."""
+        return False
+
+    @property
+    def scope(self) -> tuple[int, int]:
+        """Nowhere: picking comes after the pass."""
+        return 0, 0
+
+    @property
+    def floor(self) -> float:
+        return 0.0
+
+    def look(self, live: Live, notice: Notice) -> View:
+        """The accumulator itself."""
+        return live
+
+    def agree(self, exchange: Exchange, backend: Backend, notice: Notice, view: View) -> Agreed:
+        """Pick, and tell each other how many; collective."""
+        share_counts(exchange, notice, NONE.index, self.n)  # nobody picks among values that are not finite
+        live: Live = view  # type: ignore[assignment]  # these pickers read the whole accumulator
+        k = self.picker.wanted(min(self.k, self.n), self.remaining, self.step)
+        mine, threshold, lesson = self.picker.pick(live.acc, k, self.step)
+        if self.picker.common:
+            loads = np.diff(np.arange(exchange.size + 1) * len(mine) // exchange.size)
+            regions = shared_out(mine, self.n, exchange.size)
+            return Agreed(NONE, threshold, loads, regions, union=mine, k=k, lesson=lesson)
+        bits = int(np.float32(threshold).view(np.uint32))  # the largest of the ranks' thresholds is the step's
+        counts = share_counts(exchange, notice, np.array([len(mine), bits]), self.n)
+        largest = float(counts[:, 1].max().astype(np.uint32).view(np.float32))
+        picked = Candidates(mine, np.full(len(mine), np.float32(largest)))
+        everywhere = [region._replace(lo=0, hi=self.n) for region in even_regions(self.n, exchange.size)]
+        return Agreed(picked, largest, counts[:, 0], everywhere, k=k, lesson=lesson)
+
+    def united(self, agreed: Agreed, union: Ints) -> Agreed:
+        """Every index once, and the sums shared out evenly."""
+        once = union if np.count_nonzero(agreed.workloads) <= 1 else merged(union)
+        return agreed._replace(union=once, regions=shared_out(once, self.n, len(agreed.workloads)))
+
+
+class UnionSelection:
+    """All ranks send what any of them picked, from step to step."""
+
+    def __init__(self, picker: Picker, held: Held) -> None:
         self.picker = picker
+        self.held = held
         self.step = 0
 
-    def choose(self, inputs: Inputs, clock: Clock) -> Chosen:
-        """Accumulate, pick, and unite what the ranks picked."""
-        exchange, n = self.parts.exchange, len(self.parts.acc)
-        self.scorer.accumulate(inputs, 0, 0, 0.0)
-        clock.lap("accumulate")
-        share_counts(exchange, inputs, np.empty(0, dtype=np.int64), n)  # nobody picks among values that are not finite
-        clock.lap("agree")
-        k = self.picker.wanted(min(inputs.k, n), self.parts.layout.remaining, self.step)
-        mine, threshold = self.picker.pick(self.parts.acc, k, self.step)
-        clock.lap("select")
-        if self.picker.common:
-            workloads = np.diff(np.arange(exchange.size + 1) * len(mine) // exchange.size)
-            union = mine
-        else:
-            bits = int(np.float32(threshold).view(np.uint32))  # the largest of the ranks' thresholds is the step's
-            counts = share_counts(exchange, inputs, np.array([len(mine), bits]), n)
-            workloads, threshold = counts[:, 0], float(counts[:, 1].max().astype(np.uint32).view(np.float32))
-            union = self._unite(mine, workloads)
-        clock.lap("unite")
-        return Chosen(union, shared_out(union, n, exchange.size), workloads, threshold, k=k)
+    def plan(self, k: int) -> UnionPlan:
+        """The coming step."""
+        return UnionPlan(self.picker, k, self.held.n, self.held.remaining, self.step)
 
-    def _unite(self, mine: Ints, workloads: Ints) -> Ints:
-        everything = [Region(rank, 0, len(self.parts.acc)) for rank in range(len(workloads))]
-        found = Found(mine, np.zeros(len(mine), dtype=np.float32))
-        picked, _ = unite(self.parts.exchange, self.parts.backend, found, 0.0, everything, workloads.tolist())
-        return picked if np.count_nonzero(workloads) <= 1 else merged(picked)
-
-    def adapt(self) -> None:
+    def learn(self, agreed: Agreed, outcome: Outcome) -> None:
         """Go on to the next step."""
+        self.picker.learn(agreed.lesson)
         self.step += 1
 
-    def state(self) -> dict[str, Any]:
-        """What the next choice depends on."""
-        return {"step": self.step, **self.scorer.state(), **self.picker.state()}
+    def state(self) -> State:
+        """What the next pick depends on."""
+        return {"step": self.step, **self.picker.state()}
 
-    def check(self, state: dict[str, Any]) -> None:
+    def check(self, state: State) -> None:
         """Raise ConfigurationError unless load() could take the state."""
         int(state["step"])
-        self.scorer.check(state)
         self.picker.check(state)
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: State) -> None:
         """Take what state() gave."""
         self.step = int(state["step"])
-        self.scorer.load(state)
         self.picker.load(state)
+
+    def resize(self, states: Sequence[State]) -> State:
+        """Take over from the first rank."""
+        return {key: states[0][key] for key in self.state()}
+
+    def packed(self, agreed: Agreed) -> State:
+        """An agreement in flight as plain values."""
+        return pack_agreed(agreed)
+
+    def unpacked(self, state: State) -> Agreed:
+        """What packed() was given."""
+        return unpack_agreed(state)
 
 
 def merged(picked: Ints) -> Ints:
@@ -278,10 +330,3 @@ def merged(picked: Ints) -> Ints:
     ordered = np.sort(picked, kind="stable")
     different: Ints = ordered[np.diff(ordered, prepend=-1) != 0]
     return different
-
-
-def shared_out(union: Ints, n: int, size: int) -> list[Region]:
-    """Regions with about as many chosen elements for each rank."""
-    cuts = [int(union[p * len(union) // size]) if len(union) else p * n // size for p in range(1, size)]
-    bounds = [0, *cuts, n]
-    return [Region(p, bounds[p], bounds[p + 1]) for p in range(size)]

@@ -1,13 +1,13 @@
-"""What matters: a score for every element, kept up to date in the pass that accumulates.
+"""What matters: a key for every element, kept up to date in the pass that accumulates.
 
-A scorer adds a step's gradients into the accumulator, collects the candidates of that step, and knows by what elements are
-compared with thresholds. `prior` is how much that is expected to grow from the first step to the second (its
-logarithm): what waits in an accumulator adds up, an average does not. `tags` is a byte for every element of which those of
-what is selected travel to all ranks, who hear of them; None: nothing travels.
+A scorer adds a step's gradient into the accumulator, collects candidates in the same pass, and provides the keys that are
+compared with thresholds. Only the step calls it, in the order of the methods below.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,111 +15,145 @@ import torch
 from numpy.typing import NDArray
 
 from mpisparse.arrays import Bytes, Floats, Ints
-from mpisparse.core.agree import Inputs
+from mpisparse.backends.flat import Pieces, Slot, add_sparse_, in_order, zeros
 from mpisparse.errors import ConfigurationError, GradientError
-from mpisparse.model.layout import add_sparse_, in_order, zeros
-from mpisparse.select.candidates import Found
+from mpisparse.select.candidates import Candidates
 from mpisparse.select.threshold import FIRST_GROWTH
+from mpisparse.select.view import Keys, VectorKeys
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mpisparse.backends.protocol import Backend
-    from mpisparse.comm.exchange import Exchange
-    from mpisparse.core.records import Clock
-    from mpisparse.model.layout import Slot
 
-Dense = tuple[NDArray[np.uint64], Ints, Bytes]  # dense gradients: addresses, ends, kinds
+    Exempt = Callable[[str], AbstractContextManager[None]]
+    Lap = Callable[[str], None]
+
+Dense = tuple[NDArray[np.uint64], Ints, Bytes]  # addresses, ends and kinds of dense pieces
+State = dict[str, Any]
 
 
-class Magnitude:
-    """The magnitude of the accumulator: a view of it, with no pass and no memory of its own."""
+class Scorer:
+    """The protocol, with defaults for a scorer that remembers nothing beside the accumulator.
+
+    prior: the logarithm of how much keys are expected to grow from the first step to the second. What waits in an
+    accumulator adds up, an average does not. by_magnitude: whether keys are the accumulator's magnitudes, so that what
+    is not sent grows until it is. tags: one byte per element; the tags of selected elements are sent with their indices.
+    """
+
+    prior: float = 0.0
+    by_magnitude: bool = False
+    tags: Bytes | None = None
+    acc: Floats
+
+    def ready(self, exempt: Exempt, lap: Lap) -> str:
+        """Wait for what the step needs of this rank alone; return why it cannot go on, or an empty text.
+
+        `exempt(phase)` exempts a long phase from the watchdog; `lap(phase)` charges the time since the last lap to a phase.
+        """
+        return ""
+
+    def accumulate(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
+        """Add the gradient (None: it was added during backward), and collect what reaches the floor in [lo, hi)."""
+        raise NotImplementedError
+
+    def add(self, i: int, slot: Slot, grad: torch.Tensor) -> int:
+        """Add one parameter's gradient during backward; return a flat index that is not finite now, or -1."""
+        raise NotImplementedError
+
+    @property
+    def keys(self) -> Keys:
+        """What elements are compared by."""
+        raise NotImplementedError
+
+    def figures(self) -> tuple[float, ...]:
+        """Numbers of this rank whose means over ranks travel with the step."""
+        return ()
+
+    def received(self, index: Ints, tags: Bytes) -> None:
+        """Take the tags that came with the ranks' selections."""
+
+    def sent(self, index: Ints) -> None:
+        """Note that these elements were sent; the step ends."""
+
+    def details(self) -> dict[str, float]:
+        """What the statistics say beyond what all schemes have in common."""
+        return {}
+
+    def memories(self) -> dict[str, Any]:
+        """Vectors beside the accumulator that elements are compared by."""
+        return {}
+
+    def close(self) -> None:
+        """End what runs in the background."""
+
+    def state(self) -> State:
+        """What the next step depends on beside the accumulator."""
+        return {}
+
+    def check(self, state: State) -> None:
+        """Raise ConfigurationError unless load() could take the state."""
+
+    def load(self, state: State) -> None:
+        """Take what state() gave."""
+
+    def resize(self, states: Sequence[State]) -> State:
+        """The state of a rank that takes over from several, or shares one, on another number of ranks."""
+        return {key: states[0][key] for key in self.state()}
+
+
+class Magnitude(Scorer):
+    """The accumulator's magnitudes: no pass and no memory beside it."""
 
     prior = FIRST_GROWTH
-    tags: Bytes | None = None
+    by_magnitude = True
 
     def __init__(self, residual: torch.Tensor, backend: Backend) -> None:
         self.residual = residual
         self.backend = backend
-        self.acc: Floats = backend.array_of(residual)
+        self.acc = backend.array_of(residual)
+        self._keys = VectorKeys(backend, self.acc)
 
-    def trouble(self, clock: Clock) -> str | None:
-        """Wait for what this step needs of this rank alone; why it cannot go on, or None if it can."""
-        return None
+    @property
+    def keys(self) -> Keys:
+        return self._keys
 
-    def prepare(self, exchange: Exchange, clock: Clock) -> None:
-        """Do what a step needs before its gradients are added; collective."""
-
-    def select(self, lo: int, hi: int, floor: float) -> Found:
-        """What reaches the floor in [lo, hi)."""
-        return Found(*self.backend.select(self.acc, lo, hi, floor))
-
-    def histogram(self, lo: int, hi: int) -> Ints:
-        """How much there is of what in [lo, hi), by exponent and three bits of mantissa."""
-        return self.backend.histogram(self.acc, lo, hi)
-
-    def accumulate(self, inputs: Inputs, lo: int, hi: int, floor: float) -> Found:
-        """Add this step's gradients, if they are still to add, and collect what reaches the floor in [lo, hi)."""
-        gradients = inputs.gradients
-        if gradients is None:
-            found = self.select(lo, hi, floor)
-        else:
-            for slot, grad in gradients.sparse:
-                inputs.note_nonfinite(add_sparse_(self.residual, slot, grad))
-            dense = (gradients.pointers, gradients.ends, gradients.kinds)
-            found = Found(*self.backend.accumulate_select(self.acc, *dense, lo, hi, floor))
-        inputs.note_nonfinite(found.bad)
-        return found
+    def accumulate(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
+        if pieces is None:
+            return Candidates(*self.backend.select(self.acc, lo, hi, floor))
+        if not pieces.sparse:
+            return Candidates(
+                *self.backend.accumulate_select(self.acc, pieces.pointers, pieces.ends, pieces.kinds, lo, hi, floor)
+            )
+        bads = [add_sparse_(self.residual, slot, grad) for slot, grad in pieces.sparse]
+        found = Candidates(*self.backend.accumulate_select(self.acc, *pieces.dense, lo, hi, floor))
+        return found._replace(bad=next((bad for bad in (*bads, found.bad) if bad >= 0), -1))
 
     def add(self, i: int, slot: Slot, grad: torch.Tensor) -> int:
-        """Add parameter i's gradient at once; a flat index where the accumulator is not finite now, or -1."""
         if grad.layout is not torch.strided:
             return add_sparse_(self.residual, slot, grad.coalesce())
         source = in_order(slot, grad)
         bad = int(self.backend.accumulate(self.acc[slot.begin : slot.end], source.data_ptr(), slot.sent_kind))
         return bad + slot.begin if bad >= 0 else bad
 
-    def heard(self, index: Ints, tags: Bytes) -> None:
-        """These tags came with what the ranks selected."""
 
-    def sent(self, index: Ints) -> None:
-        """These elements were sent. Nothing: their scores are what is left of them."""
+class WholeGradient(Scorer):
+    """A scorer that learns from each step's gradient, and so must see it once and whole.
 
-    def details(self) -> dict[str, float]:
-        """What the statistics of a step should say beyond what all schemes have in common."""
-        return {}
-
-    def memories(self) -> dict[str, Any]:
-        """What elements are compared by beside the accumulator."""
-        return {}
-
-    def close(self) -> None:
-        """End what goes on beside the step."""
-
-    def state(self) -> dict[str, Any]:
-        """Nothing: the residual is saved anyway."""
-        return {}
-
-    def check(self, state: dict[str, Any]) -> None:
-        """Nothing could be wrong."""
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Nothing to take."""
-
-
-class WholeGradient(Magnitude):
-    """A scorer that learns something of each step's gradient, and so must be given it once, whole.
-
-    A parameter without a gradient has one of zeros. What it has when a step is refused stays, and backward may give more.
+    A parameter without a gradient has one of zeros. What was given when a step is refused stays; backward may give more.
     """
 
-    def __init__(self, residual: torch.Tensor, backend: Backend, slots: list[Slot]) -> None:
-        super().__init__(residual, backend)
+    def __init__(self, residual: torch.Tensor, backend: Backend, slots: Sequence[Slot]) -> None:
+        self.residual = residual
+        self.backend: Any = backend
+        self.acc = backend.array_of(residual)
         self.slots = slots
         self.seen = np.zeros(len(slots), dtype=bool)  # since the last step that was done
-        self.whole = np.zeros(len(slots), dtype=bool)  # since the last one that was asked for
+        self.whole = np.zeros(len(slots), dtype=bool)  # since the last step that was asked for
 
-    def trouble(self, clock: Clock) -> str | None:
+    def ready(self, exempt: Exempt, lap: Lap) -> str:
         self.whole[:] = False
-        return None
+        return ""
 
     def add(self, i: int, slot: Slot, grad: torch.Tensor) -> int:
         if self.whole[i]:
@@ -132,80 +166,85 @@ class WholeGradient(Magnitude):
         bad = self._update(slot, source.data_ptr())
         return bad + slot.begin if bad >= 0 else bad
 
-    def accumulate(self, inputs: Inputs, lo: int, hi: int, floor: float) -> Found:
-        if inputs.gradients is None:
-            self._complete()
-            found = self.select(lo, hi, floor)
-        else:
-            gradients = inputs.gradients.densified()
-            found = self._pass((gradients.pointers, gradients.ends, gradients.kinds), lo, hi, floor)
-        inputs.note_nonfinite(found.bad)
-        return found
+    def accumulate(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
+        if pieces is not None:
+            whole = pieces.densified()  # must live while the pass reads it
+            return self._pass(whole.dense, lo, hi, floor)
+        self._complete()
+        return self.keys.select(lo, hi, floor)
 
-    def _pass(self, dense: Dense, lo: int, hi: int, floor: float) -> Found:
+    def _pass(self, dense: Dense, lo: int, hi: int, floor: float) -> Candidates:
         """Take all gradients, and collect what reaches the floor in [lo, hi)."""
         raise NotImplementedError
 
     def _update(self, slot: Slot, pointer: int) -> int:
-        """Take one parameter's gradient; 0 is one of zeros. Returns where in it the accumulator is not finite, or -1."""
+        """Take one parameter's gradient (0: one of zeros); return where in it the accumulator is not finite, or -1."""
         raise NotImplementedError
 
     def _complete(self) -> None:
-        """Path "backward": give the parameters that had no gradient theirs."""
+        """Path "backward": give zeros to the parameters that had no gradient."""
         for i in np.flatnonzero(~self.seen).tolist():
             self._update(self.slots[i], 0)
         self.seen[:] = False
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: State) -> None:
         self.seen[:] = self.whole[:] = False
 
 
 class Remembering(WholeGradient):
-    """A scorer that remembers one number for every element; on another number of ranks the mean of those taken over."""
+    """A scorer that remembers one number per element."""
 
     remembers: str
     positive = False
 
-    def __init__(self, residual: torch.Tensor, backend: Backend, slots: list[Slot]) -> None:
+    def __init__(self, residual: torch.Tensor, backend: Backend, slots: Sequence[Slot]) -> None:
         super().__init__(residual, backend, slots)
         self.memory: Floats = backend.array_of(zeros(len(residual), torch.float32, residual.device))
 
     def memories(self) -> dict[str, Any]:
         return {self.remembers: self.memory}
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         return {f"mean.{self.remembers}": self.memory}
 
-    def check(self, state: dict[str, Any]) -> None:
-        """Raise ConfigurationError unless the memory in the state is one of this vector."""
+    def check(self, state: State) -> None:
+        """Raise ConfigurationError unless the memory in the state fits this vector."""
         array = np.asarray(state[f"mean.{self.remembers}"])
         fits = array.shape == (len(self.memory),) and bool(np.isfinite(array).all())
         if not fits or (self.positive and (array < 0).any()):
             raise ConfigurationError(f"the {self.remembers} in the state does not fit {len(self.memory)} elements")
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: State) -> None:
         super().load(state)
         self.memory[:] = self.backend.from_host(np.asarray(state[f"mean.{self.remembers}"], dtype=np.float32))
 
+    def resize(self, states: Sequence[State]) -> State:
+        """The mean of the memories taken over."""
+        return {f"mean.{self.remembers}": mean_of(states, f"mean.{self.remembers}")}
+
+
+def mean_of(states: Sequence[State], key: str) -> Floats:
+    """The mean of one array over several states, summed in double precision."""
+    rows = [np.asarray(state[key], dtype=np.float64) for state in states]
+    mean: Floats = np.stack(rows).mean(0).astype(np.float32)
+    return mean
+
 
 class Average(Remembering):
-    """A moving average of the gradients' magnitudes: rate x |gradient| + (1 - rate) x average, once a step."""
+    """A moving average of the gradients' magnitudes: rate x |gradient| + (1 - rate) x average, once per step."""
 
-    prior = 0.0
     remembers, positive = "average", True
 
-    def __init__(self, residual: torch.Tensor, backend: Backend, slots: list[Slot], rate: float) -> None:
+    def __init__(self, residual: torch.Tensor, backend: Backend, slots: Sequence[Slot], rate: float) -> None:
         super().__init__(residual, backend, slots)
         self.rate = rate
 
-    def select(self, lo: int, hi: int, floor: float) -> Found:
-        return Found(*self.backend.select(self.memory, lo, hi, floor))
+    @property
+    def keys(self) -> Keys:
+        return VectorKeys(self.backend, self.memory)
 
-    def histogram(self, lo: int, hi: int) -> Ints:
-        return self.backend.histogram(self.memory, lo, hi)
-
-    def _pass(self, dense: Dense, lo: int, hi: int, floor: float) -> Found:
-        return Found(*self.backend.average_select(self.acc, self.memory, self.rate, *dense, lo, hi, floor))
+    def _pass(self, dense: Dense, lo: int, hi: int, floor: float) -> Candidates:
+        return Candidates(*self.backend.average_select(self.acc, self.memory, self.rate, *dense, lo, hi, floor))
 
     def _update(self, slot: Slot, pointer: int) -> int:
         part = slice(slot.begin, slot.end)
@@ -215,32 +254,37 @@ class Average(Remembering):
 
 
 class Corrected(Remembering):
-    """What adds up is not the gradient but its momentum, factor x momentum + gradient; what is sent loses its momentum.
+    """Accumulate the gradient's momentum, factor x momentum + gradient, instead of the gradient; sending clears it.
 
-    `clip`: the largest norm of this rank's gradient; path "backward" has no whole gradient and so no norm.
+    `clip`: the largest norm of this rank's gradient. Path "backward" has no whole gradient and so no norm.
     """
 
+    prior = FIRST_GROWTH
+    by_magnitude = True
     remembers = "momentum"
 
     def __init__(
-        self, residual: torch.Tensor, backend: Backend, slots: list[Slot], factor: float, clip: float | None
+        self, residual: torch.Tensor, backend: Backend, slots: Sequence[Slot], factor: float, clip: float | None
     ) -> None:
         super().__init__(residual, backend, slots)
         self.factor = np.float32(factor)
         self.clip = clip
 
-    def accumulate(self, inputs: Inputs, lo: int, hi: int, floor: float) -> Found:
-        if inputs.gradients is None:
+    @property
+    def keys(self) -> Keys:
+        return VectorKeys(self.backend, self.acc)
+
+    def accumulate(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
+        if pieces is None:
             self._complete()
         else:
-            gradients = inputs.gradients.densified().clipped(self.clip)
+            whole = pieces.densified().clipped(self.clip)
             self.memory *= self.factor
-            self.backend.accumulate_select(self.memory, gradients.pointers, gradients.ends, gradients.kinds, 0, 0, 0.0)
+            self.backend.accumulate_select(self.memory, *whole.dense, 0, 0, 0.0)
             with np.errstate(over="ignore", invalid="ignore"):
                 self.acc += self.memory
         *_, bad = self.backend.select(self.acc, 0, len(self.acc), float("inf"))
-        inputs.note_nonfinite(bad)
-        return Found(*self.backend.select(self.acc, lo, hi, floor))
+        return self.keys.select(lo, hi, floor)._replace(bad=bad)
 
     def _update(self, slot: Slot, pointer: int) -> int:
         part = slice(slot.begin, slot.end)
@@ -251,5 +295,5 @@ class Corrected(Remembering):
         return bad
 
     def sent(self, index: Ints) -> None:
-        """Their momentum ends too: what is stale must not go on moving them."""
+        """Clear the momentum of what was sent: stale momentum must not go on moving it."""
         self.memory[index] = 0.0

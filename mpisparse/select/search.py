@@ -1,4 +1,4 @@
-"""The search for the threshold that gives k over all ranks, which all ranks do alike."""
+"""The search for the threshold that gives k over all ranks. All ranks decide alike, on the same integers."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from mpisparse.arrays import Ints
-from mpisparse.core.agree import Inputs, share_counts
-from mpisparse.select.candidates import Found, certain, count_ties, drop_ties, largest, merge
+from mpisparse.comm.agreement import Notice, share_counts
+from mpisparse.comm.regions import Region
+from mpisparse.select.candidates import Candidates, certain, count_ties, drop_ties, merge
 from mpisparse.select.threshold import Controller, Rungs
 
 if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend
     from mpisparse.comm.exchange import Exchange
-    from mpisparse.core.records import Region
-    from mpisparse.select.scorers import Magnitude
+    from mpisparse.select.view import View
 
 Scope = TypeVar("Scope")
-Candidates = TypeVar("Candidates")
+Collected = TypeVar("Collected")
 
 GATHERED_RANKS = 16  # up to so many ranks counts are gathered with their owners; beyond, summed
 REACH = 16  # bins of a histogram, two octaves: so far may the threshold be lowered to give a poor rank its share
@@ -28,10 +28,10 @@ POOR = 32  # beyond 16 ranks: a rank with so many times less than the mean is po
 
 
 @dataclass(frozen=True)
-class Settled(Generic[Candidates]):
+class Settled(Generic[Collected]):
     """A threshold that all ranks know: its rung, the counts at every rung, and how it was found."""
 
-    found: Candidates
+    found: Collected
     rungs: Rungs
     rung: int
     total: Ints
@@ -45,9 +45,9 @@ class Settled(Generic[Candidates]):
 
 
 def harmonic(rows: Ints) -> Ints:
-    """Foretell how many elements are selected once borders are drawn, from what each rank would select everywhere.
+    """Predict how many elements are selected once borders are drawn, from what each rank would select everywhere.
 
-    Balanced parts are as long as their owners are frugal, so that the harmonic mean over ranks counts.
+    A rank that selects little gets a longer partition, so balance depends on the harmonic mean of the ranks' counts.
     """
     mean: Ints = np.rint(len(rows) / (1.0 / np.maximum(rows, 0.5)).sum(axis=0)).astype(np.int64)
     return mean
@@ -72,11 +72,11 @@ def able_ranks(histograms: Ints, k: int) -> Ints:
     return np.arange(len(tails))
 
 
-class Search(Generic[Scope, Candidates]):
-    """The search for the rung that gives k over all ranks; how ranks count and select is for those who do it to say.
+class Search(Generic[Scope, Collected]):
+    """The search for the rung that gives k over all ranks; subclasses say how ranks count and select.
 
-    A scope is where candidates are collected. Subclasses are one rank among others, or all of them at once. `able` are
-    the ranks that share the selection where borders are drawn in the step.
+    A scope is where candidates are collected. A subclass is one rank among others, or all ranks in one process. `able` are
+    the ranks that get a partition where borders are drawn in the step.
     """
 
     def __init__(self, controller: Controller, k: int, n: int, size: int) -> None:
@@ -91,51 +91,51 @@ class Search(Generic[Scope, Candidates]):
         """Whether ranks are few enough to tell each other their own counts."""
         return self.size <= GATHERED_RANKS
 
-    def ladder(self, found: Candidates, rungs: Rungs, everywhere: bool) -> tuple[Ints, Callable[[int], Ints]]:
-        """How many reach each rung over all ranks, and what tells how many of each rank reach one of them."""
+    def ladder(self, found: Collected, rungs: Rungs, everywhere: bool) -> tuple[Ints, Callable[[int], Ints]]:
+        """Count over all ranks what reaches each rung; also return a function that gives the count per rank at one rung."""
         raise NotImplementedError
 
     def histogram(self, scope: Scope) -> Ints:
-        """All ranks' magnitudes in their scopes, by exponent and the first bits of the mantissa."""
+        """The histogram of all ranks' magnitudes in their scopes, by exponent and the first bits of the mantissa."""
         raise NotImplementedError
 
     def histograms(self, scope: Scope) -> Ints:
-        """The same, a row for each rank."""
+        """The same, one row per rank."""
         raise NotImplementedError
 
-    def select(self, scope: Scope, floor: float) -> Candidates:
+    def select(self, scope: Scope, floor: float) -> Collected:
         """What reaches the floor in the scope."""
         raise NotImplementedError
 
-    def block_counts(self, found: Candidates, threshold: float, edges: Ints) -> list[Ints]:
+    def block_counts(self, found: Collected, threshold: float, edges: Ints) -> list[Ints]:
         """Every rank's count in every block above the threshold, in rank order; for many ranks all have the sum of all."""
         raise NotImplementedError
 
-    def inside(self, found: Candidates, regions: list[Region]) -> tuple[Scope, Candidates]:
+    def inside(self, found: Collected, regions: list[Region]) -> tuple[Scope, Collected]:
         """The part of a scope, and of the candidates in it, that lies in the region of its rank."""
         raise NotImplementedError
 
-    def tied(self, found: Candidates, threshold: float) -> Ints:
+    def tied(self, found: Collected, threshold: float) -> Ints:
         """For every rank, how many candidates lie above the threshold and how many equal it."""
         raise NotImplementedError
 
-    def cut(self, found: Candidates, threshold: float, shares: Ints, turn: int) -> Candidates:
+    def cut(self, found: Collected, threshold: float, shares: Ints, turn: int) -> Collected:
         """What lies above the threshold, and of what equals it as many as each rank's share."""
         raise NotImplementedError
 
-    def nominate(self, found: Candidates, threshold: float, regions: list[Region]) -> Candidates:
-        """What a region's owner selected, for certain, and what other ranks have there among their k largest."""
+    def nominate(self, found: Collected, threshold: float, regions: list[Region]) -> Collected:
+        """What each region's owner selected, marked as certain, and what is among other ranks' k largest there."""
         raise NotImplementedError
 
-    def add_poor(self, found: Candidates, threshold: float, able: Ints, regions: list[Region]) -> Candidates:
+    def add_poor(self, found: Collected, threshold: float, able: Ints, regions: list[Region]) -> Collected:
         """The owners' candidates, and what ranks that are not able have in their regions from the threshold on."""
         raise NotImplementedError
 
-    def settle(self, scope: Scope, rungs: Rungs, found: Candidates, *, everywhere: bool = False) -> Settled[Candidates]:
-        """Find the rung for the candidates that the ranks collected in their scopes (`everywhere`: in all there is).
+    def settle(self, scope: Scope, rungs: Rungs, found: Collected, *, everywhere: bool = False) -> Settled[Collected]:
+        """Find the rung for the candidates that the ranks collected in their scopes (`everywhere`: in the whole vector).
 
-        Where k lies between rungs, counts a finer ladder; where it lies below, places a new one by a histogram and
-        selects again. Everywhere, poor ranks are left out first: without them the ladder may do.
+        Where k lies between two rungs, count a finer ladder; where it lies below all, place a new ladder by a histogram and
+        select again. With `everywhere`, leave poor ranks out first: without them the ladder may do.
         """
         k = self.k
         everything = k >= self.n
@@ -171,66 +171,66 @@ class Search(Generic[Scope, Candidates]):
         return total
 
 
-class Settlement(Search[tuple[int, int], Found]):
-    """The search as one rank does it, in messages of a ladder's counts each; collective."""
+class Settlement(Search[tuple[int, int], Candidates]):
+    """The search as one rank among others does it: one message per ladder. Reads the rank's view only; collective."""
 
     def __init__(
-        self, exchange: Exchange, backend: Backend, scorer: Magnitude, controller: Controller, inputs: Inputs
+        self, exchange: Exchange, backend: Backend, view: View, controller: Controller, notice: Notice, n: int
     ) -> None:
-        super().__init__(controller, inputs.k, len(scorer.acc), exchange.size)
+        super().__init__(controller, notice.k, n, exchange.size)
         self.exchange = exchange
         self.backend = backend
-        self.scorer = scorer
-        self.inputs = inputs
+        self.view = view
+        self.notice = notice
 
-    def ladder(self, found: Found, rungs: Rungs, everywhere: bool) -> tuple[Ints, Callable[[int], Ints]]:
+    def ladder(self, found: Candidates, rungs: Rungs, everywhere: bool) -> tuple[Ints, Callable[[int], Ints]]:
         """Combine the ladders over ranks; beyond 16 ranks by a sum, and each rank's share at the rung by another message."""
         counts = self.backend.tail_counts(found.magnitude, rungs)
         if self.gathers:
-            rows = share_counts(self.exchange, self.inputs, counts, self.n)
+            rows = share_counts(self.exchange, self.notice, counts, self.n)
             return harmonic(rows[self.able]) if everywhere else rows.sum(axis=0), lambda rung: rows[:, rung]
-        share_counts(self.exchange, self.inputs, counts[:0], self.n)
+        share_counts(self.exchange, self.notice, counts[:0], self.n)
         total = self.exchange.allreduce_(counts.copy()) // (self.size if everywhere else 1)
         return total, lambda rung: self.exchange.allgather(counts[rung : rung + 1])[:, 0]
 
     def histogram(self, scope: tuple[int, int]) -> Ints:
-        counted: Ints = self.exchange.allreduce_(self.scorer.histogram(*scope))
+        counted: Ints = self.exchange.allreduce_(self.view.histogram(*scope))
         return counted
 
     def histograms(self, scope: tuple[int, int]) -> Ints:
-        return self.exchange.allgather(self.scorer.histogram(*scope))
+        return self.exchange.allgather(self.view.histogram(*scope))
 
-    def select(self, scope: tuple[int, int], floor: float) -> Found:
-        return self.scorer.select(*scope, floor)
+    def select(self, scope: tuple[int, int], floor: float) -> Candidates:
+        return self.view.select(*scope, floor)
 
-    def block_counts(self, found: Found, threshold: float, edges: Ints) -> list[Ints]:
+    def block_counts(self, found: Candidates, threshold: float, edges: Ints) -> list[Ints]:
         counts = self.backend.block_counts(found.index, found.magnitude, threshold, edges)
         if self.gathers:
             return list(self.exchange.allgather(counts.astype(block_count_type(edges))).astype(np.int64))
         return [self.exchange.allreduce_(counts.astype(block_count_type(edges, self.size))).astype(np.int64)] * self.size
 
-    def inside(self, found: Found, regions: list[Region]) -> tuple[tuple[int, int], Found]:
+    def inside(self, found: Candidates, regions: list[Region]) -> tuple[tuple[int, int], Candidates]:
         mine = next((r.lo, r.hi) for r in regions if r.rank == self.exchange.rank)
         return mine, found.within(self.backend.search, *mine)
 
-    def tied(self, found: Found, threshold: float) -> Ints:
+    def tied(self, found: Candidates, threshold: float) -> Ints:
         return self.exchange.allgather(count_ties(found.on_host(self.backend), threshold))
 
-    def cut(self, found: Found, threshold: float, shares: Ints, turn: int) -> Found:
+    def cut(self, found: Candidates, threshold: float, shares: Ints, turn: int) -> Candidates:
         kept = drop_ties(found.on_host(self.backend), threshold, int(shares[self.exchange.rank]), turn)
         return kept.on_device(self.backend)
 
-    def nominate(self, found: Found, threshold: float, regions: list[Region]) -> Found:
-        nominated = self._route(largest(self.backend, self.scorer.acc, self.k), regions)
+    def nominate(self, found: Candidates, threshold: float, regions: list[Region]) -> Candidates:
+        nominated = self._route(self.view.largest(self.k), regions)
         own = certain(found.on_host(self.backend).reaching(threshold))
         return merge(own, nominated).on_device(self.backend)
 
-    def add_poor(self, found: Found, threshold: float, able: Ints, regions: list[Region]) -> Found:
+    def add_poor(self, found: Candidates, threshold: float, able: Ints, regions: list[Region]) -> Candidates:
         scope = (0, 0) if self.exchange.rank in able else (0, self.n)
         nominated = self._route(self.select(scope, threshold).on_host(self.backend), regions)
         return merge(found.on_host(self.backend), nominated).on_device(self.backend)
 
-    def _route(self, mine: Found, regions: list[Region]) -> Found:
+    def _route(self, mine: Candidates, regions: list[Region]) -> Candidates:
         """Send candidates to the owners of their regions; what other ranks send here. On the host."""
         owners = sorted(regions, key=lambda region: region.rank)
         parts = [mine.within(np.searchsorted, r.lo, r.hi) for r in owners]
@@ -240,7 +240,7 @@ class Settlement(Search[tuple[int, int], Found]):
         index = self.exchange.route(order.view(np.uint8), 8 * table).view(np.int64)
         values = np.concatenate([part.magnitude for part in parts])
         magnitude = self.exchange.route(values.view(np.uint8), 4 * table).view(np.float32)
-        return Found(index, magnitude)
+        return Candidates(index, magnitude)
 
 
 def block_count_type(edges: Ints, ranks: int = 1) -> type[np.unsignedinteger[Any]]:
@@ -256,6 +256,6 @@ def not_poor(loads: Ints) -> Ints:
     return np.flatnonzero(loads * POOR * len(loads) >= loads.sum())
 
 
-def both(first: Settled[Candidates], second: Settled[Candidates]) -> Settled[Candidates]:
+def both(first: Settled[Collected], second: Settled[Collected]) -> Settled[Collected]:
     """The second, with the first's effort added."""
     return replace(second, reselected=first.reselected + second.reselected, refined=first.refined + second.refined)

@@ -1,22 +1,23 @@
-"""Where a rank may choose: exclusive partitions, rotated over ranks and re-balanced by what is selected in them.
+"""Where a rank may select: exclusive partitions, rotated over ranks and re-balanced by what is selected in them.
 
-What a rank selects depends on its own batch, so last step's counts foretell this step's balance badly (on four ranks
-the busiest was half as busy again as the mean). Where the pass covers the whole vector anyway, the counts of this step
-decide instead: `in_step`. Each rank then collects candidates everywhere, and the borders are drawn when all ranks'
-block counts, or for many ranks their sum, are known. Elsewhere the borders follow a moving average of past counts.
+What a rank selects depends on its own batch, so the counts of the last step predict the balance of this one badly (on four
+ranks the busiest selected half as much again as the mean). Where the pass covers the whole vector anyway, the counts of
+this step decide instead: `in_step`. Every rank then collects candidates everywhere, and the borders are drawn when all
+ranks' block counts, or their sum where ranks are many, are known. Elsewhere the borders follow a moving average of past
+counts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from mpisparse.arrays import Ints
-from mpisparse.backends import host_arrays
-from mpisparse.core.records import Region
+from mpisparse.comm.regions import Region
 from mpisparse.errors import ConfigurationError
 from mpisparse.select import partition
 from mpisparse.select.threshold import CONTROLLERS, Controller
@@ -27,45 +28,70 @@ SMOOTHING = 2  # it moves by 2^-2 of the difference at each step
 SWEEP = 64  # every so many steps partitions are held ones, so that each rank selects everywhere in turn
 DUE = 16  # every so many steps scores give way to magnitude
 ROTATION = 16  # up to so many ranks, borders that are not drawn in the step stay for a whole rotation
-READS_PER_SELECTED = 128  # elements that one can read in the time that handling a selected one takes
+READS_PER_SELECTED = 128  # elements that can be read in the time that handling one selected element takes
+
+Search = Callable[[Any, Ints], Ints]
 
 
+@dataclass(frozen=True, eq=False)
 class ExclusiveSelector:
-    """Partitions and threshold of one run; equal on all ranks, because it sees only what all ranks saw.
+    """Partitions and threshold of one step; equal on all ranks, because they depend only on what all ranks saw.
 
-    `reads_region`: a rank selects by reading its own region only, so that a region's length costs too. `prior` is how much
-    scores are expected to grow after the first step, as a logarithm.
+    `reads_region`: a rank selects by reading its own region only, so that the length of a region costs time too.
     """
 
-    def __init__(
-        self, n: int, size: int, *, controller: str, partitioner: str, blocks: int | None, reads_region: bool, prior: float
-    ) -> None:
-        self.size = size
-        self.partitioner = partitioner
-        self.reads_region = reads_region
-        self.draws = partitioner == "best" and not reads_region and size > 1
+    size: int
+    partitioner: str
+    reads_region: bool
+    blocks: int
+    edges: Ints
+    borders: Ints
+    work: Ints
+    controller: Controller
+    step: int = 0
+
+    @classmethod
+    def first(
+        cls, n: int, size: int, *, controller: str, partitioner: str, blocks: int | None, reads_region: bool, prior: float
+    ) -> ExclusiveSelector:
+        """The selector of the first step. `prior`: the logarithm of how much keys are expected to grow after it."""
         if partitioner == "paper":
-            self.blocks = blocks or partition.PAPER_BLOCKS
-            self.edges = partition.paper_edges(n, self.blocks)
+            count = blocks or partition.PAPER_BLOCKS
+            edges = partition.paper_edges(n, count)
         else:
-            self.blocks = blocks or partition.default_blocks(size)
-            self.edges = partition.even_edges(n, self.blocks)
-        self.borders = partition.even_borders(len(self.edges) - 1, size)
-        self.work: Ints = np.zeros(len(self.edges) - 1, dtype=np.int64)
-        self.controller: Controller = CONTROLLERS[controller](prior=prior)
-        self.step = 0
-        self.backend: Any = host_arrays  # of the indices that adapt() is given
+            count = blocks or partition.default_blocks(size)
+            edges = partition.even_edges(n, count)
+        return cls(
+            size=size,
+            partitioner=partitioner,
+            reads_region=reads_region,
+            blocks=count,
+            edges=edges,
+            borders=partition.even_borders(len(edges) - 1, size),
+            work=np.zeros(len(edges) - 1, dtype=np.int64),
+            controller=CONTROLLERS[controller](prior=prior),
+        )
+
+    @property
+    def n(self) -> int:
+        """The length of the vector."""
+        return int(self.edges[-1])
+
+    @property
+    def draws(self) -> bool:
+        """Tell whether borders are drawn in the step, sweeps aside."""
+        return self.partitioner == "best" and not self.reads_region and self.size > 1
 
     @property
     def is_due(self) -> bool:
-        """Tell whether it is time to look after elements whose scores would let them wait for ever."""
+        """Tell whether this step looks after elements whose scores would let them wait for ever."""
         return self.partitioner == "best" and self.step % DUE == DUE - 1
 
     @property
     def sweeps(self) -> bool:
-        """Tell whether this step's partitions are those that are held while each rank selects in each of them once.
+        """Tell whether this step's partitions are held until each rank has selected in each of them once.
 
-        Balanced borders depend on what ranks have, and may keep a rank away from elements that no other has for ever.
+        Balanced borders depend on what ranks have, and may keep a rank away for ever from elements that no other has.
         Borders that stay for a whole rotation cannot.
         """
         due = self.partitioner == "best" and self.step % SWEEP == SWEEP - 1
@@ -78,81 +104,82 @@ class ExclusiveSelector:
 
     @property
     def in_step(self) -> bool:
-        """Tell whether this step's borders are drawn in it."""
+        """Tell whether the borders of this step are drawn in it."""
         return self.draws and not self.sweeps
 
     @property
     def turn(self) -> int:
-        """How far the partitions have rotated over ranks; those of sweeps among themselves."""
+        """How far the partitions have rotated over ranks; those of sweeps rotate among themselves."""
         return self.step // SWEEP if self.sweeps else self.step
 
     def regions(self) -> list[Region]:
         """The regions of this step in ascending order."""
         bounds = self.edges[self.borders].tolist()
-        return [Region(partition.owner(p, self.turn, self.size), bounds[p], bounds[p + 1]) for p in range(self.size)]
+        turn, size = self.turn, self.size
+        return [Region((p - turn) % size, bounds[p], bounds[p + 1]) for p in range(size)]
 
     def scope(self, rank: int) -> tuple[int, int]:
         """Where a rank collects candidates: everywhere if borders are still to be drawn, else in its own region."""
         if self.in_step:
-            return 0, int(self.edges[-1])
+            return 0, self.n
         mine = partition.partition_of(rank, self.turn, self.size)
         lo, hi = self.edges[self.borders[mine : mine + 2]].tolist()
         return lo, hi
 
-    def draw(self, counts: Sequence[Ints], able: Ints, loads: Ints | None = None) -> None:
-        """Set this step's borders by every rank's block counts (in rank order); only able ranks get a part.
+    def drawn(self, counts: Sequence[Ints], able: Ints, loads: Ints | None = None) -> ExclusiveSelector:
+        """This step with borders by every rank's block counts (in rank order); only able ranks get a partition.
 
-        Where the counts are only what all have together, `loads` are what each would select everywhere.
+        Where the counts are only the sum over ranks, `loads` are what each rank would select everywhere.
         """
         owners = [partition.owner(p, self.turn, self.size) for p in range(self.size)]
         chosen = np.isin(owners, able)
         sharing = [owner for owner, takes_part in zip(owners, chosen, strict=True) if takes_part]
         weights = None if loads is None else [int(loads[owner]) for owner in sharing]
         borders = partition.best_borders([counts[owner] for owner in sharing], self.edges, weights=weights)
-        self.borders = borders[np.cumsum([0, *chosen])]
+        return replace(self, borders=borders[np.cumsum([0, *chosen])])
 
-    def adapt(self, union: Ints, controller: Controller) -> None:
-        """Go on to the next step, with borders by the indices that all ranks selected unless they are drawn in it."""
-        self.controller = controller
+    def after(self, union: Ints, controller: Controller, search: Search, pick: Search) -> ExclusiveSelector:
+        """The selector of the next step, by what all ranks selected; `search` and `pick` are the backend's."""
+        borders, work = self.borders, self.work
         if self.partitioner == "paper":
-            loads = partition.block_counts(union, self.edges[self.borders], self.backend.search)
-            self.borders = partition.paper_borders(self.borders, loads, self.edges, self.blocks)
+            loads = partition.block_counts(union, self.edges[self.borders], search)
+            borders = partition.paper_borders(self.borders, loads, self.edges, self.blocks)
         elif self.partitioner == "best" and self.size > 1 and not self.draws:
-            self._smooth(partition.block_counts(union, self.edges, self.backend.search))
-        self.step += 1
-        if self.partitioner == "best" and self.size > 1:
-            self._prepare(union)
+            work = self._smoothed(partition.block_counts(union, self.edges, search))
+        coming = replace(self, controller=controller, borders=borders, work=work, step=self.step + 1)
+        return coming._prepared(union, search, pick) if self.partitioner == "best" and self.size > 1 else coming
 
-    def _prepare(self, union: Ints) -> None:
-        """Set the coming step's borders; where they are drawn in it, its blocks."""
-        n = int(self.edges[-1])
+    def _prepared(self, union: Ints, search: Search, pick: Search) -> ExclusiveSelector:
+        """This step with its borders or, where they are drawn in it, its blocks."""
+        n = self.n
         if self.sweeps:
-            self.edges = partition.even_edges(n, self.blocks)
-            self.borders = self._held(union) if self.draws else partition.even_borders(len(self.edges) - 1, self.size)
-        elif self.draws:
-            self.edges = partition.worked_edges(n, self.blocks, union, self.backend.pick)
-            self.borders = partition.even_borders(len(self.edges) - 1, self.size)
-        elif not self.stays or self.step % self.size == 0:
-            self.borders = self._balanced()
+            even = replace(self, edges=partition.even_edges(n, self.blocks))
+            if self.draws:
+                return even._held(union, search)
+            return replace(even, borders=partition.even_borders(len(even.edges) - 1, self.size))
+        if self.draws:
+            edges = partition.worked_edges(n, self.blocks, union, pick)
+            return replace(self, edges=edges, borders=partition.even_borders(len(edges) - 1, self.size))
+        if not self.stays or self.step % self.size == 0:
+            longest = -(-2 * n // self.size)
+            return replace(self, borders=partition.best_borders([self._cost()] * self.size, self.edges, longest))
+        return self
 
-    def _held(self, union: Ints) -> Ints:
+    def _held(self, union: Ints, search: Search) -> ExclusiveSelector:
         """Borders that balance what was selected last, and stay until sweeps have gone once around the ranks."""
+        work = self.work
         if self.turn % self.size == 0:
-            self.work = partition.block_counts(union, self.edges, self.backend.search) << FRACTION
-        return partition.best_borders([self._cost()] * self.size, self.edges)
+            work = partition.block_counts(union, self.edges, search) << FRACTION
+        held = replace(self, work=work)
+        return replace(held, borders=partition.best_borders([held._cost()] * self.size, self.edges))
 
-    def _smooth(self, counts: Ints) -> None:
+    def _smoothed(self, counts: Ints) -> Ints:
         """Average the work over recent steps in fixed point: the same integers on any machine."""
         scaled = counts << FRACTION
-        self.work = scaled if self.step == 0 else self.work + ((scaled - self.work) >> SMOOTHING)
-
-    def _balanced(self) -> Ints:
-        """The best borders by the averaged work of selecting, and of reading."""
-        longest = -(-2 * int(self.edges[-1]) // self.size)
-        return partition.best_borders([self._cost()] * self.size, self.edges, longest)
+        return scaled if self.step == 0 else self.work + ((scaled - self.work) >> SMOOTHING)
 
     def _cost(self) -> Ints:
-        """What selecting in every block costs, and reading it."""
+        """The cost of reading every block and of selecting in it."""
         return self.work * READS_PER_SELECTED + (np.diff(self.edges) << FRACTION)
 
     def state(self) -> dict[str, Any]:
@@ -169,7 +196,7 @@ class ExclusiveSelector:
         int(state["step"])
         self._try_controller({key: type(value)(state[f"controller.{key}"]) for key, value in known.items()})
         edges, borders = np.asarray(state["edges"]), np.asarray(state["borders"])
-        n = int(self.edges[-1])
+        n = self.n
         if len(edges) < 2 or edges[0] != 0 or edges[-1] != n or (np.diff(edges) < 0).any():
             raise ConfigurationError(f"the edges in the state do not cut {n} elements into blocks")
         if len(borders) < 2 or borders[0] != 0 or borders[-1] != len(edges) - 1 or (np.diff(borders) < 0).any():
@@ -185,20 +212,18 @@ class ExclusiveSelector:
         try:
             tried = type(self.controller)(**fields)
             with np.errstate(all="ignore"):
-                ladders = [tried.ladder(k) for k in (1, int(self.edges[-1]))]
+                ladders = [tried.ladder(k) for k in (1, self.n)]
         except (ArithmeticError, ValueError) as error:
             raise ConfigurationError(f"the controller in the state cannot go on: {error}") from error
         if fields["threshold"] < 0.0 or not all(np.isfinite(rungs).all() for rungs in ladders):
             raise ConfigurationError(f"the controller in the state leads to no threshold: {fields}")
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Take what state() gave, also on another number of ranks."""
-        self.step = int(state["step"])
+    def loaded(self, state: dict[str, Any]) -> ExclusiveSelector:
+        """The selector that state() was taken of; on another number of ranks it begins with even shares."""
         known = self.controller.state()
         fields = {key: type(value)(state[f"controller.{key}"]) for key, value in known.items()}
-        self.controller = type(self.controller)(**fields)
-        if len(state["borders"]) != self.size + 1:  # saved on another number of ranks: begin with even shares
-            return
-        self.edges = np.array(state["edges"], dtype=np.int64)
-        self.borders = np.array(state["borders"], dtype=np.int64)
-        self.work = np.array(state["work"], dtype=np.int64)
+        taken = replace(self, step=int(state["step"]), controller=type(self.controller)(**fields))
+        if len(state["borders"]) != self.size + 1:
+            return taken
+        edges, borders, work = (np.array(state[key], dtype=np.int64) for key in ("edges", "borders", "work"))
+        return replace(taken, edges=edges, borders=borders, work=work)

@@ -6,31 +6,31 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpisparse.arrays import Bytes, Ints
+from mpisparse.arrays import Bytes, Floats, Ints
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mpisparse.backends.protocol import Backend
     from mpisparse.comm.exchange import Exchange
-    from mpisparse.core.records import Region
-    from mpisparse.select.candidates import Found
-
+    from mpisparse.comm.regions import Region
 
 ROW = 65_536
 
 
 def nbytes_of(length: int, count: int, width: int = 2) -> int:
-    """Bytes of so many indices in a region of so many elements: its rows' counts, then `width` bytes each, padded to 4."""
+    """Bytes of `count` indices in a region of `length` elements: row counts, then `width` bytes per index, padded to 4."""
     return 4 * (-(-length // ROW) + -(-count * width // 4))
 
 
 def unite(
-    exchange: Exchange, backend: Backend, found: Found, threshold: float, regions: list[Region], workloads: list[int],
-    tags: Bytes | None = None,
+    exchange: Exchange, backend: Backend, index: Ints, magnitude: Floats, threshold: float, regions: Sequence[Region],
+    workloads: Sequence[int], tags: Bytes | None = None,
 ) -> tuple[Ints, Bytes | None]:  # fmt: skip
-    """Gather what every rank selects in its region; returns the sorted union. Collective.
+    """Gather what every rank selects in its region; return the indices in the order of the regions. Collective.
 
-    `found` lies inside this rank's region; `workloads` are the counts above the threshold, in rank order. Of `tags`, a byte
-    for every element there is, those of what is selected travel along and are returned too.
+    `index` lies inside this rank's region; `workloads` are the counts that reach the threshold, in rank order. tags: one
+    byte per element of the vector; those of selected elements are sent along and returned too.
     """
     rows = [-(-(r.hi - r.lo) // ROW) for r in regions]
     shares = [workloads[r.rank] for r in regions]
@@ -42,12 +42,12 @@ def unite(
     mine = place[exchange.rank]
     payload = backend.empty(nbytes[mine], np.uint8)
     payload[-4:] = 0  # what lies behind the last column or tag
-    counts, columns = backend.compress_rows(found.index, found.magnitude, threshold, regions[mine].lo, ROW, rows[mine])
+    counts, columns = backend.compress_rows(index, magnitude, threshold, regions[mine].lo, ROW, rows[mine])
     payload[: counts.nbytes] = backend.view_as(counts, np.uint8)
     place_of_tags = counts.nbytes + columns.nbytes
     payload[counts.nbytes : place_of_tags] = backend.view_as(columns, np.uint8)
     if tags is not None:
-        payload[place_of_tags : place_of_tags + len(columns)] = tags[found.index[found.magnitude >= np.float32(threshold)]]
+        payload[place_of_tags : place_of_tags + len(columns)] = tags[index[magnitude >= np.float32(threshold)]]
     gathered = exchange.allgatherv(payload, [nbytes[p] for p in order], [starts[p] for p in order])
     ends = np.cumsum([0, *shares]).tolist()
     union: Ints = backend.empty(ends[-1], np.int64)

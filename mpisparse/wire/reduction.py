@@ -1,73 +1,241 @@
-"""The mean at the union: through the regions' owners with any codec, or by MPI's own reduction."""
+"""The mean over ranks of what they send: through the owners of regions with any codec, or by MPI's own reduction.
+
+A reducer takes what this rank sends, as an ascending index and values, and returns the mean that all ranks receive and what
+this rank must keep: values before = ranks x its share of the mean + what is kept, summed over ranks. Sums are made in rank
+order, so that all ranks receive the same bits. A sum beyond float32 raises Overflow on all ranks.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 
-from mpisparse.arrays import Bytes, Floats
+from mpisparse.arrays import Bytes, Floats, Ints
+from mpisparse.comm.agreement import BROKEN, FINE, Overflow, StepRefused
+from mpisparse.comm.regions import Region, spans_of
+from mpisparse.wire.stretches import pack, unpack
 
 if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend
     from mpisparse.comm.exchange import Exchange
-    from mpisparse.wire.codecs import Codec
+    from mpisparse.wire.codecs.protocol import Codec
 
 Span = tuple[int, int]
 
 NOT_A_NUMBER = 0xFF  # bytes that every codec decodes to NaN
+NO_INDEX: Ints = np.empty(0, dtype=np.int64)
+NO_VALUES: Floats = np.empty(0, dtype=np.float32)
 
 
-def reduce_by_mpi(exchange: Exchange, backend: Backend, values: Floats) -> Floats:
-    """The mean by one Allreduce, summed in MPI's order; values become zero, since all is sent. Collective."""
-    mean = exchange.allreduce_(backend.copy(values))
-    backend.fill(values, 0.0)
-    backend.divide(mean, exchange.size)
-    return mean
+class Reduced(NamedTuple):
+    """The mean, where it is, and what this rank keeps of what it sent (`left`, at the sent index).
 
-
-@np.errstate(over="ignore", invalid="ignore")
-def reduce_by_owner(exchange: Exchange, backend: Backend, codec: Codec, values: Floats, spans: list[Span]) -> Floats:
-    """Send each span to its rank, sum there in rank order, send the sum to all; returns the mean. Collective.
-
-    `values` becomes what this rank must keep: what it did not send and, in its own span, what it did not return. A span
-    whose sum is beyond float32 is not a number on all ranks, and on its owner where it is not finite.
+    kept_index and kept: what an owner keeps of its sums where it did not send itself. nbytes: of indices and values, per
+    rank, on average; counted only where sizes travel.
     """
-    nbytes = [codec.nbytes(stop - start) for start, stop in spans]
-    places = _places(nbytes, spans)
-    payload = backend.empty(sum(nbytes), np.uint8)
-    for (start, stop), place, count in zip(spans, places, nbytes, strict=True):
-        codec.encode(backend, values[start:stop], payload[place : place + count])
-    received = exchange.alltoallv(payload, nbytes, places)
-    start, stop = spans[exchange.rank]
-    total = _sum_rows(exchange.size, backend, codec, received, stop - start)
-    back = backend.empty(nbytes[exchange.rank], np.uint8)
-    *_, bad = backend.select(total, 0, len(total), float("inf"))
-    sound = bad < 0
-    if sound:
-        codec.encode(backend, total, back)
-        backend.add(values[start:stop], total)
-    else:
-        backend.fill(back, NOT_A_NUMBER)
-    gathered = exchange.allgatherv(back, nbytes, places)
-    mean: Floats = backend.empty(len(values), np.float32)
-    for (start, stop), place, count in zip(spans, places, nbytes, strict=True):
-        codec.decode(backend, gathered[place : place + count], mean[start:stop])
-    if not sound:
-        start, stop = spans[exchange.rank]
-        mean[start:stop] = total
-    backend.divide(mean, exchange.size)
-    return mean
+
+    index: Ints  # type: ignore[assignment]  # hides tuple.index
+    mean: Floats
+    left: Floats
+    kept_index: Ints = NO_INDEX
+    kept: Floats = NO_VALUES
+    nbytes: int = 0
 
 
-def _sum_rows(size: int, backend: Backend, codec: Codec, rows: Bytes, count: int) -> Floats:
+class Reducer(Protocol):
+    """Exchanges values; collective. `values` may be overwritten."""
+
+    def reduce(
+        self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]
+    ) -> Reduced: ...
+
+
+class ByMpi(NamedTuple):
+    """One Allreduce, summed in MPI's order; nothing is left over."""
+
+    def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
+        mean = exchange.allreduce_(backend.copy(values))
+        backend.fill(values, 0.0)
+        backend.divide(mean, exchange.size)
+        check_finite(exchange, backend, index, mean)
+        return Reduced(index, mean, values)
+
+
+class ByOwner(NamedTuple):
+    """All ranks send the same elements, in regions, to the regions' owners."""
+
+    codec: Codec
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
+        """Send each region to its owner, sum there in rank order, send the sum to all.
+
+        A region whose sum is beyond float32 is not a number on all ranks, and on its owner where it is not finite.
+        """
+        codec, rank = self.codec, exchange.rank
+        spans = spans_of(backend.search, index, regions)
+        nbytes = [codec.nbytes(stop - start) for start, stop in spans]
+        places = _places(nbytes, spans)
+        payload = backend.empty(sum(nbytes), np.uint8)
+        written = [
+            codec.encode(backend, values[start:stop], payload[place : place + count])
+            for (start, stop), place, count in zip(spans, places, nbytes, strict=True)
+        ]
+        start, stop = spans[rank]
+        if codec.variable:
+            received, sizes = _route(exchange, payload, places, written)
+        else:
+            received, sizes = exchange.alltoallv(payload, nbytes, places), [nbytes[rank]] * exchange.size
+        total = _sum_rows(backend, codec, received, sizes, stop - start)
+        back = backend.empty(nbytes[rank], np.uint8)
+        *_, bad = backend.select(total, 0, len(total), float("inf"))
+        if bad < 0:
+            count = codec.encode(backend, total, back)
+            backend.add(values[start:stop], total)
+        else:
+            count = len(back)
+            backend.fill(back, NOT_A_NUMBER)
+        if codec.variable:
+            at = int(backend.to_host(index[start + bad : start + bad + 1])[0]) if bad >= 0 else -1
+            sizes_and_bads = exchange.allgather(np.array([count, at], dtype=np.int64))
+            if (sizes_and_bads[:, 1] >= 0).any():
+                raise Overflow(int(sizes_and_bads[:, 1].max()))
+            nbytes = sizes_and_bads[:, 0].tolist()
+            places = _places(nbytes, spans)
+        gathered = exchange.allgatherv(back[: nbytes[rank]], nbytes, places)
+        mean: Floats = backend.empty(len(values), np.float32)
+        for (a, b), place, count in zip(spans, places, nbytes, strict=True):
+            codec.decode(backend, gathered[place : place + count], mean[a:b])
+        if bad >= 0:
+            mean[start:stop] = total
+        backend.divide(mean, exchange.size)
+        check_finite(exchange, backend, index, mean)
+        return Reduced(index, mean, values)
+
+
+class OwnByOwner(NamedTuple):
+    """Each rank sends its own elements, with their indices, to the regions' owners; all receive the union.
+
+    received: divide by how many ranks sent an element instead of by all ranks.
+    """
+
+    codec: Codec
+    received: bool = False
+
+    def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
+        """Route to the owners, sum there in rank order, send union and sums to all."""
+        by_rank = sorted(regions)
+        spans = spans_of(backend.search, index, regions)
+        payloads = [
+            self._message(backend, region, index[a:b], values[a:b]) for region, (a, b) in zip(by_rank, spans, strict=True)
+        ]
+        rows = exchange.allgather(np.array([*(b - a for a, b in spans), *map(len, payloads)], dtype=np.int64))
+        counts, nbytes = rows[:, : exchange.size], rows[:, exchange.size :]
+        arrived = exchange.route(np.concatenate(payloads), nbytes)
+        rank, mine = exchange.rank, by_rank[exchange.rank]
+        union, total, back, first_bad, failure = NO_INDEX, NO_VALUES, np.empty(0, dtype=np.uint8), -1, ""
+        try:
+            union, total = self._sum(backend, mine, arrived, counts[:, rank].tolist(), nbytes[:, rank].tolist())
+            bad = np.flatnonzero(~np.isfinite(total))[:1]
+            first_bad = int(union[bad[0]]) if len(bad) else -1
+            back = self._message(backend, mine, union, total) if first_bad < 0 else back
+        except Exception as error:  # the other ranks wait: they must hear of it
+            failure = f"{type(error).__name__}: {error}"
+        sizes = exchange.allgather(np.array([len(back), len(union), first_bad, bool(failure)], dtype=np.int64))
+        if sizes[:, 3].any():
+            raise StepRefused([(BROKEN if failed else FINE, 0) for failed in sizes[:, 3].tolist()], failure)
+        if (sizes[:, 2] >= 0).any():
+            raise Overflow(int(sizes[:, 2].max()))
+        starts = np.cumsum([0, *sizes[:, 0]]).tolist()
+        gathered = exchange.allgatherv(back, sizes[:, 0].tolist(), starts[:-1])
+        parts = [
+            self._read(backend, region, gathered[a:b], count)
+            for region, a, b, count in zip(by_rank, starts[:-1], starts[1:], sizes[:, 1].tolist(), strict=True)
+        ]
+        mean = np.concatenate([part for _, part in parts])
+        if not self.received:
+            mean /= np.float32(exchange.size)
+        moved = int(nbytes.sum() + sizes[:, 0].sum() * (exchange.size - 1)) // exchange.size
+        return Reduced(np.concatenate([part for part, _ in parts]), mean, values, union, total, moved)
+
+    def _message(self, backend: Backend, region: Region, index: Ints, values: Floats) -> Bytes:
+        """Indices and values as bytes; `values` becomes what was not sent."""
+        encoded = np.empty(self.codec.nbytes(len(index)), dtype=np.uint8)
+        encoded = encoded[: self.codec.encode(backend, values, encoded)]
+        return np.concatenate([pack(backend, index, region.lo, region.hi), encoded]) if len(index) else encoded[:0]
+
+    def _read(self, backend: Backend, region: Region, payload: Bytes, count: int) -> tuple[Ints, Floats]:
+        """What a message holds."""
+        values = np.empty(count, dtype=np.float32)
+        if not count:
+            return NO_INDEX, values
+        index, used = unpack(backend, payload, region.lo, region.hi)
+        self.codec.decode(backend, payload[used:], values)
+        return index, values
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def _sum(
+        self, backend: Backend, region: Region, arrived: Bytes, counts: list[int], nbytes: list[int]
+    ) -> tuple[Ints, Floats]:
+        """Add up what the ranks sent of this rank's region."""
+        ends = np.cumsum([0, *nbytes]).tolist()
+        terms = [
+            self._read(backend, region, arrived[a:b], count) for a, b, count in zip(ends[:-1], ends[1:], counts, strict=True)
+        ]
+        union = np.sort(np.concatenate([index for index, _ in terms]), kind="stable")  # merges sorted runs
+        union = union[np.diff(union, prepend=-1) > 0]
+        total, senders = np.zeros((2, len(union)), dtype=np.float32)
+        for index, term in terms:
+            places = np.searchsorted(union, index)
+            total[places] += term
+            senders[places] += 1
+        if self.received:
+            total /= senders
+        return union, total
+
+
+class Whole(NamedTuple):
+    """The whole vector by one Allreduce into `target()`; nothing is left over."""
+
+    target: Callable[[], torch.Tensor]
+
+    def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
+        total = backend.array_of(self.target())
+        exchange.allreduce(values, total)
+        *_, bad = backend.select(total, 0, len(total), float("inf"))
+        if bad >= 0:
+            raise Overflow(bad)
+        backend.divide(total, exchange.size)
+        return Reduced(index, total, NO_VALUES)
+
+
+def check_finite(exchange: Exchange, backend: Backend, index: Any, mean: Any) -> None:
+    """Raise Overflow on all ranks if the mean is not finite; its owner knows best where."""
+    *_, bad = backend.select(mean, 0, len(mean), float("inf"))
+    if bad >= 0:
+        at = backend.to_host(index[bad : bad + 1]).copy()
+        raise Overflow(int(exchange.allreduce_(at, "max")[0]))
+
+
+def _route(exchange: Exchange, payload: Any, places: list[int], written: list[int]) -> tuple[Any, list[int]]:
+    """Send each rank what was written for it; returns what came, rank by rank, and the sizes."""
+    table = exchange.allgather(np.array(written, dtype=np.int64))
+    packed = np.concatenate([payload[place : place + count] for place, count in zip(places, written, strict=True)])
+    return exchange.route(packed, table), table[:, exchange.rank].tolist()
+
+
+def _sum_rows(backend: Backend, codec: Codec, rows: Any, sizes: list[int], count: int) -> Floats:
     """Decode and add the ranks' payloads in rank order."""
-    nbytes = codec.nbytes(count)
     total, term = backend.empty(count, np.float32), backend.empty(count, np.float32)
-    codec.decode(backend, rows[:nbytes], total)
-    for rank in range(1, size):
-        codec.decode(backend, rows[rank * nbytes : (rank + 1) * nbytes], term)
+    at = sizes[0]
+    codec.decode(backend, rows[:at], total)
+    for size in sizes[1:]:
+        codec.decode(backend, rows[at : at + size], term)
         backend.add(total, term)
+        at += size
     sums: Floats = total
     return sums
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from outside.codecs import BITMAP, UPPER16, Bitmap, Bytes, Floats, Upper16
+from outside.schemes import Census
 
 import mpisparse
 from mpisparse import names
 from mpisparse.errors import ConfigurationError
+from mpisparse.schemes import SCHEMES, Options, configure, takes
+from mpisparse.schemes.baselines import LocalTopK
 from mpisparse.wire.codecs import CODECS, codec_names, find_codec
 
 PLAIN = ["fp32", "fp16", "bf16", "int8"]
@@ -271,3 +275,86 @@ def test_a_declared_name_cannot_be_registered_too(tmp_path: Path) -> None:
     code = "import mpisparse, outside.codecs; mpisparse.register_codec(outside.codecs.BITMAP)"
     done = run_with_package(tmp_path, "[mpisparse.codecs]\nbitmap = outside.codecs:BITMAP\n", code)
     assert "there is a codec 'bitmap' already, declared by package extras as outside.codecs:BITMAP" in done.stderr
+
+
+# Schemes
+
+
+def test_a_registered_scheme_is_one_like_others() -> None:
+    mpisparse.register_scheme("census", Census)
+    assert SCHEMES["census"] is Census
+    assert list(SCHEMES)[-1] == "census"
+    assert configure("census", share=0.25) == Census(share=0.25)
+    assert takes("census", "share")
+    with pytest.raises(ConfigurationError, match="unknown option 'shore' for scheme \"census\"; did you mean 'share'"):
+        configure("census", shore=0.25)
+    with pytest.raises(ConfigurationError, match="there is a scheme 'census' already, registered as"):
+        mpisparse.register_scheme("census", LocalTopK)
+    with pytest.raises(ConfigurationError, match="there is a scheme 'exdyna' already, built in"):
+        mpisparse.register_scheme("exdyna", Census)
+
+
+class Plain(LocalTopK):
+    """Inherits the fields of a dataclass, but its own would not be among them."""
+
+    share: float = 0.5
+
+
+@dataclass(frozen=True)
+class Unbuilt(Options):
+    pass
+
+
+@dataclass(frozen=True)
+class Asking(LocalTopK):
+    share: float = field(kw_only=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (int, r"must be a frozen dataclass derived from mpisparse.schemes.Options, got <class 'int'>"),
+        (LocalTopK(), "got LocalTopK"),
+        (Plain, r"decorate it with @dataclass\(frozen=True\)"),
+        (Unbuilt, r"with a method build\(parts\), got .* without one"),
+        (Asking, "every option of scheme 'mine' needs a default; share has none"),
+    ],
+)
+def test_what_is_no_scheme_is_refused(kind: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        mpisparse.register_scheme("mine", kind)
+    assert "mine" not in SCHEMES
+
+
+@pytest.mark.parametrize("name", ["", "My scheme", "mine_2", "2mine", None])
+def test_odd_names_of_schemes_are_refused(name: Any) -> None:
+    with pytest.raises(ConfigurationError, match="the name of a scheme must be lower-case words"):
+        mpisparse.register_scheme(name, Census)
+
+
+LAZY_SCHEMES = """
+import sys
+import mpisparse.schemes as schemes
+assert list(schemes.SCHEMES)[-1] == "census" and "dense" in schemes.SCHEMES
+own = {f"mpisparse.schemes.{name}" for name in ("dense", "baselines", "partitioned", "predictive", "speculative")}
+assert not (own | {"outside"}) & set(sys.modules), "listing names imports schemes"
+schemes.configure("dense")
+assert own & set(sys.modules) == {"mpisparse.schemes.dense"}
+assert schemes.configure("census", share=0.25).share == 0.25 and "outside.schemes" in sys.modules
+from mpisparse.runtime.settings import Settings
+assert Settings(scheme="census").scheme == "census"
+"""
+
+
+def test_a_declared_scheme_is_imported_when_it_is_asked_for(tmp_path: Path) -> None:
+    done = run_with_package(tmp_path, "[mpisparse.schemes]\ncensus = outside.schemes:Census\n", LAZY_SCHEMES)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_examples_of_contributing_run() -> None:
+    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    examples = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    code = "\n".join(examples) + "\nprint(mpisparse.schemes.configure('coarse', codec='momentum-plain'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert len(examples) == 2
+    assert done.stdout.startswith("Coarse(density=0.001, codec='momentum-plain',"), done.stderr

@@ -59,7 +59,7 @@ def test_every_setting_has_a_flag_and_a_line_of_help(capsys: pytest.CaptureFixtu
     assert ended.value.code == 0
     told = capsys.readouterr().out
     for entry in dataclasses.fields(Settings):
-        flag = "--option" if entry.name == "options" else f"--{entry.name.replace('_', '-')}"
+        flag = {"options": "--option", "imports": "--import"}.get(entry.name, f"--{entry.name.replace('_', '-')}")
         assert flag in told
 
 

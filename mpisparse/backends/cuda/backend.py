@@ -194,6 +194,9 @@ class CudaBackend:
 
     # Reads and writes at an index
 
+    def read_at(self, acc: Tensor, index: Tensor, out: Tensor) -> None:
+        self._for_each("read_at", len(index), acc, index, np.int64(len(index)), out)
+
     def take(self, acc: Tensor, index: Tensor, out: Tensor) -> None:
         self._for_each("take", len(index), acc, index, np.int64(len(index)), out)
 

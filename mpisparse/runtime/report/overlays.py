@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from mpisparse.measures import detail, details_in_order
 from mpisparse.runtime.report.chart import BYTES_X, STEPS_X, TIME_X, Chart, Sheet, Trace, ratio
 from mpisparse.runtime.report.units import nbytes
 
@@ -110,6 +111,16 @@ def speculation(sheet: Sheet) -> list[str]:
             [*(_styled(trace, "set") for trace in after), *drift],
         ),
     )  # fmt: skip
+    return [sheet.figure(chart) for chart in charts]
+
+
+def details(sheet: Sheet) -> list[str]:
+    """Draw each number that schemes report beyond those common to all; nothing where there is none."""
+    charts = []
+    for name in details_in_order(name for run in sheet.runs for name in run.details):
+        about = detail(name)
+        traces = [trace for trace in sheet.traces(STEPS_X, f"details.{name}") if np.isfinite(trace.y).any()]
+        charts.append(Chart(about.label, about.meaning, STEPS_X, about.kind, traces, empty="no value is finite"))
     return [sheet.figure(chart) for chart in charts]
 
 

@@ -33,6 +33,7 @@ def page(runs: Sequence[Run]) -> str:
         _section("Density and threshold", "density", overlays.density(sheet)),
         _section("Traffic and balance", "traffic", overlays.traffic(sheet)),
         *(_section("Speculation", "speculation", figures) for figures in [overlays.speculation(sheet)] if figures),
+        *(_section("Details of schemes", "details", figures) for figures in [overlays.details(sheet)] if figures),
         _section("Time", "time", phases.overview(sheet)),
         _each(sheet),
         _events(runs),
@@ -134,8 +135,7 @@ def _section(title: str, mark: str, figures: Sequence[str]) -> str:
 
 def _each(sheet: Sheet) -> str:
     """Give every run a row of its own: phases, borders, workloads."""
-    names = phases.all_phases(sheet)
-    keys = "".join(f'<span class="{phases.phase_class(name)}">{escape(name)}</span>' for name in names)
+    keys = "".join(map(phases.key, phases.all_phases(sheet)))
     rows = []
     for i, run in enumerate(sheet.runs):
         name = f'<h3 class="{run_classes(i)}">{escape(run.name)}</h3>' if len(sheet.runs) > 1 else ""

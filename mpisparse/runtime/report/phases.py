@@ -7,6 +7,7 @@ from html import escape
 import numpy as np
 
 from mpisparse.arrays import Doubles
+from mpisparse.measures import in_order, phase
 from mpisparse.runtime.report import svg
 from mpisparse.runtime.report.chart import STEPS_X, Chart, Sheet, Trace, event_marks, figure, peak, run_classes, x_axis
 from mpisparse.runtime.report.read import Run
@@ -15,47 +16,30 @@ from mpisparse.runtime.report.svg import Frame, Look
 from mpisparse.runtime.report.thin import thin
 from mpisparse.runtime.report.units import seconds
 
-ORDER = (
-    "wait",
-    "accumulate",
-    "agree",
-    "probe",
-    "select",
-    "unite",
-    "reduce",
-    "feedback",
-    "publish",
-    "adapt",
-    "correct",
-    "speculate",
-)  # the exchange: at the bottom
 LABELLED = 4  # so many runs leave room for numbers
-LAST = ("data", "compute")  # on top: most of the time, and not the exchange's
 
 
 def phases_of(run: Run) -> list[str]:
-    """List a run's phases from the bottom of its stack to the top."""
-    known = [phase for phase in ORDER if phase in run.phases]
-    others = [phase for phase in run.phases if phase not in (*ORDER, *LAST)]
-    return [*known, *others, *(phase for phase in LAST if phase in run.phases)]
+    """List a run's phases from the bottom of its stack to the top: the exchange, then what takes most of the time."""
+    return in_order(run.phases)
 
 
 def all_phases(sheet: Sheet) -> list[str]:
     """List the phases of all runs in that order."""
-    everything = Run(sheet.runs[0].path, "", {}, phases=list(dict.fromkeys(p for run in sheet.runs for p in run.phases)))
-    return phases_of(everything)
+    return in_order(name for run in sheet.runs for name in run.phases)
 
 
-def phase_class(phase: str) -> str:
-    """Give the CSS class of a phase's colour."""
-    return f"p-{phase}" if phase in (*ORDER, *LAST) else "p-other"
+def key(name: str) -> str:
+    """Name a phase, with its colour and what it is."""
+    about = phase(name)
+    return f'<span style="--c:{about.colour}" title="{escape(about.meaning or name)}">{escape(name)}</span>'
 
 
-def mean_seconds(run: Run, phase: str) -> float:
-    """Average a phase over a run's steps."""
-    values, weights = run.steps[f"seconds.{phase}"], run.weights()
-    here = np.isfinite(values)
-    return float(np.average(values[here], weights=weights[here])) if here.any() else 0.0
+def mean_seconds(run: Run, name: str) -> float:
+    """Average a phase over the steps that were timed; a step that did not have the phase counts with no time."""
+    values, weights = run.steps[f"seconds.{name}"], run.weights()
+    timed = np.isfinite([run.steps[f"seconds.{each}"] for each in run.phases]).any(axis=0) if run.phases else values > 0
+    return float(np.average(np.nan_to_num(values)[timed], weights=weights[timed])) if timed.any() else 0.0
 
 
 def overview(sheet: Sheet) -> list[str]:
@@ -83,7 +67,9 @@ def stacked(sheet: Sheet, index: int) -> str:
     frame = Frame(along, Axis(0.0, 1.05 * height or 1.0, kind="seconds"))
     floor = np.zeros(len(tops))
     drawn = [
-        svg.draw_area(frame, columns.places, (tops[:, i - 1] if i else floor, tops[:, i]), Look(phase_class(name), name))
+        svg.draw_area(
+            frame, columns.places, (tops[:, i - 1] if i else floor, tops[:, i]), Look("", name, phase(name).colour)
+        )
         for i, name in enumerate(names)
     ]
     drawn.append(event_marks(sheet, run, frame, STEPS_X, Look("ink")))
@@ -94,7 +80,7 @@ def stacked(sheet: Sheet, index: int) -> str:
 
 
 def _total(run: Run) -> Doubles:
-    total: Doubles = np.nansum([run.steps[f"seconds.{phase}"] for phase in run.phases], axis=0)
+    total: Doubles = np.nansum([run.steps[f"seconds.{name}"] for name in run.phases], axis=0)
     return total
 
 

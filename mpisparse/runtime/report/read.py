@@ -50,6 +50,7 @@ class Run:
     higher_is_better: dict[str, bool] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     phases: list[str] = field(default_factory=list)
+    details: list[str] = field(default_factory=list)
     borders: list[array[float]] = field(default_factory=list)
     workloads: list[array[float]] = field(default_factory=list)
 
@@ -85,6 +86,11 @@ class Run:
             row |= _spread(name, record.get(name))
         ahead = record.get("speculation") or {}
         row |= {f"speculation.{name}": ahead[name] for name in AHEAD if name in ahead}
+        for name, value in (record.get("details") or {}).items():
+            if value is None or isinstance(value, int | float):
+                row["details." + name] = value
+                if name not in self.details:
+                    self.details.append(name)
         for phase, value in (record.get("seconds") or {}).items():
             row["seconds." + phase] = value["mean"] if isinstance(value, dict) else value
             if phase not in self.phases:

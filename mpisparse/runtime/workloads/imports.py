@@ -23,7 +23,7 @@ def import_object(what: str, path: str) -> Any:
     if not is_import_path(path):
         raise ConfigurationError(f"{what}: expected package.module:object, got {path!r}")
     module_name, _, attributes = path.partition(":")
-    found = _import_module(what, module_name)
+    found = import_module(what, module_name)
     for name in attributes.split("."):
         if not hasattr(found, name):
             public = (known for known in vars(found) if not known.startswith("_"))
@@ -34,7 +34,8 @@ def import_object(what: str, path: str) -> Any:
     return found
 
 
-def _import_module(what: str, name: str) -> Any:
+def import_module(what: str, name: str) -> Any:
+    """Import a module; those in the working directory are found too. `what` names the setting in errors."""
     # A console script starts with its own directory on the path, not with the user's as `python -m` does.
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:

@@ -9,18 +9,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
+from mpisparse.backends.flat import Pieces
 from mpisparse.backends.keys import PRODUCTS, SCORES
+from mpisparse.core.adaptive_k import AdaptiveK
 from mpisparse.core.records import Parts
-from mpisparse.core.rescale import MassScale
+from mpisparse.core.rescale import Rescale
+from mpisparse.core.stages import Stage
 from mpisparse.errors import ConfigurationError, check_choice
-from mpisparse.schemes.options import Step, check_flag, check_positive, check_share, check_whole
+from mpisparse.schemes.companion import Scheme, Site
+from mpisparse.schemes.options import check_flag, check_positive, check_share, check_whole
 from mpisparse.schemes.partitioned import Partitioned, uncontrolled
 from mpisparse.schemes.predictive.nets import Nets
 from mpisparse.schemes.predictive.scorer import Predicted, validation
 from mpisparse.schemes.side_gradient import gradient_aside
-from mpisparse.select.adaptive_k import Demand
 
 RULES = {"product": PRODUCTS, "importance": SCORES}
 
@@ -51,12 +55,12 @@ class Predictive(Partitioned):
     compensate: str = "residual"
     scale_cap: float = 4.0
     adapt_k: bool = True
-    k_patience: int = Demand.patience
-    k_factor: float = Demand.factor
-    k_least: float = Demand.least
-    k_most: float = Demand.most
-    k_slow: float = Demand.slow
-    k_fast: float = Demand.fast
+    k_patience: int = AdaptiveK.patience
+    k_factor: float = AdaptiveK.factor
+    k_least: float = AdaptiveK.least
+    k_most: float = AdaptiveK.most
+    k_slow: float = AdaptiveK.slow
+    k_fast: float = AdaptiveK.fast
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,38 +107,39 @@ class Predictive(Partitioned):
     def needs_whole_gradient(self) -> bool:
         return True
 
-    def build(self, parts: Parts) -> Step:
-        layout, seed, key = parts.layout, (self.seed, parts.exchange.rank), RULES[self.rule]
-        if self.validation is None:
-            warnings.warn(
-                'scheme "predictive" without validation= learns to foretell the accumulator\'s coming magnitude, not what '
-                "helps most: pass a callable that returns the loss of a held-out batch",
-                stacklevel=4,
-            )
-            validate = None
-        else:
-            validate = validation(
-                layout, functools.partial(gradient_aside, parts.model, layout.params, self.validation, "validation")
-            )
+    def build(self, parts: Parts, site: Site | None = None) -> Scheme:
+        seed, key = (self.seed, parts.exchange.rank), RULES[self.rule]
+        ends = np.array([slot.end for slot in parts.slots], dtype=np.int64)
         scorer = Predicted(
             parts.residual,
             parts.backend,
-            layout,
-            nets=Nets(parts.backend, layout.ends, self.history, key=key, rate=self.learning_rate, seed=seed),
+            parts.slots,
+            nets=Nets(parts.backend, ends, self.history, key=key, rate=self.learning_rate, seed=seed),
             key=key,
             every=self.validate_every,
             delay=self.publish_after,
             cores=self.budget * torch.get_num_threads(),
             seed=seed,
-            validate=validate,
+            validate=self._validate(parts, site),
         )
-        names = [field.name for field in dataclasses.fields(Demand)]
-        options = {name: getattr(self, f"k_{name}") for name in names if hasattr(self, f"k_{name}")}
-        return self.put_together(
-            parts,
-            scorer,
-            keep=self.compensate == "residual",
-            exact=self.percentile == "exact",
-            mass=MassScale(layout.ends, self.scale_cap) if self.compensate == "scale" else None,
-            demand=Demand(**options) if self.adapt_k else None,
+        scale = [Rescale(ends, self.scale_cap)] if self.compensate == "scale" else []
+        keep, exact = self.compensate == "residual", self.percentile == "exact"
+        return Scheme(self.put_together(parts, scorer, keep=keep, exact=exact, stages=[*scale, *self._adaptive_k()]))
+
+    def _validate(self, parts: Parts, site: Site | None) -> Callable[[], Pieces] | None:
+        """The gradient of the held-out batch, by which importance is learnt; None without one."""
+        if self.validation is not None and site is not None:
+            aside = functools.partial(gradient_aside, site.model, list(site.places.params), self.validation, "validation")
+            return validation(parts.slots, aside)
+        warnings.warn(
+            'scheme "predictive" without validation= learns to predict the accumulator\'s coming magnitude, not what '
+            "helps most: pass a callable that returns the loss of a held-out batch",
+            stacklevel=5,
         )
+        return None
+
+    def _adaptive_k(self) -> list[Stage]:
+        if not self.adapt_k:
+            return []
+        names = [field.name for field in dataclasses.fields(AdaptiveK)]
+        return [AdaptiveK(**{name: getattr(self, f"k_{name}") for name in names if hasattr(self, f"k_{name}")})]

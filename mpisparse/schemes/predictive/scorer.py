@@ -10,33 +10,55 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from mpisparse.arrays import Bytes, Halves, Ints
+from mpisparse.arrays import Bytes, Floats, Halves, Ints
+from mpisparse.backends.flat import Pieces, Slot, collect, zeros
 from mpisparse.backends.kinds import BF16, FP32, round_to, widen
-from mpisparse.core.agree import Inputs
 from mpisparse.errors import ConfigurationError
-from mpisparse.model.layout import Gradients, Layout, in_order, zeros
 from mpisparse.schemes.predictive.background import Background, PredictorError
 from mpisparse.schemes.predictive.nets import Job, Lesson, Nets, Prediction, Slice
 from mpisparse.schemes.predictive.sample import draw
-from mpisparse.select.candidates import Found
+from mpisparse.select.candidates import Candidates
 from mpisparse.select.scorers import Dense, WholeGradient
+from mpisparse.select.threshold import FIRST_GROWTH
+from mpisparse.select.view import Keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from mpisparse.comm.exchange import Exchange
-    from mpisparse.core.records import Clock
-    from mpisparse.model.layout import Slot
+    from mpisparse.select.scorers import Exempt, Lap
 
 
 NEUTRAL, MOST = 127, 254  # what untrained nets give every element, and the best score there is
 LEAST, SLICES = 65_536, 32  # a slice is a 32nd of the vector, but no less than so many elements
 SAMPLE = 4096
+
+
+class ScoredKeys(NamedTuple):
+    """Importance and magnitude together, by one of the rules in the backend."""
+
+    backend: Any
+    acc: Floats
+    scores: Bytes
+    rule: int
+
+    @property
+    def vector(self) -> Floats:
+        """All keys."""
+        return self.backend.keys_of(self.acc, self.scores, self.rule)  # type: ignore[no-any-return]
+
+    def select(self, lo: int, hi: int, floor: float) -> Candidates:
+        """The elements of [lo, hi) whose keys reach the floor."""
+        return Candidates(*self.backend.select_scored(self.acc, self.scores, self.rule, lo, hi, floor))
+
+    def histogram(self, lo: int, hi: int) -> Ints:
+        """The histogram of keys in [lo, hi)."""
+        counts: Ints = self.backend.histogram_scored(self.acc, self.scores, self.rule, lo, hi)
+        return counts
 
 
 class Predicted(WholeGradient):
@@ -46,14 +68,15 @@ class Predicted(WholeGradient):
     the element were sent. None: the gain is the accumulator's magnitude, foretold from that of the step before.
     """
 
+    prior = FIRST_GROWTH
     backend: Any  # one of the host: it has the kernels for scores
 
     def __init__(
-        self, residual: torch.Tensor, backend: Any, layout: Layout, *, nets: Nets, key: int, every: int, delay: int,
-        cores: float, seed: tuple[int, ...], validate: Callable[[], Gradients] | None,
+        self, residual: torch.Tensor, backend: Any, slots: Sequence[Slot], *, nets: Nets, key: int, every: int, delay: int,
+        cores: float, seed: tuple[int, ...], validate: Callable[[], Pieces] | None,
     ) -> None:  # fmt: skip
-        super().__init__(residual, backend, layout.slots)
-        self.layout = layout
+        super().__init__(residual, backend, slots)
+        self.ends = np.array([slot.end for slot in slots], dtype=np.int64)
         self.nets = nets
         self.key = key
         self.every = every
@@ -72,8 +95,8 @@ class Predicted(WholeGradient):
         self.sampled: Halves = np.empty(0, dtype=np.uint16)
         self.background: Background[Job, Prediction] = Background(nets.work, cores)
         self.due: deque[tuple[int, Halves | None]] = deque()  # when what was submitted is published, and its rows
-        self.ready: deque[Prediction] = deque()  # the results that are here, in the order of `due`
-        self.gradient: Gradients | None = None  # of the held-out batch, in the step of a lesson
+        self.results: deque[Prediction] = deque()  # the results that are here, in the order of `due`
+        self.gradient: Pieces | None = None  # of the held-out batch, in the step of a lesson
         self.ranking = self.plain = float("nan")
         if self._lesson_in(0) == 0:
             self._draw(np.empty(0, dtype=np.int64))
@@ -106,50 +129,48 @@ class Predicted(WholeGradient):
 
     # Before and while gradients come
 
-    def trouble(self, clock: Clock) -> str | None:
-        super().trouble(clock)
-        with contextlib.suppress(PredictorError):  # what ended the thread is told below
+    def ready(self, exempt: Exempt, lap: Lap) -> str:
+        """Wait for the results that are due, and take the gradient of the held-out batch if a lesson is due."""
+        super().ready(exempt, lap)
+        with contextlib.suppress(PredictorError):  # what ended the thread is reported below
             self._await(sum(step <= self.step for step, _ in self.due))
-        clock.lap("predictor")
-        return self.background.trouble
+        lap("predictor")
+        if self.background.trouble is not None or self.validate is None or self._lesson_in(self.step) != -self.depth:
+            return self.background.trouble or ""
+        try:
+            with exempt("validating"):
+                self.gradient = self.validate()
+        except Exception as error:
+            return str(error) or type(error).__name__
+        finally:
+            lap("validate")
+        return ""
 
     def _await(self, count: int) -> None:
         """Wait until so many of the results that are due next are here."""
-        while len(self.ready) < count:
-            self.ready.append(self.background.take())
-
-    def prepare(self, exchange: Exchange, clock: Clock) -> None:
-        while self.due and self.due[0][0] <= self.step:
-            _, rows = self.due.popleft()
-            self._publish(self.ready.popleft())
-            if rows is not None:
-                self.free.append(rows)
-        clock.lap("predictor")
-        if self.validate is not None and self._lesson_in(self.step) == -self.depth:
-            error: Exception | None = None
-            try:
-                with exchange.place.exempt("validating"):
-                    self.gradient = self.validate()
-            except Exception as caught:
-                error = caught
-            exchange.raise_together(error)
-            clock.lap("validate")
+        while len(self.results) < count:
+            self.results.append(self.background.take())
 
     def _publish(self, made: Prediction) -> None:
         self.tags[made.lo : made.lo + len(made.scores)] = made.scores
         if made.ranking == made.ranking:
             self.ranking, self.plain = made.ranking, made.plain
 
-    def accumulate(self, inputs: Inputs, lo: int, hi: int, floor: float) -> Found:
-        found = super().accumulate(inputs, lo, hi, floor)
+    def accumulate(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
+        while self.due and self.due[0][0] <= self.step:
+            _, rows = self.due.popleft()
+            self._publish(self.results.popleft())
+            if rows is not None:
+                self.free.append(rows)
+        found = super().accumulate(pieces, lo, hi, floor)
         self._submit()
         if self._lesson_in(self.step + 1) == 0:
             self._draw(found.index)
         return found
 
-    def _pass(self, dense: Dense, lo: int, hi: int, floor: float) -> Found:
+    def _pass(self, dense: Dense, lo: int, hi: int, floor: float) -> Candidates:
         self._record(dense, 0, len(self.acc))
-        return Found(*self.backend.accumulate_select_scored(self.acc, self.tags, self.key, *dense, lo, hi, floor))
+        return Candidates(*self.backend.accumulate_select_scored(self.acc, self.tags, self.key, *dense, lo, hi, floor))
 
     def _update(self, slot: Slot, pointer: int) -> int:
         one = (np.array([pointer], np.uint64), np.array([slot.end - slot.begin]), np.array([slot.sent_kind], np.uint8))
@@ -202,7 +223,7 @@ class Predicted(WholeGradient):
     def _draw(self, candidates: Ints) -> None:
         """Choose the sample of the next lesson."""
         generator = np.random.default_rng([*self.seed, 2, self.step // self.every])
-        self.sample = draw(generator, self.layout.ends, SAMPLE, candidates)
+        self.sample = draw(generator, self.ends, SAMPLE, candidates)
         self.sampled = np.zeros((self.depth + 1) * len(self.sample), dtype=np.uint16)
 
     def _row(self, rows: Halves, r: int) -> Halves:
@@ -214,14 +235,11 @@ class Predicted(WholeGradient):
 
     # Selecting
 
-    def select(self, lo: int, hi: int, floor: float) -> Found:
-        return Found(*self.backend.select_scored(self.acc, self.tags, self.key, lo, hi, floor))
+    @property
+    def keys(self) -> Keys:
+        return ScoredKeys(self.backend, self.acc, self.tags, self.key)
 
-    def histogram(self, lo: int, hi: int) -> Ints:
-        counts: Ints = self.backend.histogram_scored(self.acc, self.tags, self.key, lo, hi)
-        return counts
-
-    def heard(self, index: Ints, tags: Bytes) -> None:
+    def received(self, index: Ints, tags: Bytes) -> None:
         """Take over the scores by which other ranks selected."""
         self.tags[index] = tags
 
@@ -253,10 +271,10 @@ class Predicted(WholeGradient):
             "sample": self.sample,
             "sampled": self.sampled,
             "pending.due": np.array([step for step, _ in self.due], dtype=np.int64),
-            "pending.lo": np.array([made.lo for made in self.ready], dtype=np.int64),
-            "pending.count": np.array([len(made.scores) for made in self.ready], dtype=np.int64),
-            "pending.scores": np.concatenate([np.empty(0, np.uint8), *(made.scores for made in self.ready)]),
-            "pending.ranking": np.array([(made.ranking, made.plain) for made in self.ready], dtype=np.float64).reshape(-1),
+            "pending.lo": np.array([made.lo for made in self.results], dtype=np.int64),
+            "pending.count": np.array([len(made.scores) for made in self.results], dtype=np.int64),
+            "pending.scores": np.concatenate([np.empty(0, np.uint8), *(made.scores for made in self.results)]),
+            "pending.ranking": np.array([(made.ranking, made.plain) for made in self.results], dtype=np.float64).reshape(-1),
             "ranking": np.array([self.ranking, self.plain]),
             "time": self.step,
         }
@@ -298,20 +316,19 @@ class Predicted(WholeGradient):
         parts = np.split(np.array(state["pending.scores"], dtype=np.uint8), cuts)
         rankings = np.asarray(state["pending.ranking"], dtype=np.float64).reshape(-1, 2).tolist()
         places = np.asarray(state["pending.lo"]).tolist()
-        self.ready = deque(
+        self.results = deque(
             Prediction(lo, scores, *ranking) for lo, scores, ranking in zip(places, parts, rankings, strict=False)
         )
         self.ranking, self.plain = np.asarray(state["ranking"], dtype=np.float64).tolist()
         self.gradient = None
 
 
-def validation(layout: Layout, gradient: Callable[[], list[torch.Tensor | None]]) -> Callable[[], Gradients]:
-    """The gradient of a held-out batch as addresses in flat order."""
+def validation(slots: Sequence[Slot], gradient: Callable[[], list[torch.Tensor | None]]) -> Callable[[], Pieces]:
+    """The gradient of a held-out batch as pieces of the flat vector."""
+    ends = np.array([slot.end for slot in slots], dtype=np.int64)
+    kinds = np.array([slot.sent_kind for slot in slots], dtype=np.uint8)
 
-    def take() -> Gradients:
-        grads = gradient()
-        alive = [None if g is None else in_order(s, g.to_dense()) for s, g in zip(layout.slots, grads, strict=True)]
-        pointers = np.array([0 if g is None else g.data_ptr() for g in alive], dtype=np.uint64)
-        return Gradients(pointers, layout.ends, layout.kinds, [], [g for g in alive if g is not None])
+    def take() -> Pieces:
+        return collect(slots, ends, kinds, [None if g is None else g.to_dense() for g in gradient()])
 
     return take

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mpisparse.arrays import Floats, Ints
-from mpisparse.model.layout import Slot
+from mpisparse.backends.flat import Slot
 from mpisparse.select.threshold import TINY
 
 SAMPLE, LEAST, SLACK = 0.01, 4096, 1.3
@@ -32,7 +33,9 @@ class Filter:
     would cost too much or wait too long. With a threshold all that reaches it passes, whatever k is.
     """
 
-    def __init__(self, slots: list[Slot], backend: Any, *, largest: int | None, threshold: float | None, seed: int) -> None:
+    def __init__(
+        self, slots: Sequence[Slot], backend: Any, *, largest: int | None, threshold: float | None, seed: int
+    ) -> None:
         self.layers = [slot for slot in slots if slot.end > slot.begin]
         self.backend = backend
         self.largest = largest

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from mpisparse.arrays import Floats
+from mpisparse.backends.flat import Pieces, zeros
 from mpisparse.errors import ConfigurationError
-from mpisparse.model.layout import Layout, zeros
+from mpisparse.schemes.companion import Places
 from mpisparse.schemes.side_gradient import gradient_of, untouched
+from mpisparse.select.candidates import Candidates
+from mpisparse.select.scorers import Magnitude, State, mean_of
+from mpisparse.select.view import Keys, VectorKeys
+
+if TYPE_CHECKING:
+    from mpisparse.backends.protocol import Backend
+    from mpisparse.select.scorers import Exempt, Lap
 
 PIECE = 1 << 16  # elements that stay in cache while they are worked on
 
@@ -73,6 +83,103 @@ class Influence:
         self.curvature = np.array(state["mean.curvature"], dtype=np.float32)
 
 
+class InfluenceScorer(Magnitude):
+    """The accumulator with each element's influence as its key; asks the user's functions for loss and confidence.
+
+    step: gives the number of the coming step. timed: tell the ranks how long steps take.
+    """
+
+    prior = 0.0
+    by_magnitude = False
+
+    def __init__(
+        self, residual: torch.Tensor, backend: Backend, influence: Influence, *, rank: int, step: Callable[[], int],
+        probe: Probe | None, probe_every: int, confidence: Callable[[], float] | None, timed: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(residual, backend)
+        self.influence = influence
+        self.rank = rank
+        self.step = step
+        self.probe = probe
+        self.probe_every = probe_every
+        self.confidence = confidence
+        self.timed = timed
+        self.noted = self.probe_loss = math.nan
+        self._diagonal: Floats | None = None
+        self._figures = (math.nan, math.nan, 0.0)
+        self._began = time.perf_counter()
+
+    @property
+    def keys(self) -> Keys:
+        return VectorKeys(self.backend, self.influence.scores)
+
+    def ready(self, exempt: Exempt, lap: Lap) -> str:
+        """Ask for loss and confidence; an error in the user's functions is this rank's trouble."""
+        noted, self.noted, asked = self.noted, math.nan, "probe"
+        try:
+            with exempt("probing"):
+                probed = self._look()
+                asked = "confidence"
+                known = (probed if math.isnan(noted) else noted, self._confidence(noted))
+        except Exception as error:
+            return f"{asked}(): {type(error).__name__}: {error}"
+        finally:
+            lap("probe")
+        now = time.perf_counter()
+        self._figures, self._began = (*known, now - self._began if self.timed else 0.0), now
+        return ""
+
+    def _look(self) -> float:
+        """Probe the loss around the weights if it is time; NaN if it is not."""
+        step = self.step()
+        if self.probe is None or step % self.probe_every:
+            return math.nan
+        self.probe_loss, self._diagonal = self.probe.run(step, self.rank)
+        return self.probe_loss
+
+    def _confidence(self, noted: float) -> float:
+        """The callable's, or exp(-loss) of the last probe or of what was noted; NaN where nothing is known."""
+        if self.confidence is not None:
+            return float(self.confidence())
+        loss = noted if math.isnan(self.probe_loss) else self.probe_loss
+        return math.exp(-max(0.0, loss)) if not math.isnan(loss) else math.nan
+
+    def accumulate(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
+        found = super().accumulate(pieces, lo, hi, floor)
+        if self._diagonal is not None:
+            self.influence.learn(self._diagonal)
+            self._diagonal = None
+        if found.bad < 0:
+            self.influence.update(self.acc)
+        return found
+
+    def figures(self) -> tuple[float, ...]:
+        """Loss, confidence, and the seconds since the last step."""
+        return self._figures
+
+    def memories(self) -> dict[str, Any]:
+        bend = {"curvature": self.influence.curvature} if self.influence.probes else {}
+        return {"influence": self.influence.scores, **bend}
+
+    def state(self) -> State:
+        return {**self.influence.state(), "probe_loss": self.probe_loss, "noted": self.noted}
+
+    def check(self, state: State) -> None:
+        float(state["probe_loss"])
+        float(state["noted"])
+        self.influence.check(state)
+
+    def load(self, state: State) -> None:
+        self.influence.load(state)
+        self.probe_loss, self.noted = float(state["probe_loss"]), float(state["noted"])
+        self._diagonal = None
+
+    def resize(self, states: Sequence[State]) -> State:
+        """The means of the averages taken over, the rest of the first."""
+        means = {key: mean_of(states, key) for key in ("mean.influence", "mean.curvature")}
+        return {**{key: states[0][key] for key in self.state()}, **means}
+
+
 class Probe:
     """Estimates the Hessian's diagonal from the gradients at w + e z and w - e z, with random signs z.
 
@@ -81,10 +188,10 @@ class Probe:
     """
 
     def __init__(
-        self, model: torch.nn.Module, layout: Layout, loss: Callable[[], Any], *, epsilon: float, seed: int
+        self, model: torch.nn.Module, places: Places, loss: Callable[[], Any], *, epsilon: float, seed: int
     ) -> None:
         self.model = model
-        self.layout = layout
+        self.places = places
         self.loss = loss
         self.epsilon = epsilon
         self.seed = seed
@@ -92,14 +199,14 @@ class Probe:
     def run(self, step: int, rank: int) -> tuple[float, Floats]:
         """The loss around the weights and the diagonal in flat order; local, the same for the same step and rank."""
         generator = np.random.Generator(np.random.Philox(key=[self.seed, step << 20 | rank]))
-        signs = torch.from_numpy(generator.integers(0, 2, self.layout.size, dtype=np.int8)).mul_(2).sub_(1).float()
-        diagonal = zeros(self.layout.size, torch.float32)
+        signs = torch.from_numpy(generator.integers(0, 2, self.places.size, dtype=np.int8)).mul_(2).sub_(1).float()
+        diagonal = zeros(self.places.size, torch.float32)
         losses = []
         for side in (1.0, -1.0):
             with untouched(self.model), self._moved(signs, side * self.epsilon):
-                loss, grads = gradient_of(self.loss, self.layout.params, "probe")
+                loss, grads = gradient_of(self.loss, list(self.places.params), "probe")
             losses.append(loss)
-            for slot, grad in zip(self.layout.slots, grads, strict=True):
+            for slot, grad in zip(self.places.slots, grads, strict=True):
                 if grad is not None:
                     slot.view(diagonal).add_(grad.to_dense() if grad.layout is not torch.strided else grad, alpha=side)
         diagonal.mul_(signs).div_(2 * self.epsilon)
@@ -108,11 +215,11 @@ class Probe:
     @contextlib.contextmanager
     def _moved(self, signs: torch.Tensor, by: float) -> Iterator[None]:
         """Have the parameters elsewhere, in memory of their own."""
-        own = [p.data for p in self.layout.params]
+        own = [p.data for p in self.places.params]
         try:
-            for slot, p in zip(self.layout.slots, self.layout.params, strict=True):
+            for slot, p in zip(self.places.slots, self.places.params, strict=True):
                 p.data = p.data.add(slot.view(signs).to(p.dtype), alpha=by)
             yield
         finally:
-            for p, data in zip(self.layout.params, own, strict=True):
+            for p, data in zip(self.places.params, own, strict=True):
                 p.data = data

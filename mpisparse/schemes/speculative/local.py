@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from mpisparse.arrays import Floats, Ints
+from mpisparse.backends.flat import Slot
 from mpisparse.errors import ConfigurationError
-from mpisparse.model.layout import Layout, Slot
+from mpisparse.schemes.companion import Places
 
 ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad)
 
@@ -39,8 +40,8 @@ def flat(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
 class LocalUpdate:
     """Runs an optimizer of the same kind, with the groups as they are now, on gathered elements."""
 
-    def __init__(self, layout: Layout, optimizer: torch.optim.Optimizer) -> None:
-        self.layout = layout
+    def __init__(self, places: Places, optimizer: torch.optim.Optimizer) -> None:
+        self.places = places
         self.optimizer = optimizer
         known = inspect.signature(type(optimizer)).parameters
         settings = {name: value for name, value in optimizer.defaults.items() if name in known}
@@ -49,8 +50,8 @@ class LocalUpdate:
     @torch.no_grad()
     def apply(self, index: Ints, gradient: Floats) -> None:
         """Move the elements of an ascending index by their gradients."""
-        cuts = np.searchsorted(index, [0, *self.layout.ends]).tolist()
-        ranges = {id(p): (i, cuts[i], cuts[i + 1]) for i, p in enumerate(self.layout.params) if cuts[i] < cuts[i + 1]}
+        cuts = np.searchsorted(index, [0, *self.places.ends]).tolist()
+        ranges = {id(p): (i, cuts[i], cuts[i + 1]) for i, p in enumerate(self.places.params) if cuts[i] < cuts[i + 1]}
         touched: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self.shadow.param_groups, self.shadow.state = [], defaultdict(dict)
         for group in self.optimizer.param_groups:
@@ -58,7 +59,7 @@ class LocalUpdate:
             for p in group["params"]:
                 if id(p) in ranges:
                     i, a, b = ranges[id(p)]
-                    at = torch.from_numpy(index[a:b] - self.layout.slots[i].begin)
+                    at = torch.from_numpy(index[a:b] - self.places.slots[i].begin)
                     gathered.append(self._gather(i, p, at, torch.from_numpy(gradient[a:b])))
                     touched.append((i, at, gathered[-1]))
             if gathered:
@@ -70,7 +71,7 @@ class LocalUpdate:
 
     def _gather(self, i: int, p: torch.Tensor, at: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """The elements as a parameter of their own, with their part of the state."""
-        slot = self.layout.slots[i]
+        slot = self.places.slots[i]
         values = flat(slot, p.data)[at]
         values.grad = gradient.to(p.dtype)
         state = self.optimizer.state.get(p, {})
@@ -83,7 +84,7 @@ class LocalUpdate:
 
     def _scatter(self, i: int, at: torch.Tensor, values: torch.Tensor) -> None:
         """Put the elements and their state where they came from; a state that begins now is zero elsewhere."""
-        slot, p = self.layout.slots[i], self.layout.params[i]
+        slot, p = self.places.slots[i], self.places.params[i]
         flat(slot, p.data)[at] = values
         state = self.optimizer.state[p]
         for name, value in self.shadow.state[values].items():

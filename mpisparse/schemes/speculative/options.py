@@ -7,15 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Parts
+from mpisparse.core.stages import Dropped, LateDropped, LateResidual, Residual
 from mpisparse.errors import ConfigurationError, check_choice
-from mpisparse.schemes.options import KEPT, Options, Step, check_flag, check_positive, check_share, check_whole
+from mpisparse.schemes.companion import Scheme, Site
+from mpisparse.schemes.options import KEPT, Options, check_flag, check_positive, check_share, check_whole
+from mpisparse.schemes.speculative.companion import Speculating
 from mpisparse.schemes.speculative.granularity import Filter
-from mpisparse.schemes.speculative.influence import Influence, Probe
+from mpisparse.schemes.speculative.influence import Influence, InfluenceScorer, Probe
 from mpisparse.schemes.speculative.policy import Fixed, Learned, Policy, Rule, Schedule
-from mpisparse.schemes.speculative.step import Rules, SpeculativeStep
+from mpisparse.schemes.speculative.selection import GranularSelection
 from mpisparse.schemes.speculative.weights import Tolerance
 from mpisparse.wire.codecs import CODECS
+from mpisparse.wire.reduction import OwnByOwner
 
 GRANULARITIES = {"fine": 1.0, "hybrid": 0.5, "coarse": 0.0}
 KINDS = (*GRANULARITIES, "schedule", "rule", "learned")
@@ -148,25 +153,33 @@ class Speculative(Options):
         limits = [limit for limit in (self.largest, self.budget and max(1, self.budget // 4)) if limit is not None]
         return min(limits, default=None)
 
-    def build(self, parts: Parts) -> Step:
-        epsilon = self.epsilon
-        return SpeculativeStep(
-            parts,
-            Rules(
-                staleness=self.staleness,
-                tolerance=Tolerance(self.tolerance, relative=self.measure == "relative", by_layer=self.per == "layer"),
-                compensate=self.compensate,
-                received=self.average == "received",
-                one_server=self.server == "rank0",
-                probe_every=self.probe_every,
-                timed=self.reward == "seconds",
-            ),
-            codec=CODECS[self.codec],
-            influence=Influence(parts.layout.size, rate=self.rate, epsilon=epsilon),
-            filter_=Filter(
-                parts.layout.slots, parts.backend, largest=self.most_whole(), threshold=self.threshold, seed=self.seed
-            ),
-            policy=self.policy(),
-            probe=Probe(parts.model, parts.layout, self.probe, epsilon=epsilon, seed=self.seed) if self.probe else None,
+    def build(self, parts: Parts, site: Site | None = None) -> Scheme:
+        if site is None:
+            raise ConfigurationError('scheme "speculative" moves a model\'s weights, and so cannot average a plain vector')
+        n, size, late = len(parts.residual), parts.exchange.size, self.staleness > 0
+        filter_ = Filter(parts.slots, parts.backend, largest=self.most_whole(), threshold=self.threshold, seed=self.seed)
+        selection = GranularSelection(filter_, self.policy(), n, size, one_server=self.server == "rank0")
+        probe = Probe(site.model, site.places, self.probe, epsilon=self.epsilon, seed=self.seed) if self.probe else None
+        scorer = InfluenceScorer(
+            parts.residual,
+            parts.backend,
+            Influence(n, rate=self.rate, epsilon=self.epsilon),
+            rank=parts.exchange.rank,
+            step=lambda: selection.begun,
+            probe=probe,
+            probe_every=self.probe_every,
             confidence=self.confidence,
+            timed=self.reward == "seconds",
         )
+        kept = [LateResidual() if late else Residual()]
+        dropped = [LateDropped()] if late else [Residual(), Dropped()]
+        aggregator = Aggregator(
+            parts,
+            scorer=scorer,
+            selection=selection,
+            reducer=OwnByOwner(CODECS[self.codec], received=self.average == "received"),
+            stages=kept if self.compensate else dropped,
+            staleness=self.staleness,
+        )
+        tolerance = Tolerance(self.tolerance, relative=self.measure == "relative", by_layer=self.per == "layer")
+        return Scheme(aggregator, Speculating(aggregator, scorer, selection, site.places, tolerance))

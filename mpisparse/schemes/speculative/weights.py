@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from mpisparse.backends.flat import Slot
 from mpisparse.errors import ConfigurationError
-from mpisparse.model.layout import Layout, Slot
+from mpisparse.schemes.companion import Places
 from mpisparse.schemes.speculative.local import flat, is_elementwise
 
 PIECE = 1 << 18  # elements compared at a time, so that they stay in cache
@@ -41,8 +42,8 @@ class Drift:
 class TwoSets:
     """The model and the optimizer hold one set, this object the other; swap() changes them over without a copy."""
 
-    def __init__(self, layout: Layout, optimizer: torch.optim.Optimizer) -> None:
-        self.layout = layout
+    def __init__(self, places: Places, optimizer: torch.optim.Optimizer) -> None:
+        self.places = places
         self.optimizer = optimizer
         self.swapped = False
         for slot, p in self._pairs():
@@ -55,7 +56,7 @@ class TwoSets:
         self.take_over()
 
     def _pairs(self) -> Iterator[tuple[Slot, torch.nn.Parameter]]:
-        return zip(self.layout.slots, self.layout.params, strict=True)
+        return zip(self.places.slots, self.places.params, strict=True)
 
     @torch.no_grad()
     def take_over(self) -> None:
@@ -72,7 +73,7 @@ class TwoSets:
 
     def swap(self) -> None:
         """Give the model and the optimizer the other set."""
-        for i, p in enumerate(self.layout.params):
+        for i, p in enumerate(self.places.params):
             p.data, self.weights[i] = self.weights[i], p.data
             own = self.optimizer.state.pop(p, {})
             if self.state[i]:
@@ -94,7 +95,7 @@ class TwoSets:
 
     def held(self) -> int:
         """A checksum of the weights that the model holds now."""
-        return checksum(p.data for p in self.layout.params)
+        return checksum(p.data for p in self.places.params)
 
     # Validation and correction
 
@@ -104,7 +105,7 @@ class TwoSets:
         if tolerance.value == 0.0:
             before = max(self._distance(i)[0] for i in range(len(self.weights)))
             self.synchronize()
-            return Drift(before, 0.0, self.layout.size)
+            return Drift(before, 0.0, self.places.size)
         correct = self._correct_layer if tolerance.by_layer else self._correct_weights
         drifts = [correct(i, tolerance) for i, weight in enumerate(self.weights) if weight.numel()]
         return Drift(max(d.before for d in drifts), max(d.after for d in drifts), sum(d.corrected for d in drifts))
@@ -117,7 +118,7 @@ class TwoSets:
 
     def _distance(self, i: int) -> tuple[float, float]:
         """The largest distance in a parameter, and its largest global weight."""
-        slot, p = self.layout.slots[i], self.layout.params[i]
+        slot, p = self.places.slots[i], self.places.params[i]
         own, shared = flat(slot, p.data), flat(slot, self.weights[i])
         far = size = 0.0
         for a in range(0, len(own), PIECE):
@@ -134,7 +135,7 @@ class TwoSets:
         return Drift(before, 0.0, self.weights[i].numel())
 
     def _correct_weights(self, i: int, tolerance: Tolerance) -> Drift:
-        slot, p = self.layout.slots[i], self.layout.params[i]
+        slot, p = self.places.slots[i], self.places.params[i]
         own, shared = flat(slot, p.data), flat(slot, self.weights[i])
         before = after = 0.0
         wrong = []
@@ -161,7 +162,7 @@ class TwoSets:
 
     def _return_state(self, i: int, at: torch.Tensor) -> None:
         """Give elements the global state; one that the global set has not begun is zero."""
-        slot, p = self.layout.slots[i], self.layout.params[i]
+        slot, p = self.places.slots[i], self.places.params[i]
         own = self.optimizer.state[p] if self.state[i] else self.optimizer.state.get(p, {})
         for name in {**own, **self.state[i]}:
             here, there = own.get(name), self.state[i].get(name)
@@ -174,7 +175,7 @@ class TwoSets:
 
     def _return(self, i: int) -> None:
         """Give a whole parameter the global weights and state, counters too."""
-        p = self.layout.params[i]
+        p = self.places.params[i]
         p.data.copy_(self.weights[i])
         self.optimizer.state.pop(p, None)
         if self.state[i]:
@@ -185,13 +186,13 @@ class TwoSets:
     def own(self) -> dict[str, Any]:
         """The rank's own set, live, whichever the model holds: weights in flat order, the optimizer's entries of every
         parameter, and a checksum of the global weights that it belongs to."""
-        params = self.layout.params
+        params = self.places.params
         here = [p.data for p in params], [self.optimizer.state.get(p, {}) for p in params]
         kept = self.weights, self.state
         (weights, state), (shared, _) = (kept, here) if self.swapped else (here, kept)
         return {
             "digest": checksum(shared),
-            "weights": [flat(slot, weight) for slot, weight in zip(self.layout.slots, weights, strict=True)],
+            "weights": [flat(slot, weight) for slot, weight in zip(self.places.slots, weights, strict=True)],
             "state": [dict(entries) for entries in state],
         }
 
@@ -213,10 +214,10 @@ class TwoSets:
 
     def check(self, own: Any) -> None:
         """Raise ConfigurationError unless load() could take it."""
-        sizes = [slot.end - slot.begin for slot in self.layout.slots]
+        sizes = [slot.end - slot.begin for slot in self.places.slots]
         if [len(weights) for weights in own["weights"]] != sizes or len(own["state"]) != len(sizes):
             raise ConfigurationError("the rank's own weights in the state are not of this model")
-        for weights, entries, p in zip(own["weights"], own["state"], self.layout.params, strict=True):
+        for weights, entries, p in zip(own["weights"], own["state"], self.places.params, strict=True):
             values = [v for v in entries.values() if isinstance(v, torch.Tensor) and v.dim() > 0]
             if torch.as_tensor(weights).dtype != p.dtype or any(v.shape != p.shape for v in values):
                 raise ConfigurationError("the rank's own weights or optimizer entries in the state are not of this model")

@@ -12,7 +12,7 @@ from mpisparse.wire.codecs.protocol import Kernels
 
 @dataclass(frozen=True)
 class Bf16:
-    """2 bytes a value (padded to 4 in all), rounded to the nearest finite bfloat16."""
+    """2 bytes per value, padded to a multiple of 4, rounded to the nearest finite bfloat16."""
 
     name = "bf16"
     lossless = False

@@ -13,7 +13,7 @@ from mpisparse.wire.codecs.protocol import Kernels
 
 @dataclass(frozen=True)
 class Fp16:
-    """2 bytes a value and a scale for each 256."""
+    """2 bytes per value, and a scale per 256 values."""
 
     name = "fp16"
     lossless = False

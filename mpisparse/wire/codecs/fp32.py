@@ -1,4 +1,4 @@
-"""Values as they are."""
+"""Values as float32, unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpisparse.wire.codecs.protocol import Kernels
 
 @dataclass(frozen=True)
 class Fp32:
-    """4 bytes a value, nothing held back."""
+    """4 bytes per value; lossless."""
 
     name = "fp32"
     lossless = True

@@ -1,4 +1,4 @@
-"""The payload that fp16 and int8 share: a float32 scale for each group of values, then the values."""
+"""Payload layout of fp16 and int8: a float32 scale per group of values, then the values."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def grouped_nbytes(count: int, itemsize: int) -> int:
-    """Scales, values, and padding to a multiple of 4."""
+    """Size of scales and values, padded to a multiple of 4."""
     return 4 * (-(-count // GROUP) + -(-count * itemsize // 4))
 
 
 def split_payload(kernels: Kernels, payload: Bytes, count: int, dtype: type[np.generic]) -> tuple[Floats, NDArray[Any]]:
-    """Views of the scales and of the values in a payload of `count` values."""
+    """Return views of the scales and of the values in a payload of `count` values."""
     scales_nbytes = 4 * -(-count // GROUP)
     values = kernels.view_as(payload[scales_nbytes:], dtype)
     return kernels.view_as(payload[:scales_nbytes], np.float32), values

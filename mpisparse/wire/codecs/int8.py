@@ -1,4 +1,4 @@
-"""Values in 255 even steps between the largest magnitude of their group and its negative."""
+"""Values rounded to 255 even steps between plus and minus the largest magnitude of their group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpisparse.wire.codecs.protocol import Kernels
 
 @dataclass(frozen=True)
 class Int8:
-    """1 byte a value and a scale for each 256; rounding to nearest, ties to even."""
+    """1 byte per value, and a scale per 256 values; rounded to nearest, ties to even."""
 
     name = "int8"
     lossless = False

@@ -1,4 +1,4 @@
-"""Sorted indices as bytes: long stretches by their ends, the rest as compressed rows."""
+"""Sorted indices as bytes: long runs of neighbours by their ends, the rest as compressed rows."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def pack(backend: Any, index: Ints, lo: int, hi: int) -> Bytes:
     return np.concatenate(parts)
 
 
-def unpack(backend: Any, payload: Bytes, lo: int, hi: int) -> Ints:
-    """The index that pack() made bytes of, from the start of a payload."""
+def unpack(backend: Any, payload: Bytes, lo: int, hi: int) -> tuple[Ints, int]:
+    """The index at the start of a payload, as pack() wrote it, and the number of its bytes."""
     stretched, single = payload[:16].view(np.int64).tolist()
     at = 16 + 16 * stretched
     starts, lengths = payload[16:at].view(np.int64).reshape(stretched, 2).T
@@ -36,14 +36,15 @@ def unpack(backend: Any, payload: Bytes, lo: int, hi: int) -> Ints:
         columns = payload[at + 4 * rows : at + 4 * rows + 2 * single].view(np.uint16)
         if not backend.expand_rows(counts, columns, lo, ROW, index[:single]):
             raise RuntimeError("the rows of a message do not add up: it is damaged")
+        at += 4 * rows + 4 * -(-single // 2)
     for start, length in zip((starts + lo).tolist(), lengths.tolist(), strict=True):
         index[single : single + length] = np.arange(start, start + length)
         single += length
-    return np.sort(index, kind="stable") if stretched else index
+    return np.sort(index, kind="stable") if stretched else index, at
 
 
 def _split(index: Ints) -> tuple[Ints, Ints]:
-    """Begin and length of every long stretch of neighbours, and what lies in none."""
+    """Begin and length of every long stretch of neighbours, and the indices that lie in none."""
     if len(index) < STRETCH:
         return np.empty((0, 2), dtype=np.int64), index
     begins = np.flatnonzero(np.diff(index, prepend=index[0] - 2) != 1)

@@ -1,23 +1,22 @@
-"""How much is to be sent, by how training goes: more when the metric stands still or falls, less while it rises fast.
+"""Adapt k to how training goes: send more when the metric stagnates or falls, less while it rises fast.
 
-Progress is measured over a window of the last metrics, not against the best there ever was: after a setback, a metric that
+Progress is measured over a window of the last metrics, not against the best ever: after a setback, a metric that
 recovers is progress long before it is the best again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
+from mpisparse.core.stages import Stage, State
 from mpisparse.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
-class Demand:
+class AdaptiveK(Stage):
     """A factor on k, moved by the metrics that are observed; larger ones are better.
 
     One that is worse than the last by more than the share `slow` raises k by `factor` at once. One that is better than all
@@ -35,8 +34,14 @@ class Demand:
     recent: tuple[float, ...] = ()  # the last metrics, `patience` + 1 at most
     since: int = 0  # metrics since k was last changed
 
-    def after(self, metric: float) -> Demand:
-        """The demand once a metric was observed; one that is not a number counts as a fall."""
+    observes = True
+
+    @property
+    def k_scale(self) -> float:
+        return self.scale
+
+    def observe(self, metric: float) -> AdaptiveK:
+        """The stage after a metric was observed; one that is not a number counts as a fall."""
         if not math.isfinite(metric):
             return self._times(self.factor) if self.recent else self
         seen = replace(self, recent=(*self.recent, metric)[-self.patience - 1 :], since=self.since + 1)
@@ -50,17 +55,30 @@ class Demand:
             return seen._times(self.factor)
         return seen
 
-    def _times(self, factor: float) -> Demand:
+    def _times(self, factor: float) -> AdaptiveK:
         return replace(self, scale=min(self.most, max(self.least, self.scale * factor)), since=0)
 
-    def state(self) -> dict[str, Any]:
-        """What moves."""
-        return {"scale": self.scale, "recent": np.array(self.recent, dtype=np.float64), "since": self.since}
+    def details(self) -> dict[str, float]:
+        return {"k_scale": self.scale}
 
-    def load(self, state: dict[str, Any]) -> Demand:
-        """This demand as state() left it; raises ConfigurationError if it could not have."""
-        scale, since = float(state["scale"]), int(state["since"])
-        recent = tuple(np.asarray(state["recent"], dtype=np.float64).reshape(-1).tolist())
+    def state(self) -> State:
+        recent = np.array(self.recent, dtype=np.float64)
+        return {"demand.scale": self.scale, "demand.recent": recent, "demand.since": self.since}
+
+    def upgraded(self, state: State) -> State:
+        """Earlier versions saved the best metric ever instead of a window: it then begins with the last metric."""
+        last = state.get("demand.last")
+        if not isinstance(last, int | float) or "demand.recent" in state:
+            return state
+        return {**state, "demand.recent": np.array([last] if math.isfinite(last) else []), "demand.since": 0}
+
+    def check(self, state: State, n: int) -> None:
+        self.loaded(state)
+
+    def loaded(self, state: State) -> AdaptiveK:
+        """This stage as state() left it; raises ConfigurationError if it could not have."""
+        scale, since = float(state["demand.scale"]), int(state["demand.since"])
+        recent = tuple(np.asarray(state["demand.recent"], dtype=np.float64).reshape(-1).tolist())
         fits = len(recent) <= self.patience + 1 and since >= 0 and all(map(math.isfinite, recent))
         known = min(since + 1, self.patience) <= len(recent) or since == 0
         if not self.least <= scale <= self.most or not fits or not known:
@@ -73,15 +91,3 @@ class Demand:
 
 def _gain(metric: float, before: float) -> float:
     return (metric - before) / max(abs(before), 1e-12)
-
-
-def with_window(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state of GradientSync in today's terms: earlier versions saved the best metric ever in place of a window.
-
-    The window then begins with the last metric.
-    """
-    old = dict(state)
-    last = old.get("step.demand.last")
-    if isinstance(last, int | float) and "step.demand.recent" not in old:
-        old |= {"step.demand.recent": np.array([last] if math.isfinite(last) else []), "step.demand.since": 0}
-    return old

@@ -1,0 +1,43 @@
+"""Who sums what: the flat vector cut into one region per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpisparse.arrays import Ints
+
+
+class Region(NamedTuple):
+    """Elements [lo, hi) of the flat vector, whose sums one rank makes in this step."""
+
+    rank: int
+    lo: int
+    hi: int
+
+
+def even_regions(n: int, size: int) -> list[Region]:
+    """Cut the vector evenly."""
+    return cut_at([p * n // size for p in range(1, size)], n)
+
+
+def cut_at(cuts: Sequence[int], n: int) -> list[Region]:
+    """Cut the vector at ascending places, for ranks 0, 1, ..."""
+    bounds = [0, *cuts, n]
+    return [Region(p, bounds[p], bounds[p + 1]) for p in range(len(bounds) - 1)]
+
+
+def shared_out(index: Ints, n: int, size: int) -> list[Region]:
+    """Cut the vector so that every rank sums about as many elements of an ascending index."""
+    return cut_at([int(index[p * len(index) // size]) if len(index) else p * n // size for p in range(1, size)], n)
+
+
+def spans_of(search: Callable[[Any, Ints], Ints], index: Any, regions: Sequence[Region]) -> list[tuple[int, int]]:
+    """Return where each rank's region lies in an ascending index, in rank order."""
+    cuts = search(index, np.array([*(r.lo for r in regions), regions[-1].hi])).tolist()
+    spans = [(0, 0)] * len(regions)
+    for p, region in enumerate(regions):
+        spans[region.rank] = cuts[p], cuts[p + 1]
+    return spans

@@ -1,0 +1,241 @@
+"""The aggregator: one flat vector in, its mean over ranks out. No model, no optimizer, no torch gradient.
+
+A step is three calls over frozen records: prepare (local), deliver (collective), apply (local). `step` does all three.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpisparse.arrays import Bools, Floats
+from mpisparse.backends.flat import Pieces, Slot, pieces_of
+from mpisparse.comm.agreement import Notice, share_readiness
+from mpisparse.comm.inflight import InFlight
+from mpisparse.core import flights, step
+from mpisparse.core.records import Arrived, Delivered, Outgoing, Parts, Stats, Works
+from mpisparse.core.stages import Stage, State
+from mpisparse.core.state import merge_residuals, sources
+from mpisparse.core.step import Clock
+from mpisparse.select.partition import imbalance
+from mpisparse.select.plans import Selection
+from mpisparse.select.scorers import Scorer
+from mpisparse.select.view import read_only
+from mpisparse.wire.reduction import Reducer
+
+
+class Aggregator:
+    """Averages one flat vector over ranks, keeping what was not sent for later steps.
+
+    staleness: steps from sending to applying; 0 is at once. In flight, `exchange` is a communicator of its own.
+    """
+
+    def __init__(
+        self, parts: Parts, *, scorer: Scorer, selection: Selection, reducer: Reducer, stages: Sequence[Stage],
+        staleness: int = 0,
+    ) -> None:  # fmt: skip
+        self.parts = parts
+        acc = parts.acc
+        self.works = Works(
+            exchange=parts.exchange, backend=parts.backend, acc=acc, seen=read_only(acc), scorer=scorer,
+            selection=selection, reducer=reducer, stages=tuple(stages), sink=parts.sink, held=parts.held,
+        )  # fmt: skip
+        self.staleness = staleness
+        self._beside = parts.exchange.beside() if staleness else None
+        if self._beside is not None:
+            carry = functools.partial(step.deliver_late, self._beside, parts.backend, reducer)
+            self.works.flight = InFlight(carry, staleness, threaded=self._beside.threaded)
+
+    # A step
+
+    def step(self, vector: torch.Tensor, k: int) -> torch.Tensor:
+        """Average a vector over ranks, k elements of it; returns the mean, zero where nothing was sent. Collective."""
+        notice = Notice(k, np.zeros(len(self.parts.slots), dtype=bool), trouble=self.ready(_no_lap))
+        self.agree(notice)
+        self.run(pieces_of(vector), notice, Clock())
+        return self.parts.sink.whole()
+
+    def ready(self, lap: Callable[[str], None]) -> str:
+        """Wait for what a step needs of this rank alone; return why it cannot go on, or an empty text. Local."""
+        return self.works.scorer.ready(self.parts.exchange.place.exempt, lap)
+
+    def agree(self, notice: Notice) -> Bools | None:
+        """Raise on all ranks if any cannot go on; in flight that is part of the delivery. Collective.
+
+        Returns which parameters had a gradient on some rank; None: all.
+        """
+        return None if self.works.late else share_readiness(self.parts.exchange, notice)
+
+    def add(self, i: int, slot: Slot, grad: torch.Tensor) -> int:
+        """Add one piece before the step; return a flat index that is not finite now, or -1. Local."""
+        return self.works.scorer.add(i, slot, grad)
+
+    def prepare(self, pieces: Pieces | None, notice: Notice, clock: Clock | None = None) -> Outgoing:
+        """Add up the vector (None: it was added before) and collect candidates; local."""
+        return step.prepare(self.works, pieces, notice, clock or Clock())
+
+    def deliver(self, outgoing: Outgoing, clock: Clock | None = None) -> Delivered:
+        """Agree on what is sent and average it over ranks. Touches nothing but what it is given. Collective."""
+        works = self.works
+        return step.deliver(self._beside or works.exchange, works.backend, works.reducer, outgoing, clock or Clock())
+
+    def apply(self, arrived: Arrived | None, clock: Clock | None = None) -> Delivered | None:
+        """Keep what was not sent, adapt, publish the mean; local."""
+        clock = clock or Clock()
+        delivered = step.settle(self.works, arrived, clock)
+        step.publish(self.works, delivered, clock)
+        return delivered
+
+    def run(self, pieces: Pieces | None, notice: Notice, clock: Clock) -> tuple[Delivered | None, Stats]:
+        """Do one step and say what it did; collective. Raises a Refusal on all ranks alike."""
+        number = self.number
+        delivered = step.run(self.works, pieces, notice, clock)
+        return delivered, self._stats(number, notice, delivered, clock)
+
+    def _stats(self, number: int, notice: Notice, delivered: Delivered | None, clock: Clock) -> Stats:
+        n, works = len(self.works.acc), self.works
+        details = works.scorer.details()
+        for stage in works.stages:
+            details |= stage.details()
+        stats = Stats(
+            step=number, density=0.0, set_density=notice.k / n, selected=0, threshold=0.0, bytes_sent=0, bytes_received=0,
+            imbalance=0.0, seconds=clock.seconds, details=details,
+        )  # fmt: skip
+        if delivered is None:
+            return stats
+        due, index = delivered.due, delivered.reduced.index
+        selected = len(index if due.own else due.union)
+        return replace(
+            stats,
+            density=selected / n,
+            set_density=(notice.k if due.k is None else due.k) / n,
+            selected=selected,
+            threshold=due.threshold,
+            bytes_sent=delivered.nbytes_sent,
+            bytes_received=delivered.nbytes_received,
+            imbalance=imbalance(due.workloads),
+            reselected=due.reselected,
+            refined=due.refined,
+            workloads=tuple(int(due.workloads[r.rank]) for r in due.regions),
+            borders=(*(r.lo for r in due.regions), n) if due.regions else (),
+            sent_density=len(index) / n,
+        )
+
+    def arrivals(self) -> Iterator[Delivered]:
+        """Wait for what is in flight and apply it, one delivery after the other; collective."""
+        while self.works.flight is not None and (arrived := self.works.flight.oldest()) is not None:
+            delivered = self.apply(arrived)
+            assert delivered is not None
+            yield delivered
+
+    # What it tells, and what it is told
+
+    @property
+    def number(self) -> int:
+        """The number of steps done."""
+        return self.works.selection.step + len(self.works.flight or ())
+
+    @property
+    def k_scale(self) -> float:
+        """The factor on the set density that observed metrics led to."""
+        scale = 1.0
+        for stage in self.works.stages:
+            scale *= stage.k_scale
+        return scale
+
+    @property
+    def observes(self) -> bool:
+        """Tell whether observed metrics change anything."""
+        return any(stage.observes for stage in self.works.stages)
+
+    def observe(self, metric: float) -> None:
+        """Note a metric, the same on all ranks; larger is better."""
+        self.works.stages = tuple(stage.observe(metric) for stage in self.works.stages)
+
+    def hold(self) -> None:
+        """Other elements than before are held back (parts.held): nothing of them stays on its way."""
+        works = self.works
+        works.stages = tuple(stage.hold(works.backend, works.acc, works.held) for stage in works.stages)
+
+    def memories(self) -> dict[str, Any]:
+        """The vectors beside the accumulator that elements are selected by."""
+        return self.works.scorer.memories()
+
+    def close(self) -> None:
+        """End threads and give communicators back; collective."""
+        self.works.scorer.close()
+        if self.works.flight is not None:
+            self.works.flight.close()
+        if self._beside is not None:
+            self._beside.close()
+
+    # State: each part knows its own keys
+
+    def state(self) -> State:
+        """What the next step depends on beside the residual. Waits for what is in flight."""
+        works = self.works
+        state = {**works.selection.state(), **works.scorer.state()}
+        for stage in works.stages:
+            state |= stage.state()
+        if works.flight is not None:
+            state["flight"] = [flights.pack(works.selection, d) for d in works.flight.results()]
+            state["waiting"] = None if works.waiting is None else works.selection.packed(works.waiting)
+        return state
+
+    def upgraded(self, state: State) -> State:
+        """Translate what an earlier version saved."""
+        for stage in self.works.stages:
+            state = stage.upgraded(state)
+        return state
+
+    def check(self, state: State) -> None:
+        """Raise ConfigurationError unless load() could take the state."""
+        n = len(self.works.acc)
+        self.works.selection.check(state)
+        self.works.scorer.check(state)
+        for stage in self.works.stages:
+            stage.check(state, n)
+        for packed in state.get("flight", ()):
+            flights.check(self.works.selection, packed, n)
+
+    def load(self, state: State) -> None:
+        """Take what state() gave; the residual is the caller's."""
+        works = self.works
+        works.selection.load(state)
+        works.scorer.load(state)
+        works.stages = tuple(stage.loaded(state) for stage in works.stages)
+        if works.flight is not None:
+            works.flight.replace([flights.unpack(works.selection, packed) for packed in state["flight"]])
+            packed = state.get("waiting")
+            works.waiting = None if packed is None else works.selection.unpacked(packed)
+
+    def resize(
+        self, states: Mapping[int, State], residuals: Mapping[int, Floats], old: int, new: int, rank: int
+    ) -> tuple[State, Floats]:
+        """This rank's state and residual among `new` ranks, from those of the `old` ranks in sources().
+
+        What a part still has to send goes to the residuals first, which are changed in place.
+        """
+        works, rested = self.works, {}
+        for source, state in states.items():
+            state = self.upgraded(state)
+            for stage in works.stages:
+                state = stage.at_rest(state, residuals[source])
+            if "flight" in state:
+                flight = [flights.bring_home(packed, residuals[source]) for packed in state["flight"]]
+                state = {**state, "flight": flight}
+            rested[source] = state
+        taken = [rested[source] for source in sources(old, new, rank)]
+        merged = {**taken[0], **works.selection.resize(taken), **works.scorer.resize(taken)}
+        for stage in works.stages:
+            merged |= stage.resize(taken)
+        return merged, merge_residuals(residuals, old, new, rank)
+
+
+def _no_lap(phase: str) -> None:
+    """Nobody asks for the time."""

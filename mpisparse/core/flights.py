@@ -1,0 +1,85 @@
+"""Deliveries in flight as plain values and arrays, for checkpoints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpisparse.comm.agreement import DensityDiffers, FrozenDiffers, Overflow, Refusal, StepRefused
+from mpisparse.core.records import Arrived, Delivered, Refused
+from mpisparse.core.stages import Sent, State
+from mpisparse.errors import ConfigurationError
+from mpisparse.wire.reduction import Reduced
+
+if TYPE_CHECKING:
+    from mpisparse.select.plans import Selection
+
+REFUSALS: dict[str, type[Refusal]] = {kind.__name__: kind for kind in (StepRefused, DensityDiffers, FrozenDiffers, Overflow)}
+
+
+def pack(selection: Selection, arrived: Arrived) -> State:
+    """A delivery that has arrived and is not applied yet."""
+    if isinstance(arrived, Refused):
+        return {"refusal": type(arrived.refusal).__name__, "arguments": _plain(arrived.refusal.args)}
+    agreed, due, sent, reduced, _, used, figures, *traffic = arrived
+    return {
+        "agreed": selection.packed(agreed),
+        "due": None if due is agreed else selection.packed(due),
+        "sent": sent.index,
+        "left": reduced.left,
+        "index": reduced.index,
+        "mean": reduced.mean,
+        "kept_index": reduced.kept_index,
+        "kept": reduced.kept,
+        "nbytes": reduced.nbytes,
+        "used": used,
+        "figures": list(figures),
+        "traffic": traffic,
+    }
+
+
+def unpack(selection: Selection, state: State) -> Arrived:
+    """The delivery that pack() was given."""
+    if "refusal" in state:
+        return Refused(REFUSALS[state["refusal"]](*state["arguments"]))
+    agreed = selection.unpacked(state["agreed"])
+    due = agreed if state["due"] is None else selection.unpacked(state["due"])
+    sent, index, kept_index = (np.asarray(state[key], dtype=np.int64) for key in ("sent", "index", "kept_index"))
+    left, mean, kept = (np.asarray(state[key], dtype=np.float32) for key in ("left", "mean", "kept"))
+    used = None if state["used"] is None else np.asarray(state["used"], dtype=bool)
+    figures = tuple(float(figure) for figure in state["figures"])
+    outgoing, incoming = map(int, state["traffic"])
+    reduced = Reduced(index, mean.copy(), left, kept_index, kept, int(state["nbytes"]))
+    return Delivered(agreed, due, Sent(sent, left), reduced, None, used, figures, outgoing, incoming)
+
+
+def check(selection: Selection, state: State, n: int) -> None:
+    """Raise ConfigurationError unless a packed delivery is one of a vector of n elements."""
+    try:
+        arrived = unpack(selection, state)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigurationError(f"a delivery in flight in the state is malformed: {error}") from error
+    if isinstance(arrived, Refused):
+        return
+    reduced = arrived.reduced
+    pairs = ((arrived.sent.index, reduced.left), (reduced.index, reduced.mean), (reduced.kept_index, reduced.kept))
+    for index, values in pairs:
+        inside = not len(index) or (int(index[0]) >= 0 and int(index[-1]) < n and bool((np.diff(index) > 0).all()))
+        if not inside or index.shape != values.shape:
+            raise ConfigurationError("a delivery in flight in the state is not of this model")
+
+
+def bring_home(state: State, residual: Any) -> State:
+    """A packed delivery whose leftovers are in this rank's saved residual, in place: they belong to no other rank."""
+    if "refusal" in state:
+        return state
+    empty = {"index": np.empty(0, dtype=np.int64), "values": np.empty(0, dtype=np.float32)}
+    for index, values in (("sent", "left"), ("kept_index", "kept")):
+        residual[np.asarray(state[index])] += np.asarray(state[values])
+        state = {**state, index: empty["index"], values: empty["values"]}
+    return state
+
+
+def _plain(arguments: tuple[Any, ...]) -> list[Any]:
+    return [[list(row) if isinstance(row, tuple) else row for row in a] if isinstance(a, list) else a for a in arguments]

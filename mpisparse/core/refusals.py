@@ -1,0 +1,74 @@
+"""Refusals in words: what every rank raises when a step cannot be done, with the names that the user knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from mpisparse.comm.agreement import (
+    BROKEN,
+    NO_BACKWARD,
+    NONFINITE,
+    STALE,
+    DensityDiffers,
+    FrozenDiffers,
+    Overflow,
+    Refusal,
+    StepRefused,
+)
+from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError
+
+if TYPE_CHECKING:
+    from mpisparse.comm.exchange import Exchange
+
+Names = Callable[[int], str]  # the name of the parameter that holds a flat index
+
+
+def explain(refusal: Refusal, exchange: Exchange, name_at: Names, frozen: str) -> tuple[Exception, str]:
+    """The error that every rank raises, and how the residual was damaged by then, in words; collective.
+
+    `frozen`: the names of this rank's frozen parameters.
+    """
+    me = f"r{exchange.rank} | "
+    if isinstance(refusal, DensityDiffers):
+        return _densities(me, refusal.args[0]), "the density was not the same on all ranks"
+    if isinstance(refusal, FrozenDiffers):
+        return _frozen(me, exchange.gather_texts(frozen)), "the ranks had frozen different parameters"
+    if isinstance(refusal, Overflow):
+        index = refusal.args[0]
+        found = f"the sum over ranks is beyond what float32 holds in {name_at(index)} (flat index {index})"
+        return NonFiniteGradientError(f"{me}{found}; lower the learning rate or clip"), found
+    assert isinstance(refusal, StepRefused)
+    return _statuses(me, refusal, exchange, name_at)
+
+
+def _densities(me: str, ks: Sequence[int]) -> Exception:
+    return ConfigurationError(
+        f"{me}density must be the same on all ranks; they select {list(ks)} elements: set sync.density on all ranks alike"
+    )
+
+
+def _frozen(me: str, names: Sequence[str]) -> Exception:
+    other = next((rank for rank, text in enumerate(names) if text != names[0]), 0)
+    which = f": rank 0 {names[0] or 'none'}, rank {other} {names[other] or 'none'}" if other else ""
+    return GradientError(f"{me}the ranks have frozen different parameters{which}; call requires_grad_() on all ranks alike")
+
+
+def _statuses(me: str, refused: StepRefused, exchange: Exchange, name_at: Names) -> tuple[Exception, str]:
+    """The gravest trouble of the first rank that has it."""
+    first = {status: (rank, detail) for rank, (status, detail) in reversed(list(enumerate(refused.statuses)))}
+    if NONFINITE in first:
+        rank, index = first[NONFINITE]
+        found = f"rank {rank} has a non-finite gradient in {name_at(index)} (flat index {index})"
+        advice = 'lower the learning rate, clip, or pass nonfinite="skip" to skip such steps'
+        return NonFiniteGradientError(f"{me}{found}; {advice}"), found
+    if BROKEN in first:
+        texts = exchange.gather_texts(refused.trouble)
+        rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
+        return GradientError(f"r{rank} | {text}"), ""
+    if STALE in first:
+        rank, index = first[STALE]
+        added = f"{me}on rank {rank} backward added to the gradient that the last step published in {name_at(index)}"
+        return GradientError(f"{added}; call zero_grad() after each optimizer step"), ""
+    ranks = ", ".join(str(rank) for rank, (status, _) in enumerate(refused.statuses) if status == NO_BACKWARD)
+    return GradientError(f"{me}step() with no new gradient on rank {ranks}; call backward() first"), ""

@@ -1,0 +1,168 @@
+"""A model's gradients as a step takes them: which are new, whether they fit, and their mean as p.grad afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpisparse.arrays import Bools
+from mpisparse.backends.flat import Pieces, Slot
+from mpisparse.backends.protocol import Backend
+from mpisparse.comm.agreement import BROKEN, NO_BACKWARD, NONFINITE, STALE, Notice
+from mpisparse.model.frozen import Frozen
+from mpisparse.model.grad_hooks import GradientWatch
+from mpisparse.model.layout import Layout, collect_gradients
+from mpisparse.model.published import Published
+from mpisparse.model.registry import parameters_registered
+
+Add = Callable[[int, Slot, torch.Tensor], int]  # adds a parameter's gradient during backward
+
+
+class ModelGradients:
+    """Layout, hooks and published views of one model.
+
+    in_backward: gradients are added to the residual by `add` when backward makes them, and dropped. looks: read
+    all gradients for non-finite values before anything is added.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, layout: Layout, published: Published, backend: Backend, residual: torch.Tensor, *,
+        in_backward: bool, looks: bool,
+    ) -> None:  # fmt: skip
+        self.model = model
+        self.layout = layout
+        self.published = published
+        self.backend = backend
+        self.residual = residual
+        self.in_backward = in_backward
+        self.looks = looks
+        self.frozen = Frozen(layout, backend)
+        self.watch = GradientWatch(layout, published, self._accumulate if in_backward else None)
+        self.add: Add | None = None
+        self._registered = parameters_registered()
+        self._late: list[tuple[int, torch.Tensor]] = []  # gradients that came before their parameters were frozen
+        self._left: set[int] = set()  # path "backward": gradients that could not be read when they came
+        self._bad = -1
+
+    # Before a step
+
+    def take(self, k: int, trouble: str) -> tuple[Pieces | None, Notice]:
+        """The gradients since the last step, None where they are in the residual already, and what to tell the ranks."""
+        grads, mask, digest = self.watch.grads(), self.frozen.mask, self.frozen.digest
+        trouble = trouble or self._changed(grads) or ""
+        if trouble:  # gradients of another type or shape must not be read
+            return None, Notice(k, np.ones(len(grads), dtype=bool), BROKEN, frozen=digest, trouble=trouble)
+        self._late = self.frozen.take_out(grads)
+        pieces, bad = None, -1
+        if self.in_backward:
+            self._take_left()
+            unused = ~self.watch.fresh | mask
+            late_bad = self.backend.late_nonfinite(self.backend.array_of(self.residual))
+            bad = self._bad if self._bad >= 0 else late_bad
+        else:
+            unused = np.fromiter((g is None for g in grads), dtype=bool, count=len(grads))
+            pieces = collect_gradients(self.layout, grads)
+            bad = pieces.first_nonfinite(self.backend) if self.looks else -1
+        notice = Notice(k, unused, frozen=digest).nonfinite(bad)
+        for i, grad in self._late:
+            sound = bool(torch.isfinite(grad.to_dense()).all())
+            notice = notice.nonfinite(-1 if sound else self.layout.slots[i].begin)
+        return pieces, self._fresh(notice)
+
+    def _fresh(self, notice: Notice) -> Notice:
+        """Note where there is no new gradient, or where the last mean is still in one."""
+        if notice.status == NONFINITE:
+            return notice
+        if notice.unused.all():
+            notice = notice._replace(status=NO_BACKWARD)
+        elif stale := self.watch.stale():
+            notice = notice._replace(status=STALE, detail=self.layout.slots[stale[0]].begin)
+        self.watch.reattach()
+        return notice
+
+    def _changed(self, grads: list[torch.Tensor | None]) -> str | None:
+        """What of the model is not as it was at construction, in words; None if nothing that matters."""
+        new = None
+        nothing_came = not self.watch.fresh.any() and all(grad is None for grad in grads)
+        if nothing_came or self._registered != parameters_registered():
+            known = {id(p) for p in self.layout.params}
+            if any(id(p) not in known for p in self.model.parameters() if p.requires_grad):
+                new = "the model has parameters that it did not have"
+            self._registered = parameters_registered() if new is None else -1
+        if any(p.requires_grad for p in self.layout.frozen):
+            new = "a frozen parameter requires a gradient now, which it did not"
+        if new is None:
+            all_frozen = self.layout.held.remaining == 0
+            return "all parameters are frozen: nothing is left to train" if all_frozen else self.layout.misfit(grads)
+        return (
+            f"{new} when GradientSync was constructed: its gradient would not be exchanged and the ranks would drift apart; "
+            "construct GradientSync (and the optimizer) after the change"
+        )
+
+    # During backward
+
+    def _accumulate(self, i: int) -> None:
+        """Path "backward": add parameter i's gradient into the residual and drop it."""
+        slot, p = self.layout.slots[i], self.layout.params[i]
+        assert p.grad is not None
+        assert self.add is not None
+        if not slot.takes(p.grad) or p.grad.device != self.layout.device:
+            self._left.add(i)  # not to be read; step() says why
+            return
+        bad = self.add(i, slot, p.grad)
+        if bad >= 0 and self._bad < 0:
+            self._bad = bad
+        p.grad = None
+
+    def _take_left(self) -> None:
+        """Path "backward": take the gradients that could not be read when they came, if they can be now."""
+        for i in sorted(self._left):
+            if self.layout.params[i].grad is not None and not self.frozen.mask[i]:
+                self._accumulate(i)
+        self._left.clear()
+
+    # In a step
+
+    def hold_late(self) -> None:
+        """Keep in the residual what came of parameters before they were frozen."""
+        for i, grad in self._late:
+            self.layout.slots[i].view(self.residual).add_(grad.to_dense().float())
+        self._late = []
+
+    def refused(self) -> None:
+        """The step is refused: these gradients are still p.grad."""
+        self._late = []
+
+    def out_of_sight(self, memories: Callable[[], dict[str, Any]]) -> contextlib.AbstractContextManager[None]:
+        """Have zeros where parameters are frozen, in the residual and in what else elements are selected by."""
+        if not self.layout.held.stretches:
+            return contextlib.nullcontext()
+        return self.frozen.out_of_sight(lambda: {"residual": self.backend.array_of(self.residual), **memories()})
+
+    def publish(self, used: Bools | None) -> None:
+        """Make the published views p.grad; a parameter without a gradient on any rank, and nothing published, keeps None."""
+        frozen = self.frozen.mask
+        for i, (p, view) in enumerate(zip(self.layout.params, self.published.views, strict=True)):
+            if frozen[i] or (used is not None and not used[i] and not bool(view.any())):
+                p.grad = None
+            elif p.grad is not view:
+                p.grad = view
+        self.watch.restart()
+
+    def drop(self) -> None:
+        """Drop all gradients."""
+        for p in self.layout.params:
+            p.grad = None
+        self.watch.restart()
+
+    def restart(self) -> None:
+        """A state was loaded: nothing of before counts."""
+        self._bad = -1
+        self._left.clear()
+        self.frozen.changed = True
+        self.published.clear()
+        self.watch.restart()

@@ -1,0 +1,139 @@
+"""The mean gradient of a model, as the views that become p.grad."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from mpisparse.arrays import Ints
+from mpisparse.backends.flat import KINDS, zeros
+from mpisparse.backends.kinds import BF16, FP16
+from mpisparse.model.layout import Layout
+
+if TYPE_CHECKING:
+    from mpisparse.backends.protocol import Backend
+
+
+@dataclass
+class Run:
+    """A stretch of parameters of one type, whose published gradients share one buffer."""
+
+    begin: int
+    end: int
+    buffer: torch.Tensor
+
+    @property
+    def kind(self) -> int:
+        return KINDS[self.buffer.dtype]
+
+    @property
+    def origin(self) -> int:
+        """The address that the flat vector's first element would have if all of it were of this run's type."""
+        return self.buffer.data_ptr() - self.begin * self.buffer.itemsize
+
+
+class Published:
+    """The mean gradient: zero but at the last union, as one buffer for each run of equal types, with a view a parameter.
+
+    Only the positions of the last and the new union are written, unless someone else wrote into the views (torch
+    counts that in `_version`): then the whole buffer is cleared.
+    """
+
+    def __init__(self, layout: Layout, backend: Backend) -> None:
+        self.backend = backend
+        self.runs: list[Run] = []
+        self.run_of: list[Run] = []
+        for slot in layout.slots:
+            if not self.runs or self.runs[-1].buffer.dtype != slot.dtype:
+                self.runs.append(Run(slot.begin, slot.begin, torch.empty(0, dtype=slot.dtype)))
+            self.runs[-1].end = slot.end
+            self.run_of.append(self.runs[-1])
+        for run in self.runs:
+            run.buffer = zeros(run.end - run.begin, run.buffer.dtype, layout.device)
+        self.slots = layout.slots
+        self.views = [slot.view(run.buffer, run.begin) for slot, run in zip(self.slots, self.run_of, strict=True)]
+        self.addresses = [view.data_ptr() for view in self.views]  # where the buffers are for as long as this object is
+        self.union: Ints = backend.empty(0, np.int64)
+        self.total = torch.empty(0)
+        self.rounds = any(run.kind in (FP16, BF16) for run in self.runs)
+        self.version = self.written()
+
+    def written(self) -> int:
+        """How often anyone but this object wrote into the buffers."""
+        return sum(run.buffer._version for run in self.runs)
+
+    def is_cut_off(self, i: int) -> bool:
+        """Tell whether a view has other memory than the buffer: converting a module gives its gradients new memory."""
+        return self.views[i].data_ptr() != self.addresses[i]
+
+    def cut_off(self) -> list[int]:
+        """The parameters whose views are cut off from the buffer."""
+        pairs = zip(self.views, self.addresses, strict=True)
+        return [i for i, (view, address) in enumerate(pairs) if view.data_ptr() != address]
+
+    def renew(self, i: int) -> torch.Tensor:
+        """Make a view of the buffer again; the one before goes on as a tensor of its own."""
+        run = self.run_of[i]
+        self.views[i] = self.slots[i].view(run.buffer, run.begin)
+        self.addresses[i] = self.views[i].data_ptr()
+        return self.views[i]
+
+    def clear(self) -> None:
+        """Make every element zero."""
+        if self.written() != self.version:
+            for run in self.runs:
+                run.buffer.zero_()
+            self.version = self.written()
+        else:
+            for run, index in self._split(self.union):
+                self.backend.zero_at(run.origin, run.kind, run.end, index)
+        self.union = self.backend.empty(0, np.int64)
+
+    def write(self, index: Any, mean: Any, acc: Any) -> None:
+        """Publish the mean at an index, zeros elsewhere; acc gets back what rounding to a parameter's type left."""
+        if isinstance(index, range):
+            self._fill(acc)
+            return
+        self.clear()
+        self.union = index
+        start = 0
+        for run, part in self._split(index):
+            values = mean[start : start + len(part)]
+            self.backend.publish_at(run.origin, run.kind, run.end, part, values)
+            start += len(part)
+        if self.rounds:
+            self.backend.add_at(acc, index, mean)
+
+    def whole(self) -> torch.Tensor:
+        """A float32 vector to sum the whole mean into: the buffer itself where it is one of float32."""
+        direct = len(self.runs) == 1 and self.runs[0].buffer.dtype == torch.float32
+        self.total = self.runs[0].buffer if direct else torch.empty(self.runs[-1].end, device=self.runs[0].buffer.device)
+        return self.total
+
+    def _fill(self, acc: Any) -> None:
+        """Publish the whole mean, which is in what whole() returned."""
+        for run in self.runs:
+            if run.buffer is self.total:
+                continue
+            part = self.total[run.begin : run.end]
+            limit = min(torch.finfo(run.buffer.dtype).max, torch.finfo(torch.float32).max)
+            run.buffer.copy_(part.clamp(-limit, limit))
+            left = self.backend.array_of(part - run.buffer.to(torch.float32))
+            self.backend.add(acc[run.begin : run.end], left)
+        self.version = self.written() - 1  # every element was written: the next clear must be of the whole
+
+    def _split(self, union: Ints) -> list[tuple[Run, Ints]]:
+        """The union's share of every run."""
+        if len(self.runs) == 1:
+            return [(self.runs[0], union)]
+        cuts = [0, *self.backend.search(union, np.array([run.begin for run in self.runs[1:]])).tolist(), len(union)]
+        return [(run, union[a:b]) for run, (a, b) in zip(self.runs, pairwise(cuts), strict=True) if a < b]
+
+    def sample(self, count: int) -> list[int]:
+        """About so many indices of the union, at least one if there is one."""
+        places = np.arange(0, len(self.union), max(1, len(self.union) // count))[:count]
+        return [int(i) for i in self.backend.pick(self.union, places)]

@@ -1,0 +1,105 @@
+"""What a scheme consists of: an aggregator, and a companion for schemes that also look after the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from mpisparse.arrays import Bools, Ints
+    from mpisparse.backends.flat import Slot
+    from mpisparse.core.aggregator import Aggregator
+    from mpisparse.core.records import Delivered, Stats
+
+State = dict[str, Any]
+
+
+class Places(Protocol):
+    """Parameters and their places in the flat vector."""
+
+    @property
+    def params(self) -> Sequence[torch.nn.Parameter]: ...
+    @property
+    def slots(self) -> Sequence[Slot]: ...
+    @property
+    def ends(self) -> Ints: ...
+    @property
+    def size(self) -> int: ...
+
+
+class Site(NamedTuple):
+    """Where a scheme works, for those that look beyond the vector: the model, and its trainable parameters."""
+
+    model: torch.nn.Module
+    places: Places
+
+
+class Companion:
+    """Hooks around the steps of an aggregator; the defaults are of a scheme that needs none.
+
+    draining: the companion itself calls optimizer.step(), and no exchange belongs to it.
+    """
+
+    draining = False
+
+    def check_by_hand(self) -> None:
+        """Raise unless step() may be called without an optimizer attached."""
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer was attached."""
+
+    def note_loss(self, loss: float) -> None:
+        """Note this rank's loss of the coming step."""
+
+    def begin(self) -> None:
+        """A step begins. Raise if the weights are not where they belong."""
+
+    def published(self, delivered: Delivered | None, stats: Stats) -> Stats:
+        """The mean of a delivery is published (None: of none), and the optimizer will use it."""
+        return stats
+
+    def finish(self, stats: Stats) -> Stats:
+        """The optimizer has used the published mean."""
+        return stats
+
+    def drain(self) -> Iterator[Bools | None]:
+        """Apply what is in flight, let the optimizer use each, and make the replicas equal; collective.
+
+        Yields which parameters had a gradient on some rank, for each delivery that is to be published; None: all.
+        """
+        yield from ()
+
+    def global_weights(self) -> AbstractContextManager[None]:
+        """Have the weights that are the same on all ranks in the model."""
+        return nullcontext()
+
+    def hold(self, frozen: Sequence[bool]) -> None:
+        """Other parameters than before are frozen."""
+
+    def state(self) -> State:
+        """What the next step depends on."""
+        return {}
+
+    def check(self, state: State) -> None:
+        """Raise ConfigurationError unless load() could take the state."""
+
+    def load(self, state: State) -> None:
+        """Take what state() gave; the model and the optimizer hold the global weights. Collective."""
+
+    def upgraded(self, state: State) -> State:
+        """Translate what an earlier version saved."""
+        return state
+
+    def resize(self, states: Sequence[State]) -> State:
+        """Return the state on another number of ranks, from those taken over."""
+        return {key: states[0][key] for key in self.state()}
+
+
+class Scheme(NamedTuple):
+    """A scheme at work."""
+
+    aggregator: Aggregator
+    companion: Companion = Companion()

@@ -1,0 +1,99 @@
+"""Select everything: the whole vector in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from mpisparse.arrays import Floats, Ints
+from mpisparse.comm.agreement import Notice, share_counts
+from mpisparse.select.candidates import NONE
+from mpisparse.select.plans import Agreed, Outcome, State, pack_agreed, unpack_agreed
+from mpisparse.select.view import Live, View
+
+if TYPE_CHECKING:
+    from mpisparse.backends.protocol import Backend
+    from mpisparse.comm.exchange import Exchange
+
+
+class WholeView(Live):
+    """The accumulator, whose values at all indices are the accumulator itself."""
+
+    def take(self, index: Ints) -> Floats:
+        """No copy."""
+        return self.acc
+
+
+class EverythingPlan(NamedTuple):
+    """One step in which all is sent."""
+
+    n: int
+
+    @property
+    def own(self) -> bool:
+        """All ranks send the same elements."""
+        return False
+
+    @property
+    def scope(self) -> tuple[int, int]:
+        """No candidates are needed."""
+        return 0, 0
+
+    @property
+    def floor(self) -> float:
+        return 0.0
+
+    def look(self, live: Live, notice: Notice) -> View:
+        """The accumulator itself."""
+        return WholeView(*live)
+
+    def agree(self, exchange: Exchange, backend: Backend, notice: Notice, view: View) -> Agreed:
+        """Agree that all values are finite; collective."""
+        share_counts(exchange, notice, NONE.index, self.n)
+        return Agreed(NONE, 0.0, np.zeros(exchange.size, dtype=np.int64), [], union=range(self.n))
+
+    def united(self, agreed: Agreed, union: Ints) -> Agreed:
+        """There is nothing to unite."""
+        return agreed
+
+
+class Everything:
+    """The whole vector, from step to step."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.step = 0
+
+    def plan(self, k: int) -> EverythingPlan:
+        """The coming step."""
+        return EverythingPlan(self.n)
+
+    def learn(self, agreed: Agreed, outcome: Outcome) -> None:
+        """Go on to the next step."""
+        self.step += 1
+
+    def state(self) -> State:
+        """What the next step depends on."""
+        return {"step": self.step}
+
+    def check(self, state: State) -> None:
+        """Raise unless load() could take the state."""
+        int(state["step"])
+
+    def load(self, state: State) -> None:
+        """Take what state() gave."""
+        self.step = int(state["step"])
+
+    def resize(self, states: Sequence[State]) -> State:
+        """All ranks have done the same steps."""
+        return {"step": states[0]["step"]}
+
+    def packed(self, agreed: Agreed) -> State:
+        """An agreement in flight as plain values."""
+        return pack_agreed(agreed)
+
+    def unpacked(self, state: State) -> Agreed:
+        """What packed() was given."""
+        return unpack_agreed(state)

@@ -1,0 +1,166 @@
+"""What a delivery may read of this rank: its vectors while nothing else runs, or a snapshot of what it collected.
+
+At once, deliver reads the accumulator itself, read-only. In flight the accumulator goes on changing, so deliver gets a
+Snapshot: the candidates and their values. To the search for a threshold a snapshot is a vector that is zero
+everywhere else. If the ladder of thresholds misses (k lies below the lowest rung), there is nothing to fall back on: the
+delivery sends all candidates, fewer than k, and the controller lowers the next ladder. What was not sent stays in
+the accumulator for later steps.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from mpisparse.arrays import Bools, Bytes, Floats, Ints
+from mpisparse.select.candidates import NONE, Candidates, keep_largest, largest
+
+if TYPE_CHECKING:
+    from mpisparse.backends.protocol import Backend
+
+
+class Keys(Protocol):
+    """What elements are compared with thresholds by. vector: their values, where each has one of its own."""
+
+    @property
+    def vector(self) -> Floats: ...
+
+    def select(self, lo: int, hi: int, floor: float) -> Candidates: ...
+    def histogram(self, lo: int, hi: int) -> Ints: ...
+
+
+class VectorKeys(NamedTuple):
+    """The magnitudes of a vector."""
+
+    backend: Backend
+    vector: Floats
+
+    def select(self, lo: int, hi: int, floor: float) -> Candidates:
+        """The elements of [lo, hi) that reach the floor."""
+        return Candidates(*self.backend.select(self.vector, lo, hi, floor))
+
+    def histogram(self, lo: int, hi: int) -> Ints:
+        """The histogram of magnitudes in [lo, hi), by exponent and three bits of mantissa."""
+        return self.backend.histogram(self.vector, lo, hi)
+
+
+class View(Protocol):
+    """A rank's vector as deliver sees it.
+
+    found: the candidates that prepare collected. leaving: what leaves the accumulator when a delivery in flight starts.
+    """
+
+    @property
+    def found(self) -> Candidates: ...
+    def select(self, lo: int, hi: int, floor: float) -> Candidates: ...
+    def histogram(self, lo: int, hi: int) -> Ints: ...
+    def by_magnitude(self) -> View: ...
+    def largest(self, k: int) -> Candidates: ...
+    def holds(self, index: Ints) -> Bools: ...
+    def take(self, index: Ints) -> Floats: ...
+    def tags(self) -> Bytes | None: ...
+    @property
+    def leaving(self) -> Ints: ...
+
+
+NOTHING: Ints = np.empty(0, dtype=np.int64)
+
+
+class Live(NamedTuple):
+    """The accumulator itself, read-only, and the keys of its elements."""
+
+    backend: Backend
+    acc: Floats
+    keys: Keys
+    found: Candidates = NONE
+    scores: Bytes | None = None  # one byte per element that travels with its index, where a scorer wants that
+
+    def select(self, lo: int, hi: int, floor: float) -> Candidates:
+        """The elements of [lo, hi) whose keys reach the floor."""
+        return self.keys.select(lo, hi, floor)
+
+    def histogram(self, lo: int, hi: int) -> Ints:
+        """The histogram of keys in [lo, hi)."""
+        return self.keys.histogram(lo, hi)
+
+    def by_magnitude(self) -> Live:
+        """The same with the accumulator's magnitudes as keys."""
+        return self._replace(keys=VectorKeys(self.backend, self.acc))
+
+    def largest(self, k: int) -> Candidates:
+        """The k largest magnitudes of the accumulator, on the host."""
+        return largest(self.backend, self.acc, k)
+
+    def holds(self, index: Ints) -> Bools:
+        """Tell where the accumulator is not zero."""
+        held: Bools = self.backend.to_host(self.take(self.backend.from_host(index))) != 0.0
+        return held
+
+    def take(self, index: Ints) -> Floats:
+        """A copy of the accumulator's values at an index."""
+        values: Floats = self.backend.empty(len(index), np.float32)
+        self.backend.read_at(self.acc, index, values)
+        return values
+
+    def tags(self) -> Bytes | None:
+        """The bytes that travel with the indices of selected elements."""
+        return self.scores
+
+    @property
+    def leaving(self) -> Ints:
+        """Nothing leaves the accumulator before it is delivered."""
+        return NOTHING
+
+
+class Snapshot(NamedTuple):
+    """Candidates and their values as they were when prepare ended. leaving: those that are sent for certain."""
+
+    backend: Backend
+    found: Candidates
+    values: Floats
+    leaving: Ints = NOTHING
+
+    def select(self, lo: int, hi: int, floor: float) -> Candidates:
+        """The candidates of [lo, hi) that reach the floor."""
+        return self.found.within(np.searchsorted, lo, hi).reaching(floor)
+
+    def histogram(self, lo: int, hi: int) -> Ints:
+        """The histogram of the candidates' keys in [lo, hi)."""
+        keys = self.found.within(np.searchsorted, lo, hi).magnitude
+        return self.backend.histogram(keys, 0, len(keys))
+
+    def by_magnitude(self) -> Snapshot:
+        """The same with the values' magnitudes as keys."""
+        return self._replace(found=Candidates(self.found.index, np.abs(self.values)))
+
+    def largest(self, k: int) -> Candidates:
+        """The candidates with the k largest values."""
+        return keep_largest(self.by_magnitude().found, k)
+
+    def holds(self, index: Ints) -> Bools:
+        """Tell where a value is not zero."""
+        held: Bools = self.take(index) != 0.0
+        return held
+
+    def take(self, index: Ints) -> Floats:
+        """The values at an index; zero where there is no candidate."""
+        at = np.minimum(np.searchsorted(self.found.index, index), max(0, len(self.found.index) - 1))
+        values: Floats = np.zeros(len(index), dtype=np.float32)
+        if len(self.values):
+            known = self.found.index[at] == index
+            values[known] = self.values[at[known]]
+        return values
+
+    def tags(self) -> Bytes | None:
+        """Nothing travels with the indices."""
+        return None
+
+
+def read_only(array: Any) -> Any:
+    """An array on the same memory that refuses writes; an array of a device as it is."""
+    if not isinstance(array, np.ndarray):
+        return array
+    view = array.view()
+    view.flags.writeable = False
+    return view
