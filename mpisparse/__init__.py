@@ -1,14 +1,14 @@
 """Sparse, error-compensated gradient exchange over MPI for torch models.
 
-Importing this package starts no MPI and touches no GPU. Names are imported on first use; the first use of GradientSync,
-checkpoint or exchange starts MPI.
+Importing this package starts no MPI and touches no GPU. Names are imported on first use. The first use of
+GradientSync, checkpoint or exchange starts MPI.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from mpisparse.version import __version__
 
 if TYPE_CHECKING:
     from mpisparse import checkpoint, errors, schemes

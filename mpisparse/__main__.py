@@ -1,4 +1,4 @@
-"""`python -m mpisparse`: the command line, where the console script is not on the PATH."""
+"""`python -m mpisparse`: the command line, for when the console script is not on the PATH."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong, in words: what was expected, what came, what to do."""
+"""Exceptions. Their messages say what was expected, what was found, and what to do."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 
 class ConfigurationError(ValueError):
-    """An option has a value it cannot have, or the ranks were given different ones.
+    """An option has an invalid value, or the ranks have different ones.
 
-    `repeated`: rank 0 raises the same, and says it for all. `exit_code`: what a command that ends with it returns.
+    `repeated`: rank 0 raises the same error and reports it. `exit_code`: of a command that ends with this error.
     """
 
     repeated = False
@@ -17,7 +17,7 @@ class ConfigurationError(ValueError):
 
 
 class LockError(ConfigurationError):
-    """Another run has the directory; raised on all ranks together."""
+    """Another run uses the directory; raised on all ranks together."""
 
     exit_code = 75  # EX_TEMPFAIL: the same command may succeed later
 
@@ -35,7 +35,7 @@ class CheckpointError(RuntimeError):
 
 
 def suggest(name: str, known: Iterable[str], fitting: Iterable[str] | None = None) -> str:
-    """Say which known name was probably meant, of those that fit if these are given, then list them all."""
+    """Suggest the known name that was probably meant, only from `fitting` if given, and list all known names."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names if fitting is None else sorted(fitting), n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
@@ -43,7 +43,7 @@ def suggest(name: str, known: Iterable[str], fitting: Iterable[str] | None = Non
 
 
 def check_choice(what: str, value: object, known: Iterable[str]) -> None:
-    """Raise unless value is one of the known names."""
+    """Raise ConfigurationError unless the value is one of the known names."""
     names = list(known)
     if value not in names:
         raise ConfigurationError(

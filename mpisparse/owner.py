@@ -1,7 +1,7 @@
-"""Whose a file is: a process named so that another one can tell whether it still runs. No MPI, no torch.
+"""Owners of files: identifies a process so that others can tell whether it still runs. Needs neither MPI nor torch.
 
-A process id means something only under one kernel and in one PID namespace: two containers, or two nodes of the same
-name, must not take each other's processes for dead. Elsewhere nothing can be said, and only a heartbeat tells.
+A process id is valid only under one kernel and in one PID namespace. Two containers, or two nodes of the same name, must
+not take each other's processes for dead: for those only a heartbeat can tell.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ JOBS = {"Slurm": "SLURM_JOB_ID", "PBS": "PBS_JOBID", "LSF": "LSB_JOBID", "SGE": 
 
 @dataclass(frozen=True)
 class Owner:
-    """A process: `kernel` is the boot and PID namespace in which `pid` counts, `start` tells it from a later one's."""
+    """A process. `kernel` identifies the boot and PID namespace of `pid`; `start` differs if the pid is used again."""
 
     host: str
     kernel: str
@@ -29,14 +29,14 @@ class Owner:
     restart: int = 0
 
     def runs(self) -> bool | None:
-        """Tell whether the process lives; None if that cannot be seen from here."""
+        """Tell whether the process is alive; None if that cannot be seen from here."""
         if self.kernel != kernel():
             return None
         started = start_of(self.pid)
         return None if started is None and hidden(self.pid) else started == self.start
 
     def precedes(self, other: Owner) -> bool:
-        """Tell whether this is an earlier start of the other's requeued job."""
+        """Tell whether this is an earlier start of the same requeued job."""
         return bool(self.job) and self.job == other.job and self.restart < other.restart
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class Owner:
 
 
 def this_process(environ: Mapping[str, str] = os.environ) -> Owner:
-    """The process that asks."""
+    """Return the owner for the current process."""
     pid = os.getpid()
     job = next((f"{name} job {environ[key]}" for name, key in JOBS.items() if environ.get(key)), "")
     restart = environ.get("SLURM_RESTART_COUNT", "0")
@@ -55,16 +55,16 @@ def this_process(environ: Mapping[str, str] = os.environ) -> Owner:
 
 @functools.cache
 def kernel() -> str:
-    """What tells this boot of this machine, and this PID namespace on it, from all others."""
+    """Return an identifier of this boot of this machine and of this PID namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return hashlib.sha256(f"{boot} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:16]
     except OSError:
-        return os.urandom(8).hex()  # nothing is known: equal to no other process's
+        return os.urandom(8).hex()  # unknown: differs from that of every other process
 
 
 def start_of(pid: int) -> int | None:
-    """When a process was started, in clock ticks since boot; None if there is none, or only its exit code."""
+    """Return the start of a process in clock ticks since boot; None if it does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -73,7 +73,7 @@ def start_of(pid: int) -> int | None:
 
 
 def hidden(pid: int) -> bool:
-    """Tell whether there is a process that /proc does not show: another user's, where it is mounted with hidepid."""
+    """Tell whether a process exists but /proc hides it, as hidepid does with those of other users."""
     try:
         os.kill(pid, 0)
     except PermissionError:

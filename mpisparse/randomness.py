@@ -1,4 +1,4 @@
-"""The global random generators of torch, NumPy and Python, as a state to keep and give back."""
+"""Saving and restoring the global random generators of torch, NumPy and Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """The states of torch's, NumPy's and Python's global generators."""
+    """Return the states of the global generators."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
@@ -20,7 +20,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Give the global generators their states back."""
+    """Restore the states of the global generators."""
     torch.set_rng_state(state["torch"])
     np.random.set_state(tuple(state["numpy"]))
     random.setstate(state["python"])

@@ -1,7 +1,7 @@
-"""The whole step in plain NumPy, with all ranks as lists in one process: what real runs must equal, bit for bit.
+"""The whole step in plain NumPy, with all ranks as lists in one process. Real runs must match it bit for bit.
 
-It keeps no candidates and sends no messages: counts are taken from the accumulators themselves, a union is a
-concatenation, and what a codec sends is a rounding. Only the pure decisions (partition.py, threshold.py) are the library's.
+It keeps no candidates and sends no messages: it counts in the accumulators themselves, a union is a concatenation, and a
+codec is a rounding. Only the pure decisions (partition.py, threshold.py) are the library's.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpisparse.arrays import Floats, Ints
 from mpisparse.select import partition, selector, threshold
 from mpisparse.select.threshold import Choice, Rungs
 
-Floats = NDArray[np.float32]
-Ints = NDArray[np.int64]
 Scopes = list[tuple[int, int]]
 
 GROUP = 256
 
 
 def nearest(x: Floats, bits: int, least: int, largest: float) -> Floats:
-    """Round to so many significant bits, ties to even, in units of at least 2^least, never beyond the largest."""
+    """Round to `bits` significant bits, ties to even, in units of at least 2^least, clipped to the largest."""
     wide = x.astype(np.float64)
     unit = np.exp2(np.maximum(np.frexp(wide)[1] - bits, least).astype(np.float64))
     return np.clip(np.rint(wide / unit) * unit, -largest, largest).astype(np.float32)
@@ -45,21 +44,21 @@ def exact(x: Floats) -> Floats:
 
 
 def scaled_fp16(x: Floats) -> Floats:
-    """fp16 after the power of two that brings the group's largest magnitude into [2^14, 2^15)."""
+    """Round to fp16 after scaling by the power of two that brings the largest magnitude into [2^14, 2^15)."""
     most = np.abs(x).max()
     scale = np.float32(2.0 ** min(max(math.frexp(most)[1] - 15, -126), 127) if most > 0 else 1.0)
     return fp16(np.clip(x / scale, -32752, 32752)) * scale
 
 
 def int8(x: Floats) -> Floats:
-    """Multiples of a 127th of the group's largest magnitude."""
+    """Round to multiples of 1/127 of the largest magnitude."""
     scale = np.float32(np.abs(x).max() / np.float32(127))
     steps = np.clip(np.rint(x / scale), -127, 127) if scale > 0 else np.zeros_like(x)
     return steps.astype(np.int8) * scale
 
 
 def by_group(round_group: Callable[[Floats], Floats]) -> Callable[[Floats], Floats]:
-    """Round every 256 values for themselves."""
+    """Apply a rounding to every group of 256 values separately."""
 
     def round_all(x: Floats) -> Floats:
         groups = [round_group(x[i : i + GROUP]) for i in range(0, len(x), GROUP)]
@@ -74,7 +73,7 @@ STORED = {"float32": exact, "float64": exact, "float16": fp16, "bfloat16": bf16}
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of GradientSync that the oracle knows."""
+    """The options of GradientSync that the oracle supports."""
 
     density: float = 0.001
     codec: str = "fp32"
@@ -86,7 +85,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Result:
-    """What one step leaves, for all ranks."""
+    """The results of one step on all ranks."""
 
     published: Floats
     residuals: list[Floats]
@@ -97,7 +96,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Found:
-    """A ladder, how many elements reach each of its rungs, the rung to use, and what each rank has there."""
+    """A ladder with the number of elements above each rung, the chosen rung, and the elements per rank above it."""
 
     rungs: Rungs
     total: Ints
@@ -110,7 +109,10 @@ class Found:
 
 
 class Oracle:
-    """Up to 16 ranks of `n` elements; `stored` are the parameters' types as (end, type), ascending, None for float32."""
+    """Up to 16 ranks with `n` elements each.
+
+    `stored` lists the parameters' types as (end, type), ascending; None if all are float32.
+    """
 
     def __init__(self, n: int, size: int, settings: Settings, stored: Sequence[tuple[int, str]] | None = None) -> None:
         self.n, self.size, self.settings, self.density = n, size, settings, settings.density
@@ -126,7 +128,7 @@ class Oracle:
         self.t = 0
 
     def step(self, gradients: Sequence[Floats]) -> Result:
-        """Add a gradient of every rank, and do what all ranks do together."""
+        """Add one gradient per rank and do a step of all ranks."""
         for acc, gradient in zip(self.acc, gradients, strict=True):
             acc += gradient
         k = max(1, math.floor(self.density * self.n + 1e-6))
@@ -144,7 +146,7 @@ class Oracle:
         return Result(published, [acc.copy() for acc in self.acc], level, workloads, tuple(bounds))
 
     def _fill(self, k: int, picked: list[Ints], level: float) -> tuple[list[Ints], float]:
-        """What the partitions select, brought to k: topped up by what other ranks have, and without ties beyond k."""
+        """Bring the selection to k: fill up with elements that other ranks have, and drop ties beyond k."""
         self.short = False
         slack = max(1.0, 0.01 * k)
         total = sum(map(len, picked))
@@ -176,7 +178,7 @@ class Oracle:
         return self.edges[self.borders].tolist()
 
     def _without_ties(self, k: int, parts: list[Ints], height: Floats, level: np.float32) -> list[Ints]:
-        """Of what equals the level, a share for each rank, in rank order; which ones depends on the step."""
+        """Keep only as many ties as reach k: each rank keeps its share, in rank order; which ties depends on the step."""
         ties = [part[height[part] == level] for part in parts]
         by_rank = sorted(range(self.size), key=self._owner)
         room, every = k - sum(len(part) - len(tie) for part, tie in zip(parts, ties, strict=True)), sum(map(len, ties))
@@ -199,7 +201,7 @@ class Oracle:
         return (p - (self.t // selector.SWEEP if self._sweeps else self.t)) % self.size
 
     def _reduce(self, picked: list[Ints]) -> Floats:
-        """The mean of what the ranks send; they keep the rest, and a partition's owner what it does not send back."""
+        """Return the mean of the decoded values. Ranks keep what a codec drops, owners what they do not send back."""
         send = SENT[self.settings.codec]
         mean = np.zeros(self.n, np.float32)
         for p, index in enumerate(picked):
@@ -214,7 +216,7 @@ class Oracle:
         return mean
 
     def _publish(self, union: Ints, mean: Floats) -> Floats:
-        """The mean in the types of the parameters; every rank keeps what that rounds away."""
+        """Round the mean to the parameters' types; every rank keeps the rounding error."""
         published, begin = np.empty_like(mean), 0
         for end, kind in self.stored:
             published[begin:end] = STORED[kind](mean[begin:end])
@@ -224,13 +226,13 @@ class Oracle:
         return published
 
     def _settle(self, k: int) -> Found:
-        """The threshold for the partitions of this step; where they are drawn in it, from all ranks' counts everywhere."""
+        """Find the threshold for the partitions of this step, and draw these first if they are drawn inside the step."""
         rungs = self.controller.ladder(k) if k < self.n else np.zeros(1, np.float32)
         self.poor = np.zeros(self.n, np.float32)
         if not self.draws_in_step or self._sweeps:
             return self._search(rungs, self._regions(), k, sum_counts)
         self.able = list(range(self.size))
-        found = self._search(rungs, [(0, self.n)] * self.size, k, self._foretell, everywhere=True)
+        found = self._search(rungs, [(0, self.n)] * self.size, k, self._predict, everywhere=True)
         for _ in range(3):
             above = [partition.block_counts(np.flatnonzero(np.abs(acc) >= found.threshold), self.edges) for acc in self.acc]
             sharing = [p for p in range(self.size) if self._owner(p) in self.able]
@@ -245,7 +247,7 @@ class Oracle:
         return self._with_poor_ranks(found, k) if len(self.able) < self.size else found
 
     def _with_poor_ranks(self, found: Found, k: int) -> Found:
-        """The threshold that gives k where ranks without a part add what they have from the one found on."""
+        """Find the threshold that gives k when ranks without a partition contribute their elements above the one found."""
         self.poor = np.zeros(self.n, np.float32)
         for rank in set(range(self.size)) - set(self.able):
             magnitude = np.abs(self.acc[rank])
@@ -256,26 +258,29 @@ class Oracle:
             choice = self.controller.choose(rungs, total, k)
             if choice.rung is not None:
                 return Found(rungs, total, choice.rung, [])
-            if choice.finer is None:  # nothing new lies below
+            if choice.finer is None:  # there is nothing below
                 return Found(rungs, total, 0, [])
             rungs = choice.finer
 
     def _owned(self) -> Floats:
-        """Each element's magnitude on the rank that owns it."""
+        """Return each element's magnitude on the rank that owns it."""
         height = np.zeros(self.n, np.float32)
         for p, (lo, hi) in enumerate(pairwise(self._bounds())):
             height[lo:hi] = np.abs(self.acc[self._owner(p)][lo:hi])
         return height
 
     def _heights(self) -> Floats:
-        """By what an element is chosen: its owner's magnitude, or that on a rank without a part."""
+        """Return the magnitude that decides about each element: its owner's, or a larger one of a rank without partition."""
         return np.maximum(self._owned(), self.poor)
 
-    def _foretell(self, counts: list[Ints]) -> Ints:
+    def _predict(self, counts: list[Ints]) -> Ints:
         return harmonic_mean([counts[rank] for rank in self.able])
 
     def _leave_poor_ranks_out(self, k: int) -> None:
-        """Those without whom the rest reaches k at most two octaves below the magnitude that k have on average."""
+        """Exclude the ranks with the fewest large elements until the others reach k.
+
+        They must reach it at most two octaves below the magnitude above which all ranks have k on average.
+        """
         tails = [np.bincount(abs_bits(acc) >> 20, minlength=2048)[::-1].cumsum()[::-1] for acc in self.acc]
         at = max([1, *np.flatnonzero(np.sum(tails, axis=0) >= k * self.size).tolist()])
         ranked = sorted(range(self.size), key=lambda rank: tails[rank][at])
@@ -286,21 +291,24 @@ class Oracle:
                 return
 
     def _regions(self) -> Scopes:
-        """Where each rank selects, by rank."""
+        """Return the region in which each rank selects."""
         bounds = self.edges[self.borders].tolist()
         mine = [next(p for p in range(self.size) if self._owner(p) == rank) for rank in range(self.size)]
         return [(bounds[p], bounds[p + 1]) for p in mine]
 
     def _search(
-        self, rungs: Rungs, scopes: Scopes, k: int, foretell: Callable[[list[Ints]], Ints], everywhere: bool = False
+        self, rungs: Rungs, scopes: Scopes, k: int, predict: Callable[[list[Ints]], Ints], everywhere: bool = False
     ) -> Found:
-        """Count and let the controller choose: a rung, a finer ladder, or one placed by a histogram, wanting ever more."""
+        """Count and let the controller choose a rung or a finer ladder; failing that, place a ladder by a histogram.
+
+        Each new histogram aims for twice as many elements.
+        """
         parts = [acc[lo:hi] for acc, (lo, hi) in zip(self.acc, scopes, strict=True)]
         magnitudes = [np.sort(np.abs(part)) for part in parts]
         wanted = 0
         while True:
             counts = [len(m) - np.searchsorted(m, rungs) for m in magnitudes]
-            total = foretell(counts)
+            total = predict(counts)
             choice = self.controller.choose(rungs, total, k) if k < self.n else Choice(rung=0)
             if choice.rung is not None:
                 return Found(rungs, total, choice.rung, [int(c[choice.rung]) for c in counts])
@@ -319,7 +327,7 @@ class Oracle:
             wanted *= 2
 
     def _rebalance(self, union: Ints) -> None:
-        """Borders (or blocks, where borders are drawn in the step) for the next step, by what was selected in this one."""
+        """Set the borders for the next step by this one's selection; if borders are drawn in the step, set the blocks."""
         if self.settings.partitioner == "paper":
             loads = partition.block_counts(union, self.edges[self.borders])
             self.borders = partition.paper_borders(self.borders, loads, self.edges, self.blocks)
@@ -328,7 +336,7 @@ class Oracle:
         elif self.size > 1:
             now = 256 * partition.block_counts(union, self.edges)
             self.work = now if self.work is None else self.work + (now - self.work) // 4
-        due = self.size > 16 or (self.t + 1) % self.size == 0  # up to 16 ranks, borders stay for a whole rotation
+        due = self.size > 16 or (self.t + 1) % self.size == 0  # with up to 16 ranks, borders stay for a whole rotation
         if self.settings.partitioner != "paper" and not self.draws_in_step and due:
             cost = 128 * self.work + 256 * np.diff(self.edges) if self.size > 1 else np.diff(self.edges)
             self.borders = partition.best_borders([cost] * self.size, self.edges, math.ceil(2 * self.n / self.size))
@@ -344,15 +352,18 @@ class Oracle:
 
 
 def abs_bits(values: Floats) -> NDArray[np.uint32]:
-    """The bits of magnitudes, which are in the order of the magnitudes."""
+    """Return the bits of the magnitudes, which sort like the magnitudes."""
     return values.view(np.uint32) & np.uint32(0x7FFFFFFF)
 
 
 def sum_counts(counts: list[Ints]) -> Ints:
-    """Over regions that do not meet."""
+    """Predict the selection of disjoint regions: the sum of the counts."""
     return np.sum(counts, axis=0)
 
 
 def harmonic_mean(counts: list[Ints]) -> Ints:
-    """Over ranks that all counted everywhere: balanced regions are as long as their owners are frugal."""
+    """Predict the selection of balanced regions from each rank's counts over all elements.
+
+    A rank that selects little gets a longer partition, so the harmonic mean over ranks counts.
+    """
     return np.rint(len(counts) / sum(1.0 / np.maximum(c, 0.5) for c in counts)).astype(np.int64)

@@ -1,4 +1,4 @@
-"""What the tests of kernels share: numbers that hurt, gradients of every type, and equality to the last bit."""
+"""Shared by the kernel tests: difficult numbers, gradients of every type, and bitwise comparison."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Flat = tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.uint8]]
 
 
 def values(rng: np.random.Generator, n: int, *, nonfinite: bool = False) -> NDArray[np.float32]:
-    """Heavy-tailed values with ties, and every special value somewhere."""
+    """Draw heavy-tailed values with ties, mixed with special values."""
     x = (rng.standard_t(2, n) * 0.01).astype(np.float32)
     x[rng.random(n) < 0.1] = 0.02
     at = rng.random(n) < 0.1
@@ -32,7 +32,7 @@ def values(rng: np.random.Generator, n: int, *, nonfinite: bool = False) -> NDAr
 
 
 def gradients(x: NDArray[np.float32], cuts: list[int], kinds: list[int | None]) -> tuple[Flat, list[torch.Tensor]]:
-    """Cut x into gradients of the given types (None: absent); the tensors must live as long as the addresses."""
+    """Split x into gradients of the given types (None: absent); keep the tensors alive while the addresses are used."""
     bounds = [0, *cuts, len(x)]
     clipped = torch.from_numpy(np.where(np.isfinite(x), np.clip(x, -6e4, 6e4), x))
     alive = [
@@ -45,7 +45,7 @@ def gradients(x: NDArray[np.float32], cuts: list[int], kinds: list[int | None]) 
 
 
 def assert_same(got: Any, expected: Any) -> None:
-    """Equal types, shapes and bits; a NaN equals any NaN, since which of two survives an addition is nobody's promise."""
+    """Assert equal types, shapes and bits. Any two NaNs are equal: an addition may return either operand's NaN."""
     if isinstance(expected, tuple):
         for a, b in zip(got, expected, strict=True):
             assert_same(a, b)
@@ -62,7 +62,7 @@ def assert_same(got: Any, expected: Any) -> None:
 
 
 def halfway(kind: int) -> NDArray[np.float32]:
-    """All finite 16-bit values, the middles between neighbours, and one step of float32 around those."""
+    """Return all finite 16-bit values, the midpoints between neighbours, and the float32 neighbours of the midpoints."""
     patterns = np.arange(1 << 16, dtype=np.uint16)
     x = np.unique(widen(patterns, kind))
     x = x[np.isfinite(x)].astype(np.float64)

@@ -1,7 +1,7 @@
-"""bench ablation: scheme exdyna with one part after the other taken away or changed, on the same gradients.
+"""bench ablation: scheme exdyna with one part removed or changed at a time, on the same gradients.
 
-Each group of variants has the whole scheme beside it, and is timed interleaved. Where a model is named, every variant
-trains it too.
+Every group of variants includes the unchanged scheme; the steps of a group are interleaved. With --train every variant
+also trains a model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpi4py import MPI
 import mpisparse
 from mpisparse.bench.sync import open_source
 from mpisparse.bench.synthetic import GivenModel, Source
-from mpisparse.bench.train import Case, progress_beside, train_case
+from mpisparse.bench.train import FIRST, Case, progress_to_stderr, train_case
 from mpisparse.comm.exchange import end_job_on_uncaught_exception
 from mpisparse.core.records import Stats
 from mpisparse.runtime.settings import Settings
@@ -29,7 +29,6 @@ COLUMNS = {
     "received_MB": ".4f", "bytes_per_element": ".2f", "ms": ".2f", "of_whole": ".2f", "train_loss": ".4f",
     "test_loss": ".4f", "metric": ".4f",
 }  # fmt: skip
-FIRST = 2  # steps from which on density is judged
 BLOCKS = (64, 256, 1024, 4096, 16384, 65536)
 WHOLE = "exdyna"
 GROUPS: dict[str, list[str]] = {
@@ -46,7 +45,7 @@ GROUPS: dict[str, list[str]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Which groups, on what gradients; and how each variant is to train, if it is."""
+    """Which groups to measure on which gradients, and how to train each variant, if at all."""
 
     groups: list[str]
     elements: int
@@ -67,7 +66,7 @@ def run(plan: Plan) -> int:
     source = open_source(comm, plan.gradients, plan.elements)
     records = [record for group in plan.groups for record in _measure(comm, plan, source, group)]
     if plan.model is not None and plan.training is not None:
-        with progress_beside(plan.as_json):
+        with progress_to_stderr(plan.as_json):
             code = _train(plan, plan.model, plan.training, records)
         if code:
             return code
@@ -80,13 +79,13 @@ def run(plan: Plan) -> int:
         shown = {key: form for key, form in COLUMNS.items() if any(key in record for record in records)}
         show(records, shown, as_json=plan.as_json)
         if not plan.as_json:
-            print("errors of density are relative, mean and worst, from the third step on; times of a group are interleaved")
+            print("density errors are relative, mean and worst, from the third step on; steps of a group are interleaved")
         save("ablation", records, plan.out)
     return 0
 
 
 def _measure(comm: MPI.Intracomm, plan: Plan, source: Source, group: str) -> list[dict[str, Any]]:
-    """Steps of all variants of a group, one after the other in every round."""
+    """Run the variants of a group, one step of each per round."""
     model = GivenModel.of(source, comm.rank)
     variants = [_Variant(model, case, plan.density) for case in GROUPS[group]]
     for _ in range(plan.steps):
@@ -102,7 +101,7 @@ def _measure(comm: MPI.Intracomm, plan: Plan, source: Source, group: str) -> lis
 
 
 class _Variant:
-    """One way to do it, on parameters of its own and the common gradients."""
+    """One variant, with its own parameters and the common gradients."""
 
     def __init__(self, source: GivenModel, case: str, density: float) -> None:
         self.case = case
@@ -123,7 +122,7 @@ class _Variant:
         held.clear()
 
     def record(self) -> dict[str, Any]:
-        """What the steps were like from the third on."""
+        """Summarize the steps from the third on."""
         notes = self.notes[FIRST:]
         errors = [abs(s.build_up - 1) for s in notes]
         selected = statistics.mean(s.selected for s in notes)
@@ -142,7 +141,7 @@ class _Variant:
 
 
 def _train(plan: Plan, model: str, settings: Settings, records: list[dict[str, Any]]) -> int:
-    """Train every variant once, and add what came of it to its records; returns the exit code."""
+    """Train every variant once and add the results to its records; returns the exit code."""
     stop = StopRequest()
     trained: dict[str, dict[str, Any]] = {}
     try:

@@ -1,4 +1,4 @@
-"""bench checkpoint: writing a checkpoint against a plain write of the same bytes, and what it costs the step it falls in."""
+"""bench checkpoint: writing a checkpoint against a plain write of the same bytes, and its cost to the training step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from mpi4py import MPI
 
 import mpisparse
 from mpisparse import checkpoint
+from mpisparse.bench.sync import timed
 from mpisparse.bench.synthetic import GivenModel, Synthetic
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.table import show
@@ -28,7 +28,7 @@ def run(elements: int, rounds: int, directory: Path | None, *, as_json: bool) ->
     """Measure on all ranks at once and print on rank 0; collective."""
     comm = MPI.COMM_WORLD
     if directory is not None and not directory.is_dir():
-        raise ConfigurationError(f"--directory {directory} is no directory; make it, or leave it out for a temporary one")
+        raise ConfigurationError(f"--directory {directory} is not a directory; create it, or omit it for a temporary one")
     place = Path(comm.bcast(tempfile.mkdtemp(dir=directory) if comm.rank == 0 else None))
     model = GivenModel.of(Synthetic(elements, comm.size), comm.rank)
     sync = mpisparse.GradientSync(model)
@@ -39,19 +39,19 @@ def run(elements: int, rounds: int, directory: Path | None, *, as_json: bool) ->
         sync.step()
         optimizer.step()
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "sync": sync}
-    nbytes = (2 * 4 * elements) // comm.size + 4 * elements  # a share of weights and momentum, and the residual
+    nbytes = (2 * 4 * elements) // comm.size + 4 * elements  # this rank's share of weights and momentum, and its residual
     plain, copied = np.ones(nbytes, dtype=np.uint8), np.empty(nbytes, dtype=np.uint8)
     times: dict[str, list[float]] = {}
     saving: list[checkpoint.Saving] = []
     try:
         for turn in range(1 + rounds):
             measured = {
-                "plain write and fsync": _timed(comm, lambda: _plain_write(place / f"plain-{comm.rank}", plain)),
-                "checkpoint": _timed(comm, _save(place, 2 * turn, state)),
-                "copy in memory": _timed(comm, lambda: np.copyto(copied, plain)),
+                "plain write and fsync": timed(comm, lambda: _plain_write(place / f"plain-{comm.rank}", plain)),
+                "checkpoint": timed(comm, _save(place, 2 * turn, state)),
+                "copy in memory": timed(comm, lambda: np.copyto(copied, plain)),
             }
             begin = _begin(saving, place, 2 * turn + 1, state)
-            measured["begin in the background"] = _timed(comm, begin)
+            measured["begin in the background"] = timed(comm, begin)
             saving[-1].finish()
             if turn:
                 for name, seconds in measured.items():
@@ -62,7 +62,7 @@ def run(elements: int, rounds: int, directory: Path | None, *, as_json: bool) ->
             shutil.rmtree(place, ignore_errors=True)
     if comm.rank == 0:
         if not as_json:
-            print(f"{elements:,} parameters, SGD with momentum, {comm.size} ranks; {nbytes / 1e6:.0f} MB a rank")
+            print(f"{elements:,} parameters, SGD with momentum, {comm.size} ranks; {nbytes / 1e6:.0f} MB per rank")
         show(_records(times, nbytes, elements, comm.size), COLUMNS, as_json=as_json)
     return 0
 
@@ -89,13 +89,6 @@ def _save(place: Path, step: int, state: dict[str, Any]) -> Callable[[], Any]:
 def _begin(saving: list[checkpoint.Saving], place: Path, step: int, state: dict[str, Any]) -> Callable[[], None]:
     last = saving[-1] if saving else None
     return lambda: saving.append(checkpoint.begin_save(place, step=step, keep=1, last=last, **state))
-
-
-def _timed(comm: MPI.Intracomm, work: Callable[[], Any]) -> float:
-    comm.Barrier()
-    start = time.perf_counter()
-    work()
-    return float(comm.allreduce(time.perf_counter() - start, op=MPI.MAX))
 
 
 def _plain_write(path: Path, data: Any) -> None:

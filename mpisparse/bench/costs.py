@@ -1,4 +1,4 @@
-"""What messages weigh and what they take: a log of collective messages, and a machine that prices it. Pure."""
+"""Cost model of communication: a log of collective calls, and a machine that turns it into seconds. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from mpisparse.arrays import Ints
 
 @dataclass(frozen=True)
 class Message:
-    """One collective call: its kind, and the bytes that each rank puts in; of a "route", a table from rank to rank."""
+    """One collective call: its kind, and the bytes that each rank contributes; for "route", a table from rank to rank."""
 
     kind: str
     nbytes: Ints
 
     def sent(self) -> Ints:
-        """Bytes that each rank sends to others, by the rules of `mpisparse.exchange`."""
+        """Return the bytes that each rank sends to others, counted as mpisparse.exchange counts them."""
         size = len(self.nbytes)
         if self.kind == "route":
             return np.asarray(self.nbytes.sum(axis=1) - self.nbytes.diagonal())
-        if self.kind == "alltoallv":  # nbytes are what every rank sends to rank r
+        if self.kind == "alltoallv":  # nbytes[r] is what every rank sends to rank r
             return np.asarray(self.nbytes.sum() - self.nbytes)
         return self._reduced() if self.kind == "allreduce" else self.nbytes * (size - 1)
 
     def received(self) -> Ints:
-        """Bytes that each rank receives from others."""
+        """Return the bytes that each rank receives from others."""
         if self.kind == "route":
             return np.asarray(self.nbytes.sum(axis=0) - self.nbytes.diagonal())
         if self.kind == "alltoallv":
@@ -38,7 +38,7 @@ class Message:
         return self._reduced() if self.kind == "allreduce" else np.asarray(self.nbytes.sum() - self.nbytes)
 
     def rounds(self) -> int:
-        """How often ranks wait for each other, in a tree."""
+        """Return the number of rounds in a tree, after each of which ranks wait for each other."""
         return math.ceil(math.log2(len(self.nbytes))) * (2 if self.kind == "allreduce" else 1)
 
     def _reduced(self) -> Ints:
@@ -47,35 +47,35 @@ class Message:
 
 @dataclass
 class Log:
-    """The messages of one step, among so many ranks."""
+    """The messages of one step among `size` ranks."""
 
     size: int
     messages: list[Message] = field(default_factory=list)
 
     def add(self, kind: str, nbytes: int | Sequence[int]) -> None:
-        """Note a message; one number is the same for all ranks."""
+        """Add a message; a single number holds for all ranks."""
         self.messages.append(Message(kind, np.broadcast_to(np.asarray(nbytes, dtype=np.int64), (self.size,))))
 
     def add_route(self, table: Ints) -> None:
-        """Note a message of table[r][q] bytes from every rank r to every rank q."""
+        """Add a message of table[r][q] bytes from every rank r to every rank q."""
         self.messages.append(Message("route", table))
 
     def sent(self) -> Ints:
-        """Bytes sent by each rank."""
+        """Return the bytes sent by each rank."""
         return np.asarray(np.sum([message.sent() for message in self.messages], axis=0))
 
     def received(self) -> Ints:
-        """Bytes received by each rank."""
+        """Return the bytes received by each rank."""
         return np.asarray(np.sum([message.received() for message in self.messages], axis=0))
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What messages take, by the number of ranks: in logarithms between those given, as with the nearest beyond them.
+    """Communication parameters by number of ranks; other numbers are interpolated, see between().
 
-    latency: seconds of a round of messages, with what ranks do around it. bandwidth: bytes a second through the busiest
-    rank's link; reducing: the same where they are added up on the way. handling: seconds to merge or add a byte that came.
-    cores: shared by the ranks; None where each has one. Messages to many partners count as the rounds of a tree.
+    latency: seconds per round of messages, including the work around it. bandwidth: bytes per second through the link of
+    the busiest rank. reducing: the same for reductions. handling: seconds to merge or add one received byte. cores: shared
+    by all ranks; None if each rank has its own. Messages to many partners count as the rounds of a tree.
     """
 
     latency: dict[int, float]
@@ -85,17 +85,20 @@ class Machine:
     handling: float = 0.0
 
     def seconds(self, log: Log, computing: float, alone: float = 0.0) -> float:
-        """A step of these messages in which each rank computes so long, had it a core of its own, and one alone longer."""
+        """Predict the duration of a step with these messages.
+
+        computing: compute time per rank with a dedicated core. alone: further seconds in which only one rank computes.
+        """
         rounds = sum(message.rounds() for message in log.messages)
         waiting = rounds * between(self.latency, log.size) if log.size > 1 else 0.0
         return self.busy(log.size) * computing + alone + self.moving(log) + waiting
 
     def busy(self, size: int) -> float:
-        """How many ranks share a core."""
+        """Return the number of ranks per core, at least 1."""
         return max(1.0, size / self.cores) if self.cores else 1.0
 
     def moving(self, log: Log) -> float:
-        """Seconds in which the bytes of a step are moved, and handled where they came."""
+        """Return the seconds that transferring a step's bytes and processing the received ones take."""
         total = 0.0
         for message in log.messages if log.size > 1 else []:
             added = message.kind == "allreduce"
@@ -105,7 +108,7 @@ class Machine:
         return total
 
     def record(self) -> dict[str, Any]:
-        """The parameters as plain numbers, those of the most ranks where they differ."""
+        """Return the parameters as plain numbers, for the largest number of ranks."""
         most = max(self.latency)
         return {
             "latency_us": 1e6 * self.latency[most],
@@ -116,7 +119,7 @@ class Machine:
 
 
 def between(known: dict[int, float], size: int) -> float:
-    """A value for a rank count from those known for others: interpolated in logarithms, the nearest one beyond them."""
+    """Interpolate a value for a number of ranks, linearly in logarithms; outside the known range take the nearest."""
     sizes = sorted(known)
     if size <= sizes[0] or size >= sizes[-1]:
         return known[sizes[0] if size <= sizes[0] else sizes[-1]]

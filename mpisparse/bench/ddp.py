@@ -1,7 +1,7 @@
 """bench ddp: whole training steps of a real model, against torch's DistributedDataParallel with gloo and its hooks.
 
-All train the same model on the same batches with the same dropout, one step each in turn. "computation alone" exchanges
-nothing: no exchange can be faster. DDP's hooks are torch's own: fp16 compression, and PowerSGD with error feedback.
+All contenders train the same model on the same batches with the same dropout, one step each in turn. "computation alone"
+exchanges nothing, so it is a lower bound. DDP's hooks are torch's own: fp16 compression, and PowerSGD with error feedback.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from mpisparse.comm.exchange import end_job_on_uncaught_exception
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.schedule import Order, Position
 from mpisparse.runtime.settings import Settings
+from mpisparse.runtime.setup import build_together, make_optimizer
 from mpisparse.runtime.table import save, show
-from mpisparse.runtime.train import build_together, make_optimizer
 from mpisparse.runtime.workloads import Data, Task
 
 COLUMNS = {
@@ -36,13 +36,13 @@ COLUMNS = {
 }  # fmt: skip
 WARM_UP = 2
 UNUSED = ("accumulation", "schedule", "warmup", "clip", "bf16", "density_warmup")
-ONE_BUCKET = 1 << 14  # MB: over gloo, messages that PowerSGD's hook sends for several buckets may cross
+ONE_BUCKET = 1 << 14  # MB: PowerSGD's hook may mix up messages of several buckets over gloo, so it gets one bucket
 ALONE, DDP = "computation alone", "DDP"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is trained, how long, and by which of our schemes."""
+    """Training settings, and the schemes that compete with DDP."""
 
     settings: Settings
     cases: list[str]
@@ -52,7 +52,7 @@ class Plan:
 
 
 def run(plan: Plan) -> int:
-    """Train all in turn and print on rank 0; collective."""
+    """Train all contenders and print on rank 0; collective."""
     end_job_on_uncaught_exception()
     comm = MPI.COMM_WORLD
     _check(plan.settings)
@@ -70,14 +70,14 @@ def run(plan: Plan) -> int:
 
 
 def _race(plan: Plan, comm: MPI.Intracomm) -> list[_Contender]:
-    """Train all in turn; collective."""
+    """Train all contenders, one step each in turn; collective."""
     model, data, task = build_together(plan.settings)
     contenders = _contenders(plan, model, task)
     order, position = Order(len(data.train), plan.settings.seed), Position()
     for step in range(plan.settings.steps or 1):
         batch = _batch(data, order, position, plan.settings, comm)
         for contender in contenders:
-            torch.manual_seed(1_000_003 * step + comm.rank)  # the same dropout for all
+            torch.manual_seed(1_000_003 * step + comm.rank)  # the same dropout for all contenders
             contender.step(comm, *batch)
     for contender in contenders:
         if contender.sync is not None:
@@ -87,15 +87,15 @@ def _race(plan: Plan, comm: MPI.Intracomm) -> list[_Contender]:
 
 
 def _check(settings: Settings) -> None:
-    """Raise ConfigurationError for settings, of a file perhaps, that this bench would pass over."""
+    """Raise ConfigurationError for settings that this benchmark would ignore; they may come from a file."""
     if (settings.steps or 0) <= WARM_UP:
         raise ConfigurationError(
-            f"expected --steps of {WARM_UP + 1} or more, of which {WARM_UP} warm up, got {settings.steps}"
+            f"--steps must be at least {WARM_UP + 1}, because the first {WARM_UP} are warm-up, got {settings.steps}"
         )
     usual = Settings()
     unused = [name for name in UNUSED if getattr(settings, name) != getattr(usual, name)]
     if unused:
-        raise ConfigurationError(f"bench ddp trains plainly and has no {', '.join(unused)}; leave them out of its settings")
+        raise ConfigurationError(f"bench ddp does not support {', '.join(unused)}; remove them from its settings")
 
 
 def _batch(
@@ -106,7 +106,7 @@ def _batch(
 
 
 class _Contender:
-    """A model of its own with its optimizer, and what happens between backward and the optimizer."""
+    """A copy of the model with its optimizer, and the exchange between backward and the optimizer's step."""
 
     def __init__(
         self, what: str, model: torch.nn.Module, plan: Plan, task: Task, exchange: Callable[[], Any] = lambda: None
@@ -124,7 +124,7 @@ class _Contender:
         self.densities: list[float] = []
 
     def step(self, comm: MPI.Intracomm, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """One training step, timed from a common start to the slowest rank's end."""
+        """Train one step, timed from a common start until the slowest rank is done; collective."""
         comm.Barrier()
         start = time.perf_counter()
         self.optimizer.zero_grad()
@@ -138,14 +138,14 @@ class _Contender:
         self.seconds.append(comm.allreduce(seconds, MPI.MAX))
         self.losses.append(comm.allreduce(loss.item()) / comm.size)
         if self.sync is not None:
-            inside = moves_weights(self.sync)  # then it exchanges in the optimizer's step
+            inside = moves_weights(self.sync)  # such a scheme exchanges inside the optimizer's step
             self.exchanging.append(sum(self.sync.stats.seconds.values()) if inside else exchanging)
             self.received.append(self.sync.stats.bytes_received)
             self.densities.append(self.sync.stats.density)
 
 
 def _contenders(plan: Plan, model: torch.nn.Module, task: Task) -> list[_Contender]:
-    """Everyone, each with a copy of the same model; collective."""
+    """Create all contenders, each with a copy of the same model; collective."""
     for p in model.parameters():
         torch.distributed.broadcast(p.data, 0)
     contenders = [_Contender(ALONE, copy.deepcopy(model), plan, task)]
@@ -205,6 +205,8 @@ def _publish(plan: Plan, ranks: int, parameters: int, contenders: list[_Contende
         synchronising = statistics.median(ddp.seconds[WARM_UP:]) - alone
         bound = statistics.median(ddp.seconds[WARM_UP:]) / alone
         share = alone / synchronising
-        print(f"bound: computation alone is {bound:.2f} times as fast as DDP, and takes {share:.2f} of what DDP adds to it")
+        print(
+            f"bound: computation alone is {bound:.2f} times as fast as DDP and takes {share:.2f} times what DDP adds to it"
+        )
         print(f"loss: mean over ranks and the last {tail} steps")
     save("ddp", records, plan.out)

@@ -1,4 +1,4 @@
-"""bench kernels: each pass over memory against a plain pass over the same elements, interleaved, on all ranks at once."""
+"""bench kernels: each kernel against a plain pass over the same memory, interleaved, on all ranks at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WARM_UP = 2
 
 
 def run(elements: int, density: float, rounds: int, *, as_json: bool) -> int:
-    """Measure and print on rank 0; collective. `of_limit` is the kernel's bandwidth as a share of the plain pass's."""
+    """Measure and print on rank 0; collective. `of_limit` is the kernel's bandwidth relative to the plain pass's."""
     comm = MPI.COMM_WORLD
     backend = load_backend()
     work = _work(backend, elements, density, comm.rank)
@@ -49,7 +49,7 @@ def _record(name: str, nbytes: int, limit: str | None, times: dict[str, list[flo
 
 
 def _work(backend: Any, n: int, density: float, seed: int) -> dict[str, tuple[Callable[[], Any], int, str | None]]:
-    """Kernels by name, with the bytes each moves and the plain pass it is measured against."""
+    """Return kernels by name, with the bytes that each moves and the plain pass to compare it with."""
     random = np.random.default_rng(seed)
     acc = random.standard_t(3, n).astype(np.float32)
     grad = np.zeros(n, dtype=np.float32)

@@ -1,7 +1,7 @@
-"""bench overlap: steps of scheme speculative against the same steps without an exchange, and with one that is waited for.
+"""bench overlap: scheme speculative with its exchange in flight, with a blocking exchange, and computation alone.
 
-All three compute forward, backward and the optimizer's update on batches of the same size, in blocks that take turns. The
-first step of a block is not counted, as nothing is in flight before it. Ratios are taken between blocks of one turn.
+All three do forward, backward and the optimizer's update on batches of the same size, in interleaved blocks of steps. The
+first step of a block does not count, because no exchange is in flight before it. Ratios compare blocks of the same round.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def run(batch: int, density: float, rounds: int, *, as_json: bool) -> int:
     comm = MPI.COMM_WORLD
     ways = {
         "computing alone": _Way(batch, None, density),
-        "exchange waited for": _Way(batch, 0, density),
+        "blocking exchange": _Way(batch, 0, density),
         "exchange in flight": _Way(batch, 1, density),
     }
     for turn in range(WARM_UP + rounds):
@@ -50,7 +50,7 @@ def run(batch: int, density: float, rounds: int, *, as_json: bool) -> int:
 
 
 class _Way:
-    """A model of its own with its optimizer; staleness None: ranks know nothing of each other."""
+    """One contender: its own model and optimizer. With staleness None it exchanges nothing."""
 
     def __init__(self, batch: int, staleness: int | None, density: float) -> None:
         torch.manual_seed(0)
@@ -73,7 +73,7 @@ class _Way:
         self.densities: list[float] = []
 
     def block(self, barrier: Callable[[], None]) -> list[float]:
-        """Do some steps and return the seconds of all but the first; collective."""
+        """Train a block of steps; returns the seconds of all but the first. Collective."""
         barrier()
         times = []
         for _ in range(BLOCK):
@@ -92,7 +92,7 @@ class _Way:
         return times[1:]
 
     def record(self, alone: _Way) -> dict[str, float]:
-        """Medians over the rounds; what was waited for and received over all steps."""
+        """Summarize: times are medians over the rounds, waiting and bytes medians over all steps."""
         ratios = [mine / other for mine, other in zip(self.seconds, alone.seconds, strict=True)]
         record = {"ms": 1e3 * statistics.median(self.seconds), "times_computing": statistics.median(ratios)}
         if self.sync is not None:

@@ -1,9 +1,9 @@
-"""bench scaling: steps on real ranks, as many as mpirun started; then the same steps simulated, and simulated on far more.
+"""bench scaling: steps on the ranks that mpirun started, the same steps simulated, and simulations of far more workers.
 
-The simulator's selection must equal the real one, and its times are compared with real ones. What a step of a scheme
-computes is measured on single ranks, as many at once as there are cores; what messages take, on each number of ranks:
-bandwidth by large ones, latency by steps of exdyna that have next to no elements. Workers beyond the real ranks each have a
-core of their own, and links as two ranks of this run had, unless latency and bandwidth are given.
+The simulated selection must equal the real one, and modelled times are compared with real ones. Compute time is measured
+on single ranks, as many at once as there are cores. Communication is measured for each number of ranks: bandwidth with
+large messages, latency with steps of exdyna on very few elements. Every virtual worker has a dedicated core, and the links
+that two ranks of this run had unless latency and bandwidth are given.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpisparse.bench.costs import Log, Machine
 from mpisparse.bench.simulator import Simulated, Simulator, dense_log, simulator
 from mpisparse.bench.sync import open_source
 from mpisparse.bench.synthetic import LAYERS, GivenModel, Source, Synthetic
-from mpisparse.bench.train import Case
+from mpisparse.bench.train import FIRST, Case
 from mpisparse.comm.exchange import Exchange, end_job_on_uncaught_exception
 from mpisparse.core.records import Stats
 from mpisparse.errors import ConfigurationError
@@ -35,17 +35,16 @@ COLUMNS = {
     "ranks": "d", "scheme": "", "how": "", "density": ".6f", "worst_density": ".3f", "build_up": ".3f", "imbalance": ".3f",
     "received_MB": ".4f", "ms": ".2f", "modelled_ms": ".2f", "error": "+.0%", "same": "",
 }  # fmt: skip
-SMALL, LARGE = 64, 1 << 18  # bytes of a rank's messages by which bandwidth is measured
+SMALL, LARGE = 64, 1 << 18  # bytes per rank of the messages that measure bandwidth
 TRIES = 15
-LITTLE = 10 * LAYERS  # elements of a step that is nearly all latency
+LITTLE = 10 * LAYERS  # elements of a step whose time is nearly all latency
 NAP = 0.002
-NEXT_TO_NOTHING = 1e-9  # seconds
-FIRST = 2  # steps from which on density is judged: the first ones find the threshold
+SHORTEST = 1e-9  # seconds
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run, really and virtually."""
+    """What to run on real ranks and on virtual workers."""
 
     elements: int
     density: float
@@ -83,7 +82,7 @@ def run(plan: Plan) -> int:
         if comm.rank == 0:
             little.calibrate(machine)
             cluster = _cluster(plan, machine)
-            records = [_beside(plan, source, machine, computing, key, stats) for key, stats in real.items()]
+            records = [_real(plan, source, machine, computing, key, stats) for key, stats in real.items()]
             records += _virtual(plan, source, cluster, computing)
     if comm.rank == 0:
         _publish(plan, records, machine, cluster, source)
@@ -91,12 +90,12 @@ def run(plan: Plan) -> int:
 
 
 def _check_cases(comm: MPI.Intracomm, plan: Plan, source: Source) -> None:
-    """Raise on all ranks, before anything is measured, if a case cannot be simulated, or links are unknown; collective."""
+    """Raise on all ranks, before any measurement, if a case cannot be simulated or links are unknown; collective."""
     exchange = Exchange(comm)
     error: ConfigurationError | None = None
     try:
         if (plan.latency is None or plan.bandwidth is None) and comm.size < 2:
-            raise ConfigurationError("one rank has no links to measure: start at least 2, or give --latency and --bandwidth")
+            raise ConfigurationError("one rank has no links to measure; start 2 or more, or pass --latency and --bandwidth")
         for case in plan.cases:
             _simulator(plan, source, case, 1)
     except ConfigurationError as caught:
@@ -107,7 +106,7 @@ def _check_cases(comm: MPI.Intracomm, plan: Plan, source: Source) -> None:
 
 @contextmanager
 def _others_asleep(comm: MPI.Intracomm) -> Iterator[None]:
-    """Ranks that come to the end first wait for the others without taking their cores; collective."""
+    """Make ranks that finish first wait for the others without using a core; collective."""
     yield
     request = comm.Ibarrier()
     while not request.Test():
@@ -118,7 +117,7 @@ def _others_asleep(comm: MPI.Intracomm) -> Iterator[None]:
 
 
 def _steps(part: MPI.Intracomm, source: Source, scheme: str, plan: Plan) -> list[Stats]:
-    """What this rank's steps did; `seconds` holds the time from a common start to this rank's end."""
+    """Run steps and return their statistics; `seconds` is the time from a common start until this rank is done."""
     model = GivenModel.of(source, part.rank)
     case = Case.parse(scheme)
     density = {} if case.scheme == "dense" else {"density": plan.density}
@@ -138,7 +137,7 @@ def _steps(part: MPI.Intracomm, source: Source, scheme: str, plan: Plan) -> list
 
 
 def _median(call: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> float:
-    """Seconds of the middle of several calls, after two to warm up."""
+    """Return the median seconds of several calls, after two warm-up calls."""
     seconds = []
     for turn in range(2 + TRIES):
         before()
@@ -150,7 +149,7 @@ def _median(call: Callable[[], Any], before: Callable[[], Any] = lambda: None) -
 
 
 def _links(part: MPI.Intracomm, elements: int) -> tuple[float, float]:
-    """Bytes a second that a rank receives of large messages, and of a sum of so many float32; collective."""
+    """Measure bytes per second of large all-gathers, and of an all-reduce of `elements` float32; collective."""
     if part.size == 1:
         return 1e12, 1e12
     times = []
@@ -164,7 +163,7 @@ def _links(part: MPI.Intracomm, elements: int) -> tuple[float, float]:
 
 
 def _cores(comm: MPI.Intracomm) -> int:
-    """Cores of all hosts together, taken to be alike; collective."""
+    """Return the cores of all hosts together, assuming equal hosts; collective."""
     local = MPI.Intracomm(comm.Split_type(MPI.COMM_TYPE_SHARED))
     hosts: int = comm.allreduce(int(local.rank == 0))
     local.Free()
@@ -172,13 +171,13 @@ def _cores(comm: MPI.Intracomm) -> int:
 
 
 def _handling(comm: MPI.Intracomm) -> float:
-    """Seconds a byte to add values that came to those that are there; rank 0's, collective."""
+    """Measure on rank 0 the seconds per byte of adding received values; collective."""
     values, more = np.ones((2, LARGE // 4), np.float32)
     return float(comm.bcast(_median(lambda: np.add(values, more, out=values)) / LARGE))
 
 
 def _computing(comm: MPI.Intracomm, source: Source, scheme: str, plan: Plan) -> float:
-    """Seconds of a step of one rank, but for deciding, when as many ranks as there are cores each do one; collective."""
+    """Measure a step of a single rank with every core busy, less the decisions that the simulator times; collective."""
     seconds = 0.0
     with _others_asleep(comm):
         if comm.rank < (os.cpu_count() or 1):
@@ -189,15 +188,15 @@ def _computing(comm: MPI.Intracomm, source: Source, scheme: str, plan: Plan) -> 
 
 
 def _typical(stats: list[list[Stats]]) -> float:
-    """The slowest rank's seconds in the middle one of the steps that are judged."""
+    """Return the median over steps of the slowest rank's seconds, without the first steps."""
     steps = list(zip(*stats, strict=True))[FIRST:]
     return float(statistics.median(max(rank.seconds["step"] for rank in step) for step in steps))
 
 
 class Calibration:
-    """Steps of exdyna with next to no elements: what they take beyond what one rank computes are rounds of messages.
+    """Measures latency by steps of exdyna on very few elements: what they take beyond computation is rounds of messages.
 
-    What rank 0 reckons comes after all that is measured, when the other ranks sleep.
+    Rank 0 evaluates them after all measurements, while the other ranks sleep.
     """
 
     SCHEME = "exdyna"
@@ -209,25 +208,25 @@ class Calibration:
         self.seconds: dict[int, float] = {}
 
     def measure(self, part: MPI.Intracomm) -> None:
-        """Time steps on so many ranks; collective."""
+        """Time steps on the ranks of `part`; collective."""
         self.seconds[part.size] = _typical(part.allgather(_steps(part, self.source, self.SCHEME, self.plan)))
 
     def calibrate(self, machine: Machine) -> None:
-        """Set the machine's latencies: seconds of a round of messages."""
+        """Set the machine's latencies in seconds per round of messages."""
         for size, seconds in self.seconds.items():
             steps = _simulate(self.plan, self.source, self.SCHEME, size)[FIRST:]
             rounds = statistics.median(sum(message.rounds() for message in s.log.messages) for s in steps)
             known = statistics.median(machine.busy(size) * (self.computing + s.work) + machine.moving(s.log) for s in steps)
-            machine.latency[size] = max((seconds - known) / rounds, NEXT_TO_NOTHING) if size > 1 else NEXT_TO_NOTHING
+            machine.latency[size] = max((seconds - known) / rounds, SHORTEST) if size > 1 else SHORTEST
 
 
-# Simulated ones
+# Simulated workers
 
 
-def _beside(
+def _real(
     plan: Plan, source: Source, machine: Machine, computing: dict[str, float], key: tuple[str, int], stats: list[list[Stats]]
 ) -> dict[str, Any]:
-    """A record of real steps, with the same steps simulated: whether they selected alike, and how far times are apart."""
+    """Make the record of real steps, compared with the same steps simulated: equal selection, and error of modelled time."""
     scheme, size = key
     seconds = _typical(stats)
     first = stats[0]
@@ -252,7 +251,7 @@ def _beside(
 
 
 def _simulator(plan: Plan, source: Source, scheme: str, size: int) -> Simulator | None:
-    """The simulator of a case; None for dense, which chooses nothing."""
+    """Create the simulator of a case; None for dense, which selects nothing."""
     case = Case.parse(scheme)
     options = {"density": plan.density, **case.values}
     return None if scheme == "dense" else simulator(case.scheme, source, size, **options)
@@ -264,7 +263,7 @@ def _simulate(plan: Plan, source: Source, scheme: str, size: int) -> list[Simula
 
 
 def _equal(simulated: Simulated, real: list[Stats]) -> bool:
-    """Tell whether a simulated step chose what a real one did, and moved the same bytes on every rank."""
+    """Tell whether a simulated step selected what the real one did, and moved the same bytes on every rank."""
     chosen = {(s.selected, s.threshold, s.borders, s.workloads) for s in real}
     workloads = tuple(int(simulated.workloads[r.rank]) for r in simulated.regions)
     moved = [(s.bytes_sent, s.bytes_received) for s in real]
@@ -273,7 +272,7 @@ def _equal(simulated: Simulated, real: list[Stats]) -> bool:
 
 
 def _cluster(plan: Plan, machine: Machine) -> Machine:
-    """Where virtual workers are: each on its own core, on links as given or as two ranks here had."""
+    """Return the machine of the virtual workers: a dedicated core each, links as given or as measured with two ranks."""
     latency = plan.latency if plan.latency is not None else machine.latency[2]
     bandwidth = plan.bandwidth if plan.bandwidth is not None else machine.bandwidth[2]
     reducing = plan.bandwidth if plan.bandwidth is not None else machine.reducing[2]
@@ -281,7 +280,7 @@ def _cluster(plan: Plan, machine: Machine) -> Machine:
 
 
 def _virtual(plan: Plan, source: Source, cluster: Machine, computing: dict[str, float]) -> list[dict[str, Any]]:
-    """Records of steps on virtual workers; schemes without exclusive regions only while all workers differ."""
+    """Make records of virtual workers; for schemes without exclusive partitions only while all workers' gradients differ."""
     elements, records = sum(source.sizes), []
     for size in plan.workers:
         for scheme in plan.cases:
@@ -313,16 +312,14 @@ def _publish(plan: Plan, records: list[dict[str, Any]], machine: Machine, cluste
         priced = (machine if record["how"] == "real" else cluster).record()
         record.update(elements=elements, set_density=plan.density, steps=plan.steps, **priced)
     if not plan.as_json:
-        print(f"{elements:,} float32, density {plan.density:g}, {plan.steps} steps, judged from the third on")
+        print(f"{elements:,} float32, density {plan.density:g}, {plan.steps} steps, statistics from the third on")
     show(records, COLUMNS, as_json=plan.as_json)
     if not plan.as_json:
         says, others = (", ".join(f"{key} {value:.4g}" for key, value in m.record().items()) for m in (machine, cluster))
         errors = [abs(r["error"]) for r in records if "error" in r and r["ranks"] > 1]
         print(f"machine: {says}, {machine.cores} cores")
-        print(f"virtual workers: {others}, a core each")
+        print(f"virtual workers: {others}, one core each")
         if errors:
             print(f"modelled times are off by {statistics.mean(errors):.0%} on average, {max(errors):.0%} at most")
-        print(
-            f"workers beyond {source.ranks} repeat others' gradients some steps later: {source.ranks * source.steps} differ"
-        )
+        print(f"workers beyond {source.ranks} reuse gradients of other steps: {source.ranks * source.steps} workers differ")
     save("scaling", records, plan.out)

@@ -1,4 +1,4 @@
-"""bench sparse-models: schemes on models that are sparse themselves, beside exchanges tailored to these."""
+"""bench sparse-models: schemes on models that are sparse themselves, compared with exchanges tailored to each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpisparse.bench.tailored import Reduction, TailoredSync, by_mask, by_rows, by_use
-from mpisparse.bench.train import Case, progress_beside, train_case
+from mpisparse.bench.train import Case, progress_to_stderr, train_case
 from mpisparse.comm.exchange import end_job_on_uncaught_exception
 from mpisparse.runtime.settings import Settings
 from mpisparse.runtime.signals import StopRequest
@@ -25,8 +25,8 @@ COLUMNS = {
 
 
 @dataclass(frozen=True)
-class Workload:
-    """A sparse model with its data, and the exchange that was made for it."""
+class SparseWorkload:
+    """A sparse model with its data, and the exchange tailored to it."""
 
     model: str
     tailored: str
@@ -35,9 +35,9 @@ class Workload:
 
 HOME = "mpisparse.bench.sparse_models"
 WORKLOADS = {
-    "pruned": Workload(f"{HOME}:pruned=digits", "mask-aware", by_mask),
-    "embeddings": Workload(f"{HOME}:embeddings=synthetic-ratings", "row-wise", by_rows),
-    "experts": Workload(f"{HOME}:experts=digits", "per expert", by_use),
+    "pruned": SparseWorkload(f"{HOME}:pruned=digits", "mask-aware", by_mask),
+    "embeddings": SparseWorkload(f"{HOME}:embeddings=synthetic-ratings", "row-wise", by_rows),
+    "experts": SparseWorkload(f"{HOME}:experts=digits", "per expert", by_use),
 }
 
 
@@ -58,7 +58,7 @@ def run(base: Settings, names: list[str], cases: list[str], seeds: int, *, as_js
     stop = StopRequest()
     records: list[dict[str, Any]] = []
     try:
-        with progress_beside(as_json):
+        with progress_to_stderr(as_json):
             for name in names:
                 work = WORKLOADS[name]
                 for case in [*map(Case.parse, cases), Case(work.tailored, "dense", {})]:
@@ -74,7 +74,7 @@ def run(base: Settings, names: list[str], cases: list[str], seeds: int, *, as_js
         show(records, COLUMNS, as_json=as_json)
         if not as_json:
             print(
-                "density error: the largest relative one, from the third step on; the last case of a model is tailored to it"
+                "density error: largest relative error from the third step on; the last case of each model is tailored to it"
             )
             print("density of a tailored exchange: the share of all elements that it covered")
         save("sparse-models", records, Path(base.out) / "records.jsonl")

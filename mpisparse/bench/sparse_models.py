@@ -1,4 +1,4 @@
-"""Models that are sparse themselves: pruned weights, embeddings with sparse gradients, experts of which many are idle."""
+"""Models that are sparse themselves: pruned weights, embeddings with sparse gradients, and a mixture of experts."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from torch.nn.functional import linear
 
 from mpisparse.runtime.workloads.models.ncf import CollaborativeFilter
 
-KEPT = 0.1  # of a pruned layer's weights
+UNPRUNED = 0.1  # share of a pruned layer's weights that remain
 EXPERTS, WIDTH = 32, 64
 
 
 class PrunedLinear(nn.Linear):
-    """A linear layer of whose weights a tenth, drawn by lot, is there; the others stay zero and have no gradient."""
+    """A linear layer with nine tenths of its weights pruned at random: they stay zero and get no gradient."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)
         self.mask: torch.Tensor
-        self.register_buffer("mask", torch.rand(outputs, inputs) < KEPT)
+        self.register_buffer("mask", torch.rand(outputs, inputs) < UNPRUNED)
         with torch.no_grad():
-            self.weight.mul_(self.mask).div_(KEPT**0.5)
+            self.weight.mul_(self.mask).div_(UNPRUNED**0.5)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return linear(inputs, self.weight * self.mask, self.bias)
 
 
 def pruned(sizes: Mapping[str, int]) -> nn.Module:
-    """Two pruned layers and a whole one, on images."""
+    """Build two pruned layers and a dense one, for images."""
     pixels = sizes["channels"] * sizes["height"] * sizes["width"]
     return nn.Sequential(
         nn.Flatten(), PrunedLinear(pixels, 1024), nn.ReLU(), PrunedLinear(1024, 512), nn.ReLU(),
@@ -38,7 +38,7 @@ def pruned(sizes: Mapping[str, int]) -> nn.Module:
 
 
 def embeddings(sizes: Mapping[str, int]) -> nn.Module:
-    """Collaborative filtering whose embeddings give sparse gradients: the rows that a batch has looked up."""
+    """Build a collaborative filter whose embeddings have sparse gradients: the rows that a batch looked up."""
     model = CollaborativeFilter(sizes)
     for part in model.modules():
         if isinstance(part, nn.Embedding):
@@ -47,7 +47,7 @@ def embeddings(sizes: Mapping[str, int]) -> nn.Module:
 
 
 class Experts(nn.Module):
-    """Each example goes to the one expert that a gate prefers; an expert without an example has no gradient."""
+    """Routes each example to the expert that a gate prefers; an expert without examples has no gradient."""
 
     def __init__(self, inputs: int, classes: int) -> None:
         super().__init__()
@@ -69,5 +69,5 @@ class Experts(nn.Module):
 
 
 def experts(sizes: Mapping[str, int]) -> nn.Module:
-    """A mixture of experts on images."""
+    """Build a mixture of experts, for images."""
     return Experts(sizes["channels"] * sizes["height"] * sizes["width"], sizes["classes"])

@@ -1,8 +1,8 @@
-"""bench sync: one step of the exchange against dense all-reduce, in the same run, interleaved.
+"""bench sync: one step of the exchange against dense all-reduce, interleaved in the same run.
 
-Timed is step() alone, after a real backward. The gradients of backward are kept alive until the clock has stopped: torch
-frees them in zero_grad() with any kind of exchange, and so it is charged to none. A scheme that moves weights by itself
-(speculative) has no such step: timed is that of a plain SGD to which it is attached, updates included.
+Only step() is timed, after a real backward. The gradients stay alive until the clock has stopped: with any exchange torch
+frees them in zero_grad(), so this is charged to none. A scheme that moves weights itself (speculative) has no step() to
+call; there the step of a plain SGD with the scheme attached is timed, updates included.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 from mpi4py import MPI
 
 import mpisparse
-from mpisparse.bench.recording import Recording
 from mpisparse.bench.synthetic import GivenModel, Source, Synthetic, worker_gradient
 from mpisparse.comm.exchange import Exchange
 from mpisparse.errors import ConfigurationError
 from mpisparse.names import CODECS
+from mpisparse.runtime.recording import Recording
 from mpisparse.runtime.table import save, show
 
 WARM_UP = 3
@@ -38,7 +38,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure: schemes on paths, and of what gradients."""
+    """Which schemes and accumulation paths to measure, on which gradients."""
 
     elements: int
     density: float
@@ -67,12 +67,12 @@ def run(plan: Plan) -> int:
     times: dict[str, list[float]] = {}
     for turn in range(WARM_UP + plan.rounds):
         for name, work in peers.items():
-            seconds = _timed(comm, work)
+            seconds = timed(comm, work)
             if turn >= WARM_UP:
                 times.setdefault(name, []).append(seconds)
         for name, path in syncs.items():
             path.backward()
-            seconds = _timed(comm, path.step)
+            seconds = timed(comm, path.step)
             if turn >= WARM_UP:
                 times.setdefault(name, []).append(seconds)
                 path.note()
@@ -86,7 +86,7 @@ def run(plan: Plan) -> int:
 
 
 def _publish(plan: Plan, ranks: int, elements: int, times: dict[str, list[float]], syncs: dict[str, _Path]) -> None:
-    """Print the table or the records, and write them where asked."""
+    """Print the table or the records, and write them to `plan.out`."""
     records = [_record(name, seconds, times["MPI Allreduce"]) for name, seconds in times.items()]
     for path, record in zip(syncs.values(), records[len(records) - len(syncs) :], strict=True):
         record.update(path.summary())
@@ -101,7 +101,7 @@ def _publish(plan: Plan, ranks: int, elements: int, times: dict[str, list[float]
 
 
 def open_source(comm: MPI.Intracomm, path: Path | None, elements: int, ranks: int | None = None) -> Source:
-    """Recorded gradients where a path is given, else synthetic ones, those of this rank in memory; collective.
+    """Open recorded gradients, or synthetic ones without a path, and load those of this rank; collective.
 
     An error on one rank is raised on all.
     """
@@ -120,12 +120,12 @@ def open_source(comm: MPI.Intracomm, path: Path | None, elements: int, ranks: in
 
 
 def moves_weights(sync: mpisparse.GradientSync) -> bool:
-    """Tell whether a scheme has weights to move: it needs an attached optimizer, and has no step() to call by hand."""
+    """Tell whether a scheme moves weights itself: it needs an attached optimizer and has no step() to call."""
     return bool(getattr(sync.options, "staleness", 0))
 
 
 class _Path:
-    """One way to accumulate, on parameters of its own that share the model's prepared gradients."""
+    """A scheme with one way to accumulate, on its own parameters and the common gradients."""
 
     def __init__(self, scheme: str, path: str, source: GivenModel, density: float, codec: str | None) -> None:
         self.model = source.twin()
@@ -151,7 +151,7 @@ class _Path:
         self.notes.append(self.sync.stats)
 
     def summary(self) -> dict[str, Any]:
-        """Medians over the rounds; bytes are the mean, because they alternate with the regions."""
+        """Summarize: phases are medians over the rounds, the rest means, because bytes alternate with the partitions."""
         selected = statistics.mean(s.selected for s in self.notes)
         received = statistics.mean(s.bytes_received for s in self.notes)
         phases = {key: statistics.median(s.seconds[key] for s in self.notes) for key in self.notes[0].seconds}
@@ -172,8 +172,8 @@ def _record(name: str, seconds: list[float], dense: list[float]) -> dict[str, An
     return {"what": name, "ms": 1e3 * statistics.median(seconds), "times_faster": statistics.median(ratios)}
 
 
-def _timed(comm: MPI.Intracomm, work: Callable[[], Any]) -> float:
-    """Seconds until the slowest rank is done, from a common start."""
+def timed(comm: MPI.Intracomm, work: Callable[[], Any]) -> float:
+    """Return the seconds from a common start until the slowest rank is done; collective."""
     comm.Barrier()
     start = time.perf_counter()
     work()
@@ -181,7 +181,7 @@ def _timed(comm: MPI.Intracomm, work: Callable[[], Any]) -> float:
 
 
 def _dense_peers(comm: MPI.Intracomm, elements: int, *, gloo: bool) -> dict[str, Callable[[], Any]]:
-    """Dense all-reduce of as many elements, and a plain in-place add of them: the least that a step must do."""
+    """Return dense all-reduces of the same elements, and a plain in-place add of them: the minimum work of a step."""
     source = np.random.default_rng(comm.rank).standard_normal(elements, dtype=np.float32)
     target, zeros = np.zeros_like(source), np.zeros_like(source)
 
@@ -204,7 +204,7 @@ def _dense_peers(comm: MPI.Intracomm, elements: int, *, gloo: bool) -> dict[str,
 
 
 def start_gloo(comm: MPI.Intracomm) -> str | None:
-    """Join the ranks in a gloo group through rank 0's host; returns why not, the same on all ranks."""
+    """Create a gloo group of all ranks through rank 0's host; returns the error, the same on all ranks. Collective."""
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         return "this torch has no gloo"
     with socket.socket() as probe:

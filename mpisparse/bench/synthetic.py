@@ -1,4 +1,4 @@
-"""Gradients for benchmarks: layered and heavy-tailed, as deep networks have them; and a model that hands out given ones."""
+"""Synthetic gradients, layered and heavy-tailed like those of deep networks, and a model that replays given ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SETS = 3
 
 
 class Source(Protocol):
-    """Flat gradients of some ranks and steps, and how long their layers are."""
+    """Flat gradients of some ranks and steps; `sizes` are the elements per layer."""
 
     @property
     def sizes(self) -> list[int]: ...
@@ -28,13 +28,13 @@ class Source(Protocol):
 
 
 def worker_gradient(source: Source, worker: int, step: int) -> Floats:
-    """Any worker's gradient of any step: a worker beyond the source's ranks has another's of some steps later."""
+    """Return a worker's gradient; a worker beyond the source's ranks reuses another's from a later step."""
     later, rank = divmod(worker, source.ranks)
     return source.gradient(rank, (step + later) % source.steps)
 
 
 def layer_sizes(elements: int, layers: int = LAYERS) -> list[int]:
-    """Split the elements over layers whose sizes differ by orders of magnitude; the same on every rank."""
+    """Split elements into layers whose sizes differ by orders of magnitude; the same on every rank."""
     layers = min(layers, elements)
     weights = 64 + np.random.default_rng(0).pareto(0.7, layers) * 10_000
     sizes = np.maximum(1, np.floor(weights / weights.sum() * (elements - layers))).astype(int)
@@ -43,7 +43,7 @@ def layer_sizes(elements: int, layers: int = LAYERS) -> list[int]:
 
 
 class Synthetic:
-    """`SETS` gradients for each rank, made when they are first asked for."""
+    """`SETS` gradients per rank, generated on first use."""
 
     steps = SETS
 
@@ -54,7 +54,7 @@ class Synthetic:
         self._of_rank = functools.cache(self._make)
 
     def gradient(self, rank: int, step: int) -> Floats:
-        """One of a rank's gradients."""
+        """Return one of a rank's gradients."""
         return self._of_rank(rank)[step]
 
     def _make(self, rank: int) -> list[Floats]:
@@ -70,7 +70,7 @@ class Synthetic:
 
 
 class GivenModel(torch.nn.Module):
-    """A model without computation: backward() gives its parameters one of the given gradients, in turn."""
+    """A model without computation: backward() gives its parameters the next of the given gradients, cyclically."""
 
     def __init__(self, sizes: Sequence[int], gradients: Sequence[Floats]) -> None:
         super().__init__()
@@ -80,11 +80,11 @@ class GivenModel(torch.nn.Module):
 
     @classmethod
     def of(cls, source: Source, worker: int) -> GivenModel:
-        """The model of one worker."""
+        """Create the model of one worker."""
         return cls(source.sizes, [worker_gradient(source, worker, step) for step in range(source.steps)])
 
     def twin(self) -> GivenModel:
-        """Another model with parameters of its own and the same gradients."""
+        """Return a model with its own parameters and the same gradients."""
         twin = GivenModel([p.numel() for p in self.layers], [])
         twin.sets = self.sets
         return twin
@@ -97,7 +97,7 @@ class GivenModel(torch.nn.Module):
 
 
 class _Given(torch.autograd.Function):
-    """A loss whose gradients are given."""
+    """A loss with prescribed gradients."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[torch.Tensor], *parameters: torch.Tensor) -> torch.Tensor:

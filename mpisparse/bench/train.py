@@ -1,4 +1,4 @@
-"""bench train: schemes beside each other on real training, with the same seeds and batches; loss against bytes."""
+"""bench train: compares schemes in real training, with the same seeds and batches: loss against bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from mpi4py import MPI
 
 from mpisparse.comm.exchange import end_job_on_uncaught_exception
 from mpisparse.errors import ConfigurationError
-from mpisparse.runtime.settings import Settings, parse_options, to_toml
+from mpisparse.runtime.flags import parse_options
+from mpisparse.runtime.settings import Settings
+from mpisparse.runtime.settings_file import to_toml
 from mpisparse.runtime.signals import StopRequest
 from mpisparse.runtime.table import save, show
 from mpisparse.runtime.train import Trainer
@@ -27,8 +29,8 @@ COLUMNS = {
     "build_up": ".2f", "imbalance": ".2f", "ms_a_step": ".1f", "compute_ms": ".1f",
 }  # fmt: skip
 TrainerKind = Callable[[Settings, StopRequest], Trainer]
-FIRST = 2  # steps from which on density is judged
-SETTINGS = ("density", "codec")  # what of a case is a setting of its own; the rest are options of the scheme
+FIRST = 2  # statistics of density start at this step: the first ones find the threshold
+SETTINGS = ("density", "codec")  # values of a case that are settings; the others are options of the scheme
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Case:
         return cls(text, scheme, parse_options(rest.split(",")) if rest else {})
 
     def settings(self, base: Settings, model: str, data: str | None, seed: int, out: Path) -> Settings:
-        """The settings of one run of this case."""
+        """Return the settings of one run of this case."""
         own = {name: self.values[name] for name in SETTINGS if name in self.values}
         options = {name: value for name, value in self.values.items() if name not in SETTINGS}
         return dataclasses.replace(
@@ -61,7 +63,7 @@ def run(base: Settings, models: list[str], cases: list[str], seeds: int, *, as_j
     parsed = [Case.parse(text) for text in cases]
     records = []
     try:
-        with progress_beside(as_json):
+        with progress_to_stderr(as_json):
             for model in models:
                 for case in parsed:
                     code, record = train_case(base, model, case, seeds, stop)
@@ -74,14 +76,14 @@ def run(base: Settings, models: list[str], cases: list[str], seeds: int, *, as_j
         show(records, COLUMNS, as_json=as_json)
         save("train", records, Path(base.out) / "records.jsonl")
         if not as_json:
-            print("pick by the validation metric; test loss and metric are of the end, of data that has steered nothing")
-            print(f"train loss: mean of the last tenth of the steps; spread: largest less smallest over {seeds} seeds")
+            print("choose by the validation metric; test loss and metric are of the end, on data used for nothing else")
+            print(f"train loss: mean of the last tenth of the steps; spread: largest minus smallest of {seeds} seeds")
             print(f"pages with all curves: mpisparse report {base.out}/*/")
     return 0
 
 
-def progress_beside(as_json: bool) -> contextlib.AbstractContextManager[Any]:
-    """Where standard output is for records alone, progress goes to standard error."""
+def progress_to_stderr(as_json: bool) -> contextlib.AbstractContextManager[Any]:
+    """Redirect progress to standard error if standard output is for JSON records."""
     return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
 
 
@@ -93,7 +95,7 @@ def train_case(
     stop: StopRequest,
     kind: Callable[[Settings, StopRequest], Trainer] = Trainer,
 ) -> tuple[int, dict[str, Any]]:
-    """Train a case with every seed; the exit code and what came of it, means over the seeds. Collective."""
+    """Train a case with every seed; returns the exit code and the results, averaged over seeds. Collective."""
     comm = MPI.COMM_WORLD
     name, _, data = model.partition("=")
     runs = []
@@ -109,12 +111,12 @@ def train_case(
 
 
 def _label(text: str) -> str:
-    """A part of a directory's name."""
+    """Make a text fit for a directory's name."""
     return "".join(c if c.isalnum() else "-" for c in text)
 
 
 def _check_directory(comm: MPI.Intracomm, settings: Settings) -> None:
-    """Raise on all ranks if a directory holds a run with other settings, which must not be taken for this one."""
+    """Raise on all ranks if the directory holds a run with other settings, which must not be mistaken for this one."""
     config = Path(settings.out) / "config.toml"
     other = comm.bcast(config.exists() and config.read_text(encoding="utf-8") != to_toml(settings))
     if other:
@@ -124,7 +126,7 @@ def _check_directory(comm: MPI.Intracomm, settings: Settings) -> None:
 
 
 def _train(trainer: Trainer) -> tuple[int, dict[str, Any]]:
-    """Train or go on training; the exit code and what came of it, the same on all ranks but for wall times."""
+    """Train or resume; returns the exit code and the results of rank 0, the same on all ranks. Collective."""
     try:
         code = trainer.train()
     finally:
@@ -136,7 +138,7 @@ def _train(trainer: Trainer) -> tuple[int, dict[str, Any]]:
 
 
 def _result(trainer: Trainer) -> dict[str, Any]:
-    """What a finished run says of itself; of a step that was done again after a stop, the last time counts."""
+    """Summarize a finished run from its metrics; of a step repeated after a stop, the last record counts."""
     lines = [json.loads(line) for line in (trainer.out / "metrics.jsonl").read_text().splitlines()]
     steps = list({line["step"]: line for line in lines if line["kind"] == "step"}.values())
     last = steps[-max(1, len(steps) // 10) :]
@@ -151,25 +153,25 @@ def _result(trainer: Trainer) -> dict[str, Any]:
         **validation,
         "test_loss": _number(evals["test"]["loss"]),
         "metric": _number(evals["test"]["metric"]),
-        "received_MB": trainer.received / 1e6,
-        "of_dense": trainer.received / max(1.0, trainer.dense),
+        "received_MB": trainer.state.received / 1e6,
+        "of_dense": trainer.state.received / max(1.0, trainer.state.dense),
         "density": statistics.mean(line["density"] for line in steps),
         "build_up": statistics.mean(line["density"] / line["set_density"] for line in steps[FIRST:] or steps),
         "imbalance": statistics.mean(line["imbalance"] for line in steps[FIRST:] or steps),
         "density_error": max((abs(line["density"] / line["set_density"] - 1) for line in steps[FIRST:]), default=0.0),
         "sent_density": statistics.mean(line["sent_density"] for line in steps),
-        "ms_a_step": 1e3 * trainer.seconds / trainer.step,
+        "ms_a_step": 1e3 * trainer.state.seconds / trainer.state.step,
         **{f"{phase}_ms": 1e3 * statistics.median(t.get(phase, {"mean": 0.0})["mean"] for t in times) for phase in phases},
     }
 
 
 def _number(value: float | None) -> float:
-    """What the metrics say, where null is a number that was not finite."""
+    """Read a number of the metrics, where null stands for a non-finite one."""
     return math.nan if value is None else value
 
 
 def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over the seeds."""
+    """Average over the seeds."""
     means = {key: statistics.mean(run.get(key, 0.0) for run in runs) for key in runs[0]}
     losses = [run["train_loss"] for run in runs]
     return {"seeds": len(runs), **means, "spread": max(losses) - min(losses)}

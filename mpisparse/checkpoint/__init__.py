@@ -1,9 +1,9 @@
-"""Checkpoints in HDF5: everything a run depends on, whole or not at all, on any number of ranks.
+"""Checkpoints in HDF5: the complete state of a run, written atomically, to be loaded on any number of ranks.
 
     mpisparse.checkpoint.save(directory, step=step, model=model, optimizer=optimizer, sync=sync)     # collective
     step = mpisparse.checkpoint.load(directory, model=model, optimizer=optimizer, sync=sync)         # collective
 
-The directory must be on a file system that all ranks see. See docs/checkpoint.md for what is in it.
+The directory must be on a file system that all ranks see. docs/checkpoint.md describes its contents.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ParamSpec
 
-from mpisparse import __version__, names
+from mpisparse import names
 from mpisparse.checkpoint import onefile, store, tree
 from mpisparse.checkpoint.contents import MALFORMED, read_own, read_shared, sensible
 from mpisparse.checkpoint.h5file import Arrays, Damaged, FileRecord, write_file
@@ -26,6 +26,7 @@ from mpisparse.checkpoint.standin import check_scheme_state, resize_scheme_state
 from mpisparse.checkpoint.state import Snapshot, Subjects, flatten_own, flatten_shared, split
 from mpisparse.core.state import sources
 from mpisparse.errors import CheckpointError, ConfigurationError, check_choice
+from mpisparse.version import __version__
 
 __all__ = ["CheckpointError", "Damaged", "Saving", "begin_save", "load", "save"]
 
@@ -33,7 +34,7 @@ P = ParamSpec("P")
 
 
 class Saving:
-    """A checkpoint that is being written; finish() makes it whole. Made by begin_save."""
+    """A checkpoint that is being written; finish() completes it. Created by begin_save()."""
 
     def __init__(
         self, exchange: Any, directory: Path, place: Path, manifest: store.Manifest, keep: int | None, *,
@@ -74,7 +75,7 @@ class Saving:
         return self._thread is None or not self._thread.is_alive()
 
     def finish(self) -> Path:
-        """Wait for all ranks' files and make the checkpoint whole; collective. Raises CheckpointError on all ranks."""
+        """Wait for all ranks' files and complete the checkpoint; collective. Raises CheckpointError on all ranks."""
         with self._exchange.place.exempt("saving"):
             return self._finish()
 
@@ -97,14 +98,14 @@ class Saving:
         return self._directory / store.name_of(self._manifest.step)
 
     def abandon(self) -> None:
-        """Wait for this rank's files, and on rank 0 remove what is unfinished; local. For a run that ends in an error."""
+        """Wait for this rank's files, and on rank 0 remove the checkpoint; local. For a run that ends in an error."""
         if self._thread is not None:
             self._thread.join()
         if self._exchange.rank == 0:
             store.discard(self._place)
 
     def _complete(self, reports: list[dict[str, Any]], errors: list[str]) -> str:
-        """On rank 0: name the checkpoint, or remove it; returns what went wrong."""
+        """On rank 0: give the checkpoint its final name, or remove it; returns the errors."""
         try:
             if not errors:
                 files = tuple(FileRecord(**record) for report in reports for record in report["files"])
@@ -118,7 +119,7 @@ class Saving:
 
 
 def _exempt_saving(begin: Callable[P, Saving]) -> Callable[P, Saving]:
-    """Exempt a function with the keyword `sync` from that one's timeout."""
+    """Exempt a function from the timeout of its keyword argument `sync`."""
 
     @functools.wraps(begin)
     def run(*args: P.args, **options: P.kwargs) -> Saving:
@@ -135,10 +136,10 @@ def begin_save(
     scaler: Any = None, extra: dict[str, Any] | None = None, keep: int | None = None, background: bool = True,
     last: Saving | None = None, driver: str | None = None,
 ) -> Saving:  # fmt: skip
-    """Begin a checkpoint; collective. With `background` the state is copied and written by a thread while training goes on.
+    """Begin a checkpoint; collective. With `background` a thread writes a copy of the state while training continues.
 
-    Call finish() on the result, on all ranks, before the next checkpoint. `last`: a finished one, whose memory for the
-    copy is used again. `driver`: as of save(); "mpio" is not for the background.
+    Call finish() on the result, on all ranks, before the next checkpoint. `last`: a finished Saving whose memory is reused
+    for the copy. `driver`: see save(); "mpio" cannot write in the background.
     """
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ConfigurationError(f"step must be a whole number >= 0, got {step!r}")
@@ -147,7 +148,7 @@ def begin_save(
     if driver is not None:
         check_choice("driver", driver, names.DRIVERS)
         if background:
-            raise ConfigurationError(f'driver="{driver}" sends messages while it writes: pass background=False')
+            raise ConfigurationError(f'driver="{driver}" communicates while it writes; pass background=False')
     if last is not None and not last.written:
         raise CheckpointError("the last checkpoint is still being written; call its finish() first")
     memory = last._memory if last is not None else Snapshot()
@@ -191,9 +192,9 @@ def save(
 ) -> Path:  # fmt: skip
     """Write a checkpoint of `step` into directory/step-...; collective. Returns its path.
 
-    `extra` is a dict of tensors, arrays and scalars of this rank's own. `keep`: how many checkpoints to leave in the
-    directory. `driver`: "mpio" writes one file for all ranks through parallel HDF5, instead of two for each. Raises
-    CheckpointError on all ranks if any could not write; older checkpoints are then intact.
+    `extra`: this rank's own tensors, arrays and scalars. `keep`: how many checkpoints to leave in the directory.
+    `driver`: "mpio" writes one file for all ranks through parallel HDF5, instead of two per rank. Raises CheckpointError on
+    all ranks if any cannot write; older checkpoints remain intact.
     """
     return begin_save(
         directory, step=step, model=model, optimizer=optimizer, sync=sync, scheduler=scheduler, scaler=scaler,
@@ -205,10 +206,10 @@ def load(
     directory: str | Path, *, model: Any, optimizer: Any = None, sync: Any = None, scheduler: Any = None,
     scaler: Any = None, extra: dict[str, Any] | None = None, check_extra: Callable[[dict[str, Any]], None] | None = None,
 ) -> int | None:  # fmt: skip
-    """Restore the newest whole checkpoint of a directory; collective. Returns its step, or None if there is none.
+    """Restore the newest valid checkpoint of a directory; collective. Returns its step, or None if there is none.
 
-    `extra` is filled with what was saved. A damaged, malformed or unfinished checkpoint is named in a warning, and the one
-    before is used; so is one whose extra `check_extra` refuses with a ValueError. A checkpoint of another model or scheme is
+    `extra` receives what was saved. A damaged, malformed or unfinished checkpoint causes a warning and is skipped for the
+    one before; so is one whose extra makes `check_extra` raise ValueError. A checkpoint of another model or scheme is
     refused. On another number of ranks residuals are merged or split.
     """
     subjects = Subjects(model, optimizer, sync, scheduler, scaler)
@@ -224,7 +225,7 @@ def _load(
     directory: Path, subjects: Subjects, extra: dict[str, Any] | None, exchange: Any,
     check_extra: Callable[[dict[str, Any]], None],
 ) -> int | None:  # fmt: skip
-    """Restore the newest checkpoint that is whole on all ranks; collective."""
+    """Restore the newest checkpoint that is valid on all ranks; collective."""
     listed = ""
     if exchange.rank == 0:
         store.recover(directory)
@@ -233,7 +234,7 @@ def _load(
         damage, contents, refusal = "", None, None
         try:
             contents = _read(Path(path), exchange.rank, exchange.size)
-            sensible(f"what {path} holds of the caller's", check_extra, contents[2]["extra"])
+            sensible(f"the caller's extra in {path}", check_extra, contents[2]["extra"])
             refusal = _difference(contents[0], subjects, path) or _misfit(subjects, *contents, path)
         except Damaged as error:
             damage = str(error)
@@ -259,7 +260,7 @@ def _exchange(sync: Any) -> Any:
 
 
 def _release(exchange: Any, sync: Any) -> None:
-    """Give back a communicator that was made for one call."""
+    """Free a communicator that was created for one call."""
     if sync is None:
         exchange.close()
 
@@ -267,7 +268,7 @@ def _release(exchange: Any, sync: Any) -> None:
 def _files(
     subjects: Subjects, extra: dict[str, Any] | None, rank: int, size: int
 ) -> dict[str, tuple[Arrays, dict[str, str]]]:
-    """The two files that a rank writes: its own state, and its share of the replicated one."""
+    """Return the two files that a rank writes: its own state, and its share of the replicated state."""
     own_text, own = flatten_own(subjects.own(extra))
     shared_text, shared = flatten_shared(subjects.shared())
     texts = {"state": shared_text} if rank == 0 else {}
@@ -278,14 +279,14 @@ def _files(
 
 
 def _read(path: Path, rank: int, size: int) -> tuple[store.Manifest, dict[str, Any], dict[str, Any]]:
-    """Read and verify all that a rank needs of a checkpoint; local."""
+    """Read and verify what one rank needs of a checkpoint; local."""
     manifest = store.read_manifest(path)
     shared = read_shared(path, manifest)
     if manifest.ranks == size:
         return manifest, shared, read_own(path, manifest, shared, rank)
     owns = {old: read_own(path, manifest, shared, old) for old in sources(manifest.ranks, size, rank)}
     for old, own in owns.items():
-        if "sync" in own:  # what is malformed could be merged into something that is not
+        if "sync" in own:  # merging could hide that a state is malformed
             sensible(f"the exchange's state in {path}, rank {old},", check_scheme_state, own["sync"], shared)
     first = owns[next(iter(owns))]
     if "sync" not in first:
@@ -296,7 +297,7 @@ def _read(path: Path, rank: int, size: int) -> tuple[store.Manifest, dict[str, A
 
 
 def _difference(manifest: store.Manifest, subjects: Subjects, path: str) -> Exception | None:
-    """The first difference between the saved model and this one."""
+    """Return the first difference between the saved model and this one."""
     here = subjects.describe()
     for saved, line in zip((*manifest.model, "nothing more"), (*here, "nothing more"), strict=False):
         if saved != line:
@@ -307,7 +308,7 @@ def _difference(manifest: store.Manifest, subjects: Subjects, path: str) -> Exce
 def _misfit(
     subjects: Subjects, manifest: store.Manifest, shared: dict[str, Any], own: dict[str, Any], path: str
 ) -> Exception | None:
-    """Why the states cannot be given to the objects; raises Damaged if they could be given to none."""
+    """Return why the states do not fit these objects; raises Damaged if they are malformed."""
     try:
         subjects.check(shared, own, same_version=manifest.origin["mpisparse"] == __version__)
     except ConfigurationError as error:
@@ -335,12 +336,12 @@ def _origin(sync: Any) -> dict[str, Any]:
 
 
 def _warn_of_origin(manifest: store.Manifest, sync: Any, rank: int) -> None:
-    """Warn on rank 0 of what may change bits: another torch, thread count or processor."""
+    """Warn on rank 0 if torch, the thread count or the processor differ, which may change bits."""
     here = _origin(sync)
     for key, meaning in (("torch", "torch"), ("threads", "the number of threads"), ("cpu", "the CPU's capability")):
         if manifest.origin[key] != here[key] and rank == 0:
             warnings.warn(
                 f"{meaning} was {manifest.origin[key]} when the checkpoint was written and is {here[key]} now: "
-                "the run goes on, but its last bits may differ",
+                "the run continues, but its results may differ in the last bits",
                 stacklevel=4,
             )

@@ -1,6 +1,7 @@
-"""Whether what was read makes sense in itself, without the objects it is for: for load(), and for inspect --verify.
+"""Consistency checks of a checkpoint's contents, without the objects to restore; for load() and inspect --verify.
 
-A digest tells that a file is what somebody wrote, not that it is a checkpoint. Everything here raises Damaged; local.
+A digest shows that a file is what somebody wrote, not that it is a checkpoint. All functions are local; those that read
+raise Damaged.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Any
 
 import torch
 
-from mpisparse import __version__
 from mpisparse.checkpoint.h5file import Arrays, Damaged, FileRecord, read_file
 from mpisparse.checkpoint.objects import (
     check_optimizer,
@@ -31,19 +31,20 @@ from mpisparse.errors import check_choice
 from mpisparse.schemes import SCHEMES
 from mpisparse.schemes.options import Options
 from mpisparse.schemes.state import STATE_FORMAT
+from mpisparse.version import __version__
 
 ORIGIN = {"mpisparse": str, "torch": str, "threads": int, "kernels": str, "cpu": str, "scheme": (str, type(None))}
 Reader = Callable[[Path, FileRecord], tuple[Arrays, dict[str, str]]]
-MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)  # RecursionError is one
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)  # includes RecursionError
 
 
 def sensible(what: str, check: Callable[..., Any], *args: Any) -> Any:
-    """Do a check, and raise whatever it finds malformed as Damaged."""
+    """Run a check and turn its errors into Damaged."""
     try:
         return check(*args)
     except MALFORMED as error:
-        told = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-        raise Damaged(f"{what} is malformed: {told}") from error
+        problem = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        raise Damaged(f"{what} is malformed: {problem}") from error
 
 
 def read_shared(path: Path, manifest: Manifest, read: Reader = read_file) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def read_shared(path: Path, manifest: Manifest, read: Reader = read_file) -> dic
         record = manifest.record(shared_file(writer))
         part, words = read(path / record.name, record)
         if arrays.keys() & part.keys() or words.keys() != ({"state"} if writer == 0 else set()):
-            raise Damaged(f"{path / record.name} holds what another file of the checkpoint should")
+            raise Damaged(f"{path / record.name} holds data that belong in another file of the checkpoint")
         arrays |= part
         texts |= words
     what = f"the replicated state of {path}"
@@ -65,7 +66,7 @@ def read_shared(path: Path, manifest: Manifest, read: Reader = read_file) -> dic
 
 
 def read_own(path: Path, manifest: Manifest, shared: dict[str, Any], rank: int, read: Reader = read_file) -> dict[str, Any]:
-    """Read, verify and check a rank's own state; local."""
+    """Read, verify and check the own state of a rank; local."""
     record = manifest.record(rank_file(rank))
     arrays, texts = read(path / record.name, record)
     own: dict[str, Any] = sensible(str(path / record.name), lambda: unflatten(texts["state"], arrays))
@@ -74,14 +75,14 @@ def read_own(path: Path, manifest: Manifest, shared: dict[str, Any], rank: int, 
 
 
 def check_origin(manifest: Manifest) -> None:
-    """Raise unless the manifest says which versions and what machine wrote the checkpoint."""
+    """Raise unless the manifest names the versions and the machine that wrote the checkpoint."""
     for key, kind in ORIGIN.items():
         value = manifest.origin.get(key)
         need(isinstance(value, kind) and not isinstance(value, bool), f"its origin has {key} {value!r}")  # type: ignore[arg-type]
 
 
 def check_shared(manifest: Manifest, shared: Any) -> None:
-    """Raise unless the replicated state is one: a model's tensors, and states of the kinds it names."""
+    """Raise unless the replicated state holds a model's tensors, and states of the classes it names."""
     need(isinstance(shared, dict) and isinstance(shared.get("model"), dict), "it holds no model")
     need(all(isinstance(name, str) for name in shared["model"]), "it holds no model")
     need(set(described(shared["model"])) <= set(manifest.model), "its model is not that of the manifest")
@@ -95,7 +96,7 @@ def check_shared(manifest: Manifest, shared: Any) -> None:
 
     def has_shape(number: int, shape: torch.Size) -> bool:
         named = names[number] if names is not None else None
-        return named not in shapes or shape == shapes[named]  # one that is not the model's can have any
+        return named not in shapes or shape == shapes[named]  # a parameter outside the model may have any shape
 
     if "optimizer" in shared:
         check_optimizer(shared["optimizer"], _kind(shared, "optimizer", torch.optim), has_shape)
@@ -108,7 +109,7 @@ def check_shared(manifest: Manifest, shared: Any) -> None:
 
 
 def _kind(shared: dict[str, Any], name: str, module: Any) -> type | None:
-    """The class of a state that says it is one of torch's own."""
+    """Return the class of a state, if it is one of torch's own."""
     if not _of(shared, name, module.__name__):
         return None
     kind = getattr(module, shared[f"{name}_kind"], None)
@@ -120,7 +121,7 @@ def _of(shared: dict[str, Any], name: str, module: str) -> bool:
 
 
 def saved_options(sync: dict[str, Any]) -> Options:
-    """The options that an exchange was saved with; where a callable was given, one stands in for it."""
+    """Return the options that a GradientSync was saved with; callables are replaced by a placeholder."""
     saved, scheme = json.loads(sync["options"]), sync["scheme"]
     check_choice("scheme", scheme, SCHEMES)
     types = {field.name: str(field.type) for field in dataclasses.fields(SCHEMES[scheme])}
@@ -131,35 +132,37 @@ def saved_options(sync: dict[str, Any]) -> Options:
 
 
 def check_own(manifest: Manifest, shared: dict[str, Any], own: Any, rank: int) -> None:
-    """Raise unless a rank's own state is one, and makes up the manifest's model together with the replicated one."""
+    """Raise unless a rank's own state is complete and, with the replicated one, has all tensors of the manifest's model."""
     need(isinstance(own, dict) and isinstance(own.get("buffers"), dict), "it holds no buffers")
-    need(isinstance(own.get("extra"), dict), "it holds nothing of the caller's")
+    need(isinstance(own.get("extra"), dict), "it holds no extra of the caller")
     lines = [*described(shared["model"]), *described(own["buffers"])]
-    need(sorted(lines) == sorted(manifest.model), "its buffers do not make up the manifest's model")
+    need(sorted(lines) == sorted(manifest.model), "its buffers do not complete the manifest's model")
     check_random(own.get("random"))
     if "sync" in own:
         _check_sync(own["sync"], manifest, shared, rank)
 
 
 def _check_sync(sync: Any, manifest: Manifest, shared: dict[str, Any], rank: int) -> None:
-    """Raise unless this is the state of a GradientSync on that rank; the scheme's own part is checked by the scheme."""
-    need(isinstance(sync, dict) and all(isinstance(key, str) for key in sync), "the exchange's state is no dict of names")
-    need(isinstance(json.loads(sync["options"]), dict), "the exchange's options are no JSON object")
+    """Raise unless this is the state of a GradientSync on that rank; the scheme checks its own part."""
+    named = isinstance(sync, dict) and all(isinstance(key, str) for key in sync)
+    need(named, "the exchange's state is not a dict with string keys")
+    need(isinstance(json.loads(sync["options"]), dict), "the exchange's options are not a JSON object")
     need(type(sync["format"]) is int, f"the exchange's state has format {sync['format']!r}")
-    if manifest.origin["mpisparse"] == __version__:  # another one may have another format, and other options
+    if manifest.origin["mpisparse"] == __version__:  # another version may have another format and other options
         need(sync["format"] == STATE_FORMAT, f"the exchange's state has format {sync['format']!r}")
         saved_options(sync)
-    place = sync["rank"], sync["size"]
-    need(place == (rank, manifest.ranks) and bool not in map(type, place), f"the exchange's state is of rank {place}")
+    writer = sync["rank"], sync["size"]
+    fits = writer == (rank, manifest.ranks) and bool not in map(type, writer)
+    need(fits, f"the exchange's state is of (rank, size) {writer}")
     need(sync["scheme"] == manifest.origin["scheme"], "the scheme is not that of the manifest")
     if "step.edges" in sync:  # borders between ranks, in blocks
-        need(len(sync["step.borders"]) == manifest.ranks + 1, "the borders are not those of as many ranks")
+        need(len(sync["step.borders"]) == manifest.ranks + 1, "the borders are of another number of ranks")
     residual, names = sync["residual"], shared.get("trainable")
     sizes = {name: math.prod(t.shape) for name, t in shared["model"].items() if isinstance(t, torch.Tensor)}
     flat = isinstance(residual, torch.Tensor) and residual.dim() == 1 and residual.dtype is torch.float32
-    need(flat, "the residual is no flat array of float32")
+    need(flat, "the residual is not a flat float32 tensor")
     need(names is None or isinstance(names, dict), "it does not name the trainable parameters")
-    if names is not None and names.keys() <= sizes.keys():  # a module may keep some out of its state_dict
-        need(len(residual) == sum(sizes[name] for name in names), "the residual is not of the trainable parameters")
+    if names is not None and names.keys() <= sizes.keys():  # a module may omit some from its state_dict
+        need(len(residual) == sum(sizes[name] for name in names), "the residual does not fit the trainable parameters")
         for name, strides in names.items():
             check_strides(shared["model"][name].shape, strides)

@@ -1,7 +1,7 @@
-"""One HDF5 file of flat arrays and texts, checked twice: HDF5's fletcher32 on every chunk, and a digest of its content.
+"""One HDF5 file of flat arrays and texts, protected by HDF5's fletcher32 on every chunk and by a digest of the contents.
 
-Chunks are written ready-made, with their checksum from our own kernel: HDF5's filter takes longer than the disk. What
-the digest covers is every array's name, type, length and bytes, and every text, in the order of their names.
+Chunks are written directly, with checksums from our own kernel: HDF5's filter is slower than the disk. The digest covers
+the name, type, length and bytes of every array, and every text, in the order of their names.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpisparse.backends.device import load_backend
-from mpisparse.checkpoint.members import Damaged, check_place, child, members
+from mpisparse.checkpoint.members import Damaged, child, file_size, members
+from mpisparse.checkpoint.tree import Arrays
 
 __all__ = ["Arrays", "Damaged", "Digest", "FileRecord", "Steady", "inside", "read_file", "write_file"]
 
-Arrays = dict[str, NDArray[Any]]
-CHUNK_NBYTES = 1 << 20  # so that a chunk stays in cache from digest to write
+CHUNK_NBYTES = 1 << 20  # a chunk stays in cache from digest to write
 FLUSH_NBYTES = 1 << 24
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a manifest knows of a file, or of a part of one, named `all.h5/rank-0000`: the size is that of the file."""
+    """A file of a checkpoint as its manifest lists it. A part of a file has a name like `all.h5/rank-0000`.
+
+    `nbytes` is always the size of the whole file.
+    """
 
     name: str
     nbytes: int
@@ -39,7 +42,7 @@ class FileRecord:
 
 
 def write_file(path: Path, arrays: Arrays, texts: dict[str, str]) -> FileRecord:
-    """Write arrays and texts to a new file and flush it to disk; local. The digest is taken from what is being written."""
+    """Write arrays and texts to a new file and flush it to disk; local. The digest is computed from the same pass."""
     digest = Digest(texts)
     with open(path, "w+b", buffering=0) as raw:
         steady, flushed = Steady(raw), 0
@@ -49,7 +52,7 @@ def write_file(path: Path, arrays: Arrays, texts: dict[str, str]) -> FileRecord:
             for name, array in sorted(arrays.items()):
                 digest.begin(name, array)
                 for _ in _write_array(file, f"arrays/{name}", array, digest):
-                    if raw.tell() - flushed >= FLUSH_NBYTES:  # the disk begins while we go on
+                    if raw.tell() - flushed >= FLUSH_NBYTES:  # the disk starts writing meanwhile
                         os.posix_fadvise(raw.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                         flushed = raw.tell()
         if steady.error is not None:
@@ -59,7 +62,7 @@ def write_file(path: Path, arrays: Arrays, texts: dict[str, str]) -> FileRecord:
 
 
 class Steady(io.RawIOBase):
-    """A file whose writes never fail towards HDF5, which does not survive that; the first error is kept for afterwards."""
+    """A file that hides write errors from HDF5, which crashes on them, and keeps the first one for the caller."""
 
     def __init__(self, raw: io.FileIO) -> None:
         self.raw = raw
@@ -107,7 +110,7 @@ class Steady(io.RawIOBase):
 
 
 def _write_array(file: h5py.File, name: str, array: NDArray[Any], digest: Digest) -> Iterator[None]:
-    """Write an array chunk by chunk; yields after each."""
+    """Write an array in chunks; yields after each."""
     if array.size == 0:
         file.create_dataset(name, data=array)
         return
@@ -127,7 +130,7 @@ def _write_array(file: h5py.File, name: str, array: NDArray[Any], digest: Digest
 
 
 class Digest:
-    """sha256 over texts and arrays in the order in which they are given."""
+    """sha256 of texts and arrays in the order given."""
 
     def __init__(self, texts: dict[str, str]) -> None:
         self.sha = hashlib.sha256(json.dumps(sorted(texts.items())).encode())
@@ -143,10 +146,10 @@ class Digest:
 
 
 def read_file(path: Path, record: FileRecord | None = None) -> tuple[Arrays, dict[str, str]]:
-    """Read a file or a part of one, with all checksums and, if a record is given, size and digest; raises Damaged; local."""
+    """Read a file or a part of one and verify all checksums, with a record also size and digest; local. Raises Damaged."""
     whole, group = inside(path)
     try:
-        size = check_place(whole) if record is not None else whole.stat().st_size
+        size = file_size(whole) if record is not None else whole.stat().st_size
         if record is not None and size != record.nbytes:
             raise Damaged(f"{whole} has {size:,} bytes, {record.nbytes:,} were written")
         with h5py.File(whole, "r") as file:
@@ -168,5 +171,5 @@ def read_file(path: Path, record: FileRecord | None = None) -> tuple[Arrays, dic
 
 
 def inside(path: Path) -> tuple[Path, str]:
-    """The file and the group in it that a path means: one without suffix goes on inside the file that is its parent."""
+    """Split a path into a file and a group in it: a path without a suffix is a group of its parent file."""
     return (path, "/") if path.suffix else (path.parent, path.name)

@@ -1,7 +1,7 @@
-"""What may be in an HDF5 file of ours, checked before a byte of it is read: nothing leads out of the file, nothing swells.
+"""Safety checks of an HDF5 file before its data are read, since a file may come from anywhere.
 
-A file may come from anywhere. Links that are not hard ones, data kept in other files, filters that unpack and types that
-are no plain numbers are refused; so is a data set that claims to be larger than what the file holds of it.
+Refused are links other than hard links, data in external files, compression filters, types other than plain numbers, and
+data sets that claim to be larger than what the file stores.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from pathlib import Path
 
 import h5py
 
-DEEPEST = 4  # groups in each other below arrays/ or texts/; ours have one
+MOST_GROUPS = 4  # nested below arrays/ or texts/; our files have one
 FLETCHER32 = (h5py.h5z.FILTER_FLETCHER32,)
 
 
-class Damaged(Exception):  # noqa: N818 - named for what it says of a file
-    """A file is not what was written: cut short, altered, or not a file of ours."""
+class Damaged(Exception):  # noqa: N818 - describes a file
+    """A file is not what was written: truncated, altered, or of another kind."""
 
 
-def check_place(path: Path) -> int:
-    """Raise unless the path is a plain file in its own directory, where no link leads out; returns its size in bytes."""
+def file_size(path: Path) -> int:
+    """Return the size of a regular file; raises Damaged if it is not one, or is a link to another directory."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise Damaged(f"{path} is not a plain file")
+        raise Damaged(f"{path} is not a regular file")
     if path.resolve(strict=True).parent != path.parent.resolve(strict=True):
-        raise Damaged(f"{path} is a link that leaves its directory")
+        raise Damaged(f"{path} is a link to another directory")
     return status.st_size
 
 
 def members(part: h5py.Group, group: str, room: int) -> list[tuple[str, h5py.Dataset]]:
-    """All data sets below a group of a part, by their names in it; together they may have `room` bytes."""
+    """Return all data sets below a group of `part`, with their names; together they may have at most `room` bytes."""
     found: list[tuple[str, h5py.Dataset]] = []
     if not isinstance(part, h5py.Group):
         raise Damaged("there is a data set where a group should be")
@@ -42,9 +42,9 @@ def members(part: h5py.Group, group: str, room: int) -> list[tuple[str, h5py.Dat
 
 
 def child(group: h5py.Group, name: str) -> h5py.Group | h5py.Dataset:
-    """A group's member; raises unless it is a group or a data set that lies in this file."""
+    """Return a member of a group; raises Damaged unless it is a group or data set stored in this file."""
     if not isinstance(group.get(name, getlink=True), h5py.HardLink | None):
-        raise Damaged(f"{name} is a link that leads elsewhere")
+        raise Damaged(f"{name} is not a hard link")
     item = group[name]
     if not isinstance(item, h5py.Group | h5py.Dataset):
         raise Damaged(f"{name} is neither a group nor a data set")
@@ -52,8 +52,8 @@ def child(group: h5py.Group, name: str) -> h5py.Group | h5py.Dataset:
 
 
 def _walk(group: h5py.Group, prefix: str, depth: int, found: list[tuple[str, h5py.Dataset]]) -> None:
-    if depth > DEEPEST or not isinstance(group, h5py.Group):
-        raise Damaged(f"{prefix or 'the top'} is no group of data sets")
+    if depth > MOST_GROUPS or not isinstance(group, h5py.Group):
+        raise Damaged(f"{prefix or 'the top'} is not a group of data sets")
     for name in group:
         item = child(group, name)
         if isinstance(item, h5py.Group):
@@ -63,17 +63,17 @@ def _walk(group: h5py.Group, prefix: str, depth: int, found: list[tuple[str, h5p
 
 
 def _check(name: str, data: h5py.Dataset, room: int) -> int:
-    """Raise unless a data set is a flat one of numbers that lie in this file as they are; returns its bytes in memory."""
+    """Raise Damaged unless a data set holds plain numbers, uncompressed in this file; returns its bytes in memory."""
     creation = data.id.get_create_plist()
     filters = tuple(creation.get_filter(i)[0] for i in range(creation.get_nfilters()))
     if data.ndim != 1 or data.shape is None or data.dtype.kind not in "biufc":
         raise Damaged(f"{name} is not a flat array of numbers")
     if creation.get_layout() == h5py.h5d.VIRTUAL or creation.get_external_count():
-        raise Damaged(f"the data of {name} are in another file")
+        raise Damaged(f"the data of {name} are stored in another file")
     if filters not in ((), FLETCHER32):
-        raise Damaged(f"{name} is packed by a filter that is not ours")
+        raise Damaged(f"{name} has a filter other than fletcher32")
     nbytes: int = data.shape[0] * data.dtype.itemsize
     chunk = data.chunks[0] * data.dtype.itemsize if data.chunks else 0
     if nbytes > min(room, data.id.get_storage_size()) or chunk > nbytes + data.dtype.itemsize:
-        raise Damaged(f"{name} claims {nbytes:,} bytes, more than the file holds of it")
+        raise Damaged(f"{name} claims {nbytes:,} bytes, more than the file stores")
     return nbytes

@@ -1,7 +1,7 @@
-"""Whether states are ones that torch's objects can have: optimizers, schedulers, scalers, and the random generators.
+"""Checks of saved states of torch objects: optimizers, schedulers, scalers, and random generators.
 
-torch takes nearly any state and fails a step later. So a state is held against what an object of its kind has: an
-optimizer of torch's is tried on one number, with the hyper-parameters of the state. All raise ValueError; local.
+torch accepts nearly any state and fails a step later. So a state is compared with that of a real object of its class: an
+optimizer of torch is tried on a single number with the saved hyper-parameters. All raise ValueError; local.
 """
 
 from __future__ import annotations
@@ -19,48 +19,51 @@ import torch
 from mpisparse.model.layout import Layout
 from mpisparse.schemes.speculative.weights import checksum
 
-# Of torch's optimizers, those whose state has a number for each element, or one for all.
-NAMES = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop", "ASGD")
-ELEMENTWISE = {getattr(torch.optim, name) for name in NAMES}
-# What torch itself adds to a group where an older version wrote none, and what does not change a number.
+# torch's optimizers whose state consists of tensors of the parameter's shape and of scalars.
+ELEMENTWISE_NAMES = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop", "ASGD")
+ELEMENTWISE = {getattr(torch.optim, name) for name in ELEMENTWISE_NAMES}
+# Hyper-parameters that torch adds itself if an older version did not write them, or that do not change results.
 OPTIONAL = {"nesterov", "maximize", "amsgrad", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
-KINDS: tuple[Any, ...] = ((bool, int, float), (list, tuple), dict, str)
+SIMILAR: tuple[Any, ...] = ((bool, int, float), (list, tuple), dict, str)
 UNTRIED = {"foreach", "capturable", "differentiable", "fused"}
 
 
 def need(fits: bool, what: str) -> None:
-    """Raise ValueError unless it fits."""
+    """Raise ValueError unless the condition holds."""
     if not fits:
         raise ValueError(what)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a finite number, or a tensor of one."""
+    """Tell whether a value is a finite number, or a tensor with one."""
     if isinstance(value, torch.Tensor):
         return value.dim() == 0 and value.dtype is not torch.bool and math.isfinite(value.item())
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_optimizer(state: Any, kind: type | None, has_shape: Callable[[int, torch.Size], bool]) -> None:
-    """Raise unless this is the state of an optimizer, of a kind if one is given; has_shape(number, shape) of parameters."""
-    need(isinstance(state, dict) and isinstance(state.get("state"), dict), "the optimizer's state is no dict")
+    """Raise unless this is the state of an optimizer, of class `kind` if given.
+
+    has_shape(number, shape) tells whether parameter `number` has that shape.
+    """
+    need(isinstance(state, dict) and isinstance(state.get("state"), dict), "the optimizer's state is not a dict")
     groups = state.get("param_groups")
-    need(isinstance(groups, list) and all(isinstance(g, dict) for g in groups), "the optimizer's groups are no dicts")
+    need(isinstance(groups, list) and all(isinstance(g, dict) for g in groups), "the optimizer's groups are not dicts")
     numbers = [number for group in groups for number in group["params"]]
     need(numbers == list(range(len(numbers))), "the optimizer's parameters are not numbered from 0")
-    need(set(state["state"]) <= set(numbers), "the optimizer's state is of parameters that it does not have")
+    need(set(state["state"]) <= set(numbers), "the optimizer's state has entries of unknown parameters")
     for group in groups:
         tried = _try(kind, group) if kind in ELEMENTWISE else None
         for number in group["params"]:
             entry = state["state"].get(number, {})
-            need(isinstance(entry, dict), f"the optimizer's state of parameter {number} is no dict")
+            need(isinstance(entry, dict), f"the optimizer's state of parameter {number} is not a dict")
             if tried is not None and entry:
                 what = f"the optimizer's state of parameter {number}"
                 _check_entry(what, entry, tried, kind, functools.partial(has_shape, number))
 
 
 def _try(kind: Any, group: dict[str, Any]) -> dict[str, Any]:
-    """What an optimizer of this kind remembers of a parameter after a step; raises if it cannot have such a group."""
+    """Return the state that such an optimizer keeps per parameter after a step; raises if it refuses the group."""
     model = torch.nn.Parameter(torch.zeros(1))
     usual = kind([model], lr=0.0).param_groups[0]
     for key in usual.keys() - {"params"}:
@@ -75,7 +78,7 @@ def _try(kind: Any, group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _alike(value: Any, usual: Any) -> bool:
-    """Whether a hyper-parameter is of the kind it usually is, and finite."""
+    """Tell whether a hyper-parameter has the type of its default, and is finite."""
     if isinstance(usual, bool) or usual is None:
         return value is None or isinstance(value, bool)
     if isinstance(usual, tuple):
@@ -100,9 +103,9 @@ def _check_entry(
 
 
 def check_scheduler(state: Any, kind: type | None) -> None:
-    """Raise unless this is the state of a scheduler; of one of torch's, with parameters of the types it takes."""
+    """Raise unless this is the state of a scheduler; for one of torch's, with values of the types it takes."""
     named = isinstance(state, dict) and all(isinstance(key, str) and key.isidentifier() for key in state)
-    need(named, "the scheduler's state is no dict of names")
+    need(named, "the scheduler's state is not a dict of attribute names")
     if kind is None or not kind.__module__.startswith("torch."):
         return
     for key in ("base_lrs", "_last_lr"):
@@ -110,7 +113,7 @@ def check_scheduler(state: Any, kind: type | None) -> None:
         need(isinstance(rates, list | tuple) and all(map(is_number, rates)), f"the scheduler's {key} is {rates!r}")
     types = {name: str(p.annotation) for name, p in inspect.signature(kind.__init__).parameters.items()}  # type: ignore[misc]
     for key, value in state.items():
-        need(not callable(getattr(kind, key, None)), f"the scheduler's state replaces {key}")
+        need(not callable(getattr(kind, key, None)), f"the scheduler's state would replace its method {key}")
         a_number = types.get(key) in ("int", "float") or key in ("last_epoch", "_step_count")
         a_flag = key in ("_is_initial", "_get_lr_called_within_step")
         need(not a_number or is_number(value), f"the scheduler's {key} is {value!r}")
@@ -118,8 +121,8 @@ def check_scheduler(state: Any, kind: type | None) -> None:
 
 
 def check_scaler(state: Any) -> None:
-    """Raise unless this is the state of torch's GradScaler; that of one that is turned off is empty."""
-    need(isinstance(state, dict), "the scaler's state is no dict")
+    """Raise unless this is the state of torch's GradScaler; a disabled one has an empty state."""
+    need(isinstance(state, dict), "the scaler's state is not a dict")
     value: Any
     for name in ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker") if state else ():
         value = state.get(name)
@@ -130,19 +133,19 @@ def check_scaler(state: Any) -> None:
 
 
 def check_like(saved: dict[str, Any], here: dict[str, Any]) -> None:
-    """Raise unless what two states of a scheduler have in common is of the same kinds; None goes with anything."""
+    """Raise unless values that two states of a scheduler share have similar types; None matches any."""
     for key in saved.keys() & here.keys():
-        needed = next((kinds for kinds in KINDS if isinstance(here[key], kinds)), object)
+        needed = next((kinds for kinds in SIMILAR if isinstance(here[key], kinds)), object)
         need(saved[key] is None or isinstance(saved[key], needed), f"the scheduler's {key} is {saved[key]!r}")
 
 
 def check_random(state: Any) -> None:
-    """Raise unless the generators take these states; tried on generators of their own."""
-    need(isinstance(state, dict) and {"torch", "numpy", "python"} <= state.keys(), "there are no random states")
+    """Raise unless random generators accept these states; tried on separate generators."""
+    need(isinstance(state, dict) and {"torch", "numpy", "python"} <= state.keys(), "the random states are missing")
     seeds, numpy_state = state["torch"], state["numpy"]
-    need(isinstance(seeds, torch.Tensor) and seeds.dtype is torch.uint8, "torch's random state is no bytes")
+    need(isinstance(seeds, torch.Tensor) and seeds.dtype is torch.uint8, "torch's random state is not a tensor of bytes")
     torch.Generator().set_state(seeds)
-    need(isinstance(numpy_state, list) and len(numpy_state) == 5, "NumPy's random state is no list of five")
+    need(isinstance(numpy_state, list) and len(numpy_state) == 5, "NumPy's random state is not a list of five values")
     name, keys, position, cached, gauss = numpy_state
     fits = name == "MT19937" and isinstance(keys, np.ndarray) and keys.dtype == np.uint32 and keys.shape == (624,)
     need(fits and type(position) is int and 0 <= position <= 624, "NumPy's random state is malformed")
@@ -151,20 +154,20 @@ def check_random(state: Any) -> None:
 
 
 def check_belonging(sync: dict[str, Any], shared: dict[str, Any], layout: Layout, names: list[str]) -> None:
-    """Raise unless a rank's own weights, if its scheme has any, belong to the replicated ones; `names` of the layout's."""
+    """Raise unless a rank's own weights, if its scheme has any, match the replicated ones; `names` are the layout's."""
     if sync.get("step.own") is None:
         return
     weights = []
     for name, slot in zip(names, layout.slots, strict=True):
         weights.append(torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype).copy_(shared["model"][name]))
-    need(checksum(weights) == sync["step.own"]["digest"], "a rank's own weights do not belong to the replicated ones")
+    need(checksum(weights) == sync["step.own"]["digest"], "a rank's own weights do not match the replicated ones")
 
 
 def check_strides(shape: Sequence[int], strides: Any) -> None:
-    """Raise unless a tensor with these strides fills its memory without gaps; dimensions that do not count have 0."""
-    told = "the strides are not those of the parameters"
-    need(isinstance(strides, list) and len(strides) == len(shape) and all(type(s) is int for s in strides), told)
+    """Raise unless a tensor with these strides is dense in memory; dimensions of one element have stride 0."""
+    problem = "the strides are not those of the parameters"
+    need(isinstance(strides, list) and len(strides) == len(shape) and all(type(s) is int for s in strides), problem)
     step = 1
     for s, n in sorted(zip(strides, shape, strict=True)):
-        need(s == (step if n > 1 and 0 not in shape else 0), told)
+        need(s == (step if n > 1 and 0 not in shape else 0), problem)
         step *= n if n > 1 else 1

@@ -1,9 +1,9 @@
-"""One HDF5 file for all ranks, written by all at once through HDF5's MPI driver.
+"""One HDF5 file for all ranks, written by all in parallel through HDF5's MPI driver.
 
-Whatever changes a file's structure is collective in parallel HDF5. So the ranks first agree on what will be in the file,
-rank 0 lays it out alone (a group for each part, data sets with their space), and then all open it together and
-each fills in its own parts, waiting for nobody. Data sets are contiguous, without HDF5's checksums: chunks that are
-filtered can be written only by all ranks together. The digest of each part covers what they would.
+Changing a file's structure is collective in parallel HDF5. So the ranks first gather what the file will contain, and rank 0
+creates it alone: one group per part, and data sets with their space allocated. Then all ranks open it together and each
+writes its own parts independently. Data sets are contiguous and have no HDF5 checksums, because filtered chunks need
+collective writes; the digest of each part protects the data instead.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ from numpy.typing import NDArray
 from mpisparse.checkpoint.h5file import Arrays, Digest, FileRecord, Steady
 from mpisparse.errors import ConfigurationError
 
-NAME = "all.h5"
+FILE_NAME = "all.h5"
 SLICE_NBYTES = 1 << 22
-Plan = dict[str, tuple[str, int]]  # type and length of each of a part's data sets
+Shapes = dict[str, tuple[str, int]]  # type and length of each data set of a part
 
 
 def lacking() -> ConfigurationError | None:
-    """Why this rank cannot write such a file, if so; local."""
+    """Return the error if this rank's h5py cannot write such a file; local."""
     if h5py.get_config().mpi:
         return None
     return ConfigurationError(
-        f'driver="mpio" needs an h5py with MPI, and h5py {h5py.__version__} here has none; build it on a parallel HDF5 with '
+        f'driver="mpio" needs an h5py with MPI, but h5py {h5py.__version__} here has none; build it on a parallel HDF5 with '
         "the MPI that mpi4py uses (HDF5_MPI=ON CC=mpicc HDF5_DIR=... pip install --no-binary=h5py h5py), or leave driver out"
     )
 
 
 def write_parts(exchange: Any, place: Path, files: dict[str, tuple[Arrays, dict[str, str]]]) -> list[FileRecord]:
-    """Write what would be files of this rank as parts of one new file for all, and flush it to disk; collective.
+    """Write this rank's files as parts of one new file for all ranks, and flush it to disk; collective.
 
-    Where something fails on a rank, that rank raises and the others return nothing.
+    If a rank fails, it raises and the others return an empty list.
     """
-    path = place / NAME
+    path = place / FILE_NAME
     parts = {Path(name).stem: content for name, content in files.items()}
-    plans = exchange.gather_texts(json.dumps({part: _plan(*content) for part, content in parts.items()}))
+    shapes = exchange.gather_texts(json.dumps({part: _shapes(*content) for part, content in parts.items()}))
     with contextlib.suppress(_ElsewhereError):
-        _attempt(exchange, lambda: lay_out(path, _merged(plans)) if exchange.rank == 0 else None)
-        _attempt(exchange, path.stat)  # a rank that does not see the file must not leave the others waiting in HDF5
+        _attempt(exchange, lambda: lay_out(path, _merged(shapes)) if exchange.rank == 0 else None)
+        _attempt(exchange, path.stat)  # a rank that cannot see the file must not let the others wait in HDF5
         with open_together(path, exchange.comm) as file:
             digests = {part: _fill(file[part], arrays, texts) for part, (arrays, texts) in parts.items()}
         with open(path, "r+b") as raw:
             os.fsync(raw.fileno())
-        return [FileRecord(f"{NAME}/{part}", path.stat().st_size, digest) for part, digest in digests.items()]
+        return [FileRecord(f"{FILE_NAME}/{part}", path.stat().st_size, digest) for part, digest in digests.items()]
     return []
 
 
 class _ElsewhereError(Exception):
-    """Another rank failed; it says why."""
+    """Another rank failed and raises the cause."""
 
 
 def _attempt(exchange: Any, action: Callable[[], Any]) -> None:
-    """Do something, and go on only if it succeeded on all ranks; collective."""
+    """Run an action; raises on all ranks if it fails on any. Collective."""
     error: Exception | None = None
     try:
         action()
@@ -78,27 +78,27 @@ def _attempt(exchange: Any, action: Callable[[], Any]) -> None:
 
 
 def open_together(path: Path, comm: Any) -> h5py.File:
-    """Open a file that is laid out, to be written by all ranks; collective, and so is closing it."""
+    """Open an existing file for writing by all ranks; collective, as is closing it."""
     return h5py.File(path, "r+", driver="mpio", comm=comm)
 
 
-def _plan(arrays: Arrays, texts: dict[str, str]) -> Plan:
+def _shapes(arrays: Arrays, texts: dict[str, str]) -> Shapes:
     sizes = {f"texts/{name}": ("|u1", len(text.encode())) for name, text in texts.items()}
     return sizes | {f"arrays/{name}": (array.dtype.str, array.size) for name, array in arrays.items()}
 
 
-def _merged(plans: list[str]) -> dict[str, Plan]:
-    return {part: plan for text in plans for part, plan in json.loads(text).items()}
+def _merged(texts: list[str]) -> dict[str, Shapes]:
+    return {part: shapes for text in texts for part, shapes in json.loads(text).items()}
 
 
-def lay_out(path: Path, parts: dict[str, Plan]) -> None:
-    """Make a file with everything but its data, and flush it to disk; local."""
+def lay_out(path: Path, parts: dict[str, Shapes]) -> None:
+    """Create a file with everything but its data, and flush it to disk; local."""
     with open(path, "w+b", buffering=0) as raw:
         steady = Steady(raw)
         with h5py.File(steady, "w", libver="latest") as file:
-            for part, plan in parts.items():
+            for part, shapes in parts.items():
                 group = file.create_group(part)
-                for name, (dtype, size) in plan.items():
+                for name, (dtype, size) in shapes.items():
                     creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
                     creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
                     creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
@@ -110,8 +110,9 @@ def lay_out(path: Path, parts: dict[str, Plan]) -> None:
 
 
 def reserve(raw: io.FileIO) -> None:
-    """Take a file's space on the disk, if the file system can: a full one is then noticed before HDF5 writes, and named."""
-    fallocate = ctypes.CDLL(None, use_errno=True).fallocate  # Python's own writes every block where this is not supported
+    """Allocate a file's disk space, if the file system can, so that a full disk is reported before HDF5 writes."""
+    # os.posix_fallocate would write every block where the file system cannot allocate.
+    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
     if fallocate(raw.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(raw.seek(0, os.SEEK_END))):
         code = ctypes.get_errno()
         if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
@@ -119,7 +120,7 @@ def reserve(raw: io.FileIO) -> None:
 
 
 def _fill(part: h5py.Group, arrays: Arrays, texts: dict[str, str]) -> str:
-    """Write a part's data into their places; local. Returns the digest, taken from what is being written."""
+    """Write the data of a part and return their digest; local."""
     digest = Digest(texts)
     for name, text in texts.items():
         _write(part[f"texts/{name}"], np.frombuffer(text.encode(), np.uint8))

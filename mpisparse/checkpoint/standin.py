@@ -23,9 +23,9 @@ from mpisparse.schemes.state import STATE_FORMAT, check_state, resize_states
 
 
 def check_scheme_state(sync: dict[str, Any], shared: dict[str, Any]) -> None:
-    """Raise unless a GradientSync of the state's own scheme, options and place would take it; local.
+    """Raise unless a GradientSync with the scheme, options and rank of the state would accept it; local.
 
-    Where an older version did not write which parameters are trained, and not all are, nothing can be said.
+    Does nothing if an older version did not save which parameters are trainable and some are not.
     """
     parameters = _parameters(sync, shared)
     if parameters is None:
@@ -58,19 +58,19 @@ def _parameters(sync: dict[str, Any], shared: dict[str, Any]) -> dict[str, nn.Pa
     return {name: nn.Parameter(tensor.zero_()) for name, tensor in alike.items()}
 
 
-class _Nobody:
-    """In place of the other ranks, whom checking does not need."""
+class _NoExchange:
+    """A stand-in for Exchange: checking needs no other ranks."""
 
     threaded = False
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def beside(self) -> _Nobody:
+    def polling(self) -> _NoExchange:
         return self
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is no communicator."""
 
 
 class StandIn:
@@ -78,12 +78,12 @@ class StandIn:
 
     def __init__(self, parameters: list[nn.Parameter], sync: dict[str, Any], shared: dict[str, Any]) -> None:
         model = nn.ParameterList(parameters)
-        nobody: Any = _Nobody(sync["rank"], sync["size"])
+        no_exchange: Any = _NoExchange(sync["rank"], sync["size"])
         self.options = saved_options(sync)
         self.layout, backend = Layout(model), load_backend()
         self.residual = torch.zeros(self.layout.size)
         sink = Published(self.layout, backend)
-        parts = Parts(self.residual, self.layout.slots, self.layout.held, sink, nobody, backend)
+        parts = Parts(self.residual, self.layout.slots, self.layout.held, sink, no_exchange, backend)
         with warnings.catch_warnings():  # whoever trained with the scheme was warned of what it lacks
             warnings.simplefilter("ignore")
             self.aggregator, self.companion = self.options.build(parts, Site(model, self.layout))

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: a directory `step-00000020` of files and a manifest, which is written last; local functions."""
+"""Checkpoints on disk: a directory `step-00000020` of files and a manifest, which is written last. Local functions."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from mpisparse.checkpoint.h5file import Damaged, FileRecord, inside, read_file
-from mpisparse.checkpoint.members import check_place
+from mpisparse.checkpoint.members import file_size
 from mpisparse.owner import Owner, this_process
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 REMOVER = "mpisparse-remove"
-MOST_NBYTES = 1 << 28  # of a manifest; one of 4,096 ranks has about 2 MB
+MOST_NBYTES = 1 << 28  # of a manifest; that of 4,096 ranks has about 2 MB
 UNFINISHED, REPLACED, RETIRED = ".unfinished-", ".replaced-", ".retired-"
-OWNED = re.compile(r"step-\d+-([0-9a-f]+)-(\d+)-(\d+)-[0-9a-f]+")  # ends the name of an unfinished one
+OWNED = re.compile(r"step-\d+-([0-9a-f]+)-(\d+)-(\d+)-[0-9a-f]+")  # end of the name of an unfinished checkpoint
 VERIFIED_NBYTES = 1 << 30
-IDLE_SECONDS = 3600  # nothing was written for so long to one of another host: its run is taken for dead
+IDLE_SECONDS = 3600  # an unfinished checkpoint of another host without writes for this long is taken for abandoned
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What makes a checkpoint whole: its files with their digests, and where it came from."""
+    """The description that completes a checkpoint: its files with their digests, its model, and its origin."""
 
     step: int
     ranks: int
@@ -40,7 +40,7 @@ class Manifest:
     origin: dict[str, Any]
 
     def record(self, name: str) -> FileRecord:
-        """The record of a file by name, or of the part that stands for it; raises Damaged if the manifest has none."""
+        """Return the record of a file, or of the part of all.h5 in its place; raises Damaged if there is none."""
         for record in self.files:
             if Path(record.name).stem == Path(name).stem:
                 return record
@@ -48,17 +48,17 @@ class Manifest:
 
 
 def name_of(step: int) -> str:
-    """The directory name of a step."""
+    """Return the directory name of a step."""
     return f"step-{step:08d}"
 
 
 def rank_file(rank: int) -> str:
-    """The name of a rank's own file."""
+    """Return the file name of a rank's own state."""
     return f"rank-{rank:04d}.h5"
 
 
 def shared_file(rank: int) -> str:
-    """The name of the file with the share of the replicated state that a rank wrote."""
+    """Return the file name of the share of the replicated state that a rank writes."""
     return f"shared-{rank:04d}.h5"
 
 
@@ -72,9 +72,9 @@ def sync_directory(path: Path) -> None:
 
 
 def begin(directory: Path, step: int) -> Path:
-    """Make the place where the files of a checkpoint are written, and begin to remove what dead runs left.
+    """Create a directory for an unfinished checkpoint, and begin to remove those that dead runs left.
 
-    Its name tells whose it is, so that two runs in one directory neither share a place nor remove each other's.
+    Its name identifies the process, so that two runs never write to the same one or remove each other's.
     """
     directory.mkdir(parents=True, exist_ok=True)
     recover(directory)
@@ -82,8 +82,8 @@ def begin(directory: Path, step: int) -> Path:
     place = directory / f"{UNFINISHED}{name_of(step)}-{me.kernel}-{me.pid}-{me.start}-{secrets.token_hex(4)}"
     place.mkdir()
     try:
-        now = place.stat().st_mtime  # by the file server's clock, as are those it is compared with
-        _retire(directory, [p for p in directory.glob(f"{UNFINISHED}*") if p != place and _left(p, me, now)])
+        now = place.stat().st_mtime  # by the file server's clock, like the times it is compared with
+        _retire(directory, [p for p in directory.glob(f"{UNFINISHED}*") if p != place and _is_abandoned(p, me, now)])
     except OSError:
         discard(place)
         raise
@@ -91,16 +91,19 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def sweep(directory: Path) -> None:
-    """Begin to remove all unfinished checkpoints; for the one run that holds the directory's lock."""
+    """Begin to remove all unfinished checkpoints; only for the run that holds the directory's lock."""
     _retire(directory, list(directory.glob(f"{UNFINISHED}*")))
 
 
-def _left(place: Path, me: Owner, now: float) -> bool:
-    """Tell whether nobody writes to an unfinished checkpoint any more: its process is gone, or is this one, which has begun
-    the next. Of a process on another host that is not known; it is given an hour without a write."""
+def _is_abandoned(place: Path, me: Owner, now: float) -> bool:
+    """Tell whether an unfinished checkpoint is abandoned.
+
+    Its process is gone, or is this one, which has begun the next. A process on another host cannot be seen; it counts as
+    gone after an hour without a write.
+    """
     named = OWNED.fullmatch(place.name.removeprefix(UNFINISHED))
     if named is None:
-        return True  # of a version that named no owner
+        return True  # written by a version that named no owner
     kernel, pid, start = named[1], int(named[2]), int(named[3])
     if (kernel, pid, start) == (me.kernel, me.pid, me.start):
         return True
@@ -117,9 +120,9 @@ def _last_write(place: Path) -> float:
 
 
 def complete(directory: Path, place: Path, manifest: Manifest, keep: int | None) -> Path:
-    """Write the manifest, flush, and give the checkpoint its name; then remove the oldest beyond `keep` whole ones.
+    """Write the manifest, flush, and rename the checkpoint; then remove all but the `keep` newest valid ones.
 
-    Raises OSError, with all older ones in place, if a listed file is not there in full.
+    Raises OSError and leaves older checkpoints in place if a listed file is missing or incomplete.
     """
     lacking = missing(place, manifest)
     if lacking:
@@ -141,12 +144,12 @@ def complete(directory: Path, place: Path, manifest: Manifest, keep: int | None)
 
 
 def missing(path: Path, manifest: Manifest) -> str:
-    """What a checkpoint lacks: a listed file that is not there, or has another size. Empty if it lacks nothing."""
+    """Describe the first listed file that is missing or has another size; "" if all are complete."""
     for record in manifest.files:
         whole, _ = inside(path / record.name)
         try:
-            check_place(whole)
-            with open(whole, "rb") as file:  # opened, because a network file system may remember an old size
+            file_size(whole)
+            with open(whole, "rb") as file:  # a network file system may cache an old size until the file is opened
                 nbytes = os.fstat(file.fileno()).st_size
         except Damaged as error:
             return str(error)
@@ -158,7 +161,7 @@ def missing(path: Path, manifest: Manifest) -> str:
 
 
 def _rename_over(place: Path, target: Path) -> list[Path]:
-    """Give a directory its name; returns what had it before, which another run may give back or replace meanwhile."""
+    """Rename a directory; returns the ones it replaced. Another run may recover or replace them at the same time."""
     replaced: list[Path] = []
     while True:
         try:
@@ -175,7 +178,7 @@ def _rename_over(place: Path, target: Path) -> list[Path]:
 
 
 def _retire(directory: Path, paths: list[Path]) -> None:
-    """Take directories out of sight, and begin to remove them; what another run removed already is passed over."""
+    """Rename directories out of sight and begin to remove them; skips those that another run has removed."""
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
             path.rename(path.with_name(f"{RETIRED}{secrets.token_hex(4)}-{path.name.lstrip('.')}"))
@@ -183,14 +186,14 @@ def _retire(directory: Path, paths: list[Path]) -> None:
 
 
 def _remove_retired(directory: Path) -> None:
-    """Remove in a thread: freeing a large file takes as long as writing much of it."""
+    """Remove in a thread, because deleting a large file may take nearly as long as writing it."""
     retired = list(directory.glob(f"{RETIRED}*"))
     if retired:
         threading.Thread(target=lambda: [*map(discard, retired)], name=REMOVER).start()
 
 
 def _expired(directory: Path, newest: Path, keep: int | None) -> list[Path]:
-    """All checkpoints older than the `keep` - 1 whole ones that are to stay beside the newest."""
+    """List the checkpoints beyond the newest one and `keep` - 1 other valid ones."""
     left = (keep or 10**9) - 1
     expired = []
     for path in found(directory):
@@ -203,10 +206,10 @@ def _expired(directory: Path, newest: Path, keep: int | None) -> list[Path]:
 
 
 def is_whole(path: Path) -> bool:
-    """Tell whether a checkpoint is what was written: its manifest, its files' sizes, and what is in them.
+    """Tell whether a checkpoint is what was written: its manifest, file sizes and contents.
 
-    A file is read once, and again only if it was written to since; those of more than VERIFIED_NBYTES are not read, because
-    one rank would read what all ranks wrote.
+    Contents are read once, and again only after they were modified. A checkpoint of more than VERIFIED_NBYTES is not read,
+    because one rank would have to read what all ranks wrote.
     """
     try:
         manifest = read_manifest(path)
@@ -224,21 +227,21 @@ def is_whole(path: Path) -> bool:
 
 
 def _written(path: Path, manifest: Manifest) -> tuple[int, ...]:
-    """When each of a checkpoint's files was written."""
+    """Return the modification times of a checkpoint's files."""
     return tuple(inside(path / record.name)[0].stat().st_mtime_ns for record in manifest.files)
 
 
-_known: dict[Path, tuple[int, ...]] = {}  # checkpoints that were whole, and when their files were written
+_known: dict[Path, tuple[int, ...]] = {}  # valid checkpoints with the modification times of their files
 
 
 def recover(directory: Path) -> None:
-    """Give a checkpoint its name back that was being replaced when the run was killed."""
+    """Restore the name of a checkpoint that was being replaced when its run was killed."""
     for replaced in directory.glob(f"{REPLACED}step-*"):
         target = directory / "-".join(replaced.name.removeprefix(REPLACED).split("-")[:2])
         if target.exists():
             shutil.rmtree(replaced, ignore_errors=True)
         else:
-            with contextlib.suppress(FileNotFoundError):  # another run did
+            with contextlib.suppress(FileNotFoundError):  # another run did so
                 replaced.rename(target)
 
 
@@ -248,7 +251,7 @@ def discard(place: Path) -> None:
 
 
 def found(directory: Path) -> list[Path]:
-    """The checkpoints in a directory, newest first, whole or not."""
+    """List the checkpoints of a directory, newest first, valid or not."""
     named = [p for p in directory.glob("step-*") if p.is_dir() and p.name.removeprefix("step-").isdecimal()]
     return sorted(named, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)
 
@@ -256,8 +259,8 @@ def found(directory: Path) -> list[Path]:
 def read_manifest(path: Path) -> Manifest:
     """Read a checkpoint's manifest; raises Damaged."""
     try:
-        if check_place(path / MANIFEST) > MOST_NBYTES:
-            raise Damaged(f"{path / MANIFEST} has more than {MOST_NBYTES:,} bytes: it is no manifest")
+        if file_size(path / MANIFEST) > MOST_NBYTES:
+            raise Damaged(f"{path / MANIFEST} has more than {MOST_NBYTES:,} bytes: it is not a manifest")
         body = json.loads((path / MANIFEST).read_text())
         digest = body.pop("sha256")
         if digest != _digest(body):
@@ -276,7 +279,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def check_manifest(path: Path, manifest: Manifest) -> None:
-    """Raise Damaged unless a manifest says what one of ours can: of this step, with each rank's files by their own names."""
+    """Raise Damaged unless a manifest is of this step and lists every rank's files by their names."""
     for name, value, least in (("step", manifest.step, 0), ("ranks", manifest.ranks, 1)):
         if type(value) is not int or not least <= value < 2**63:
             raise Damaged(f"{path / MANIFEST} has {name} {value!r}, not a whole number of at least {least}")
@@ -295,11 +298,11 @@ def check_manifest(path: Path, manifest: Manifest) -> None:
         v is None or isinstance(v, str | int | float) for v in manifest.origin.values()
     )
     if not plain:
-        raise Damaged(f"{path / MANIFEST} does not say where it comes from")
+        raise Damaged(f"{path / MANIFEST} does not describe its origin")
 
 
 def _are_ours(listed: list[Any], ranks: int) -> bool:
-    """Whether these are the names of every rank's own file and, in a checkpoint, of every share of the replicated state."""
+    """Tell whether these are all ranks' own files and, in a checkpoint, all shares of the replicated state."""
     own, shared = [{name(rank) for rank in range(ranks)} for name in (rank_file, shared_file)]
     expected = own if len(listed) == ranks else own | shared
     inside_one = {f"all.h5/{Path(name).stem}" for name in expected}

@@ -1,4 +1,4 @@
-"""States of torch objects as arrays and JSON: nested dicts, lists, tensors and scalars, and back, without pickle."""
+"""Converts states of torch objects (nested dicts, lists, tensors, scalars) to arrays and JSON and back, without pickle."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 Arrays = dict[str, NDArray[Any]]
-DEEPEST = 100  # containers in each other
-BITS = {torch.bfloat16: np.dtype(np.uint16)}  # types that NumPy lacks, stored as bit patterns
+DEEPEST = 100  # nesting of containers
+BITS = {torch.bfloat16: np.dtype(np.uint16)}  # types that NumPy lacks are stored as bit patterns
 
 
 class UnsupportedError(TypeError):
-    """A state holds something that is neither a tensor, an array, a container nor a scalar."""
+    """A state holds a value that is neither a tensor, an array, a container nor a scalar."""
 
 
 def flatten(state: Any, prefix: str) -> tuple[str, Arrays]:
@@ -26,14 +26,14 @@ def flatten(state: Any, prefix: str) -> tuple[str, Arrays]:
 
 
 def unflatten(text: str, arrays: Arrays) -> Any:
-    """Rebuild what flatten() split; tensors own their memory. Raises ValueError if flatten() cannot have made it."""
+    """Rebuild a state from flatten(); tensors own their memory. Raises ValueError for what flatten() does not produce."""
     decoder = _Decoder(arrays)
     try:
         state = decoder.decode(json.loads(text))
-    except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:  # RecursionError is one
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:  # includes RecursionError
         raise ValueError(f"a state is malformed: {type(error).__name__}: {error}") from error
     if decoder.left:
-        raise ValueError(f"a state does not say what array {min(decoder.left)!r} is")
+        raise ValueError(f"a state does not refer to the array {min(decoder.left)!r}")
     return state
 
 
@@ -72,7 +72,7 @@ SCALARS = {
 
 
 def _check_storable(value: torch.Tensor | NDArray[Any], where: str) -> None:
-    """Refuse what has no plain array form: sparse tensors, types of torch alone, arrays of objects or texts."""
+    """Refuse what has no plain array form: sparse tensors, types that only torch has, arrays of objects or texts."""
     if isinstance(value, torch.Tensor):
         plain = value.layout is torch.strided and (
             value.dtype in BITS or hasattr(np, str(value.dtype).removeprefix("torch."))
@@ -96,7 +96,7 @@ def _key(key: Any, where: str) -> Any:
 
 
 class _Decoder:
-    """Rebuilds a state and takes nothing on trust: what flatten() cannot have made raises ValueError."""
+    """Rebuilds a state from untrusted input: raises ValueError for anything flatten() does not produce."""
 
     def __init__(self, arrays: Arrays) -> None:
         self.left = dict(arrays)
@@ -115,7 +115,7 @@ class _Decoder:
             return _scalar(*content)
         if kind == "array":
             name, dtype, shape = content
-            return _restore(self.left.pop(name), dtype, shape)  # each belongs to one value
+            return _restore(self.left.pop(name), dtype, shape)  # each array belongs to exactly one value
         if kind == "dict":
             if not all(isinstance(pair, list) for pair in content):
                 raise ValueError("a dict in a state is not made of pairs")
@@ -145,7 +145,7 @@ def _scalar(dtype: str, number: Any) -> torch.Tensor:
 
 
 def as_array(tensor: torch.Tensor) -> NDArray[Any]:
-    """A tensor's elements in row-major order as a flat array, on its own memory where that is the host's and contiguous."""
+    """Return a tensor's elements in row-major order; shares the memory of a contiguous tensor on the host."""
     dense = tensor.detach().cpu().contiguous().reshape(-1)
     if tensor.dtype in BITS:
         return dense.view(torch.uint16).numpy()
@@ -154,7 +154,7 @@ def as_array(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def _restore(array: NDArray[Any], kind: str, shape: list[int]) -> Any:
-    """An array in its type and shape; raises ValueError if it is of another type or size than it should be."""
+    """Give an array its type and shape; raises ValueError if its type or size do not match."""
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape) or math.prod(shape) != array.size:
         raise ValueError(f"an array of {array.size} elements cannot have the shape {shape!r}")
     if kind.startswith("numpy:"):

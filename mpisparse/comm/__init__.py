@@ -1,1 +1,1 @@
-"""Messages between ranks; only `exchange` imports mpi4py. The watchdog ends a job whose ranks wait in vain."""
+"""Communication between ranks, and the watchdog that ends a job which hangs. Only `exchange` imports mpi4py."""

@@ -1,8 +1,8 @@
-"""Messages between ranks: the only module that imports mpi4py, but for the benches, which time plain MPI.
+"""Collective communication between ranks: the only module, apart from the benchmarks, that imports mpi4py.
 
-Importing it starts MPI (mpi4py initialises on import of MPI), so the package imports it late. All methods of Exchange
-are collective unless they say otherwise. A message larger than `segment_nbytes` travels in several rounds, so that no
-count or displacement reaches MPI's 2^31.
+Importing it starts MPI (mpi4py initialises MPI on import), so the package imports it late. All methods of Exchange are
+collective unless they say otherwise. A message longer than `segment_nbytes` travels in several rounds, so that no count
+or displacement reaches MPI's limit of 2^31.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, NoReturn
 
 import numpy as np
@@ -22,12 +23,12 @@ from numpy.typing import NDArray
 
 from mpisparse.arrays import Bytes, Ints
 from mpisparse.comm import device_memory
-from mpisparse.comm.watchdog.place import Place
+from mpisparse.comm.place import Place
 from mpisparse.errors import ConfigurationError, check_choice
 
 
 class Exchange:
-    """A private duplicate of a communicator, with the few patterns that a step needs and a count of their bytes."""
+    """A private duplicate of a communicator with the collectives that a step needs. Counts the bytes they move."""
 
     def __init__(self, comm: Any = None, segment_nbytes: int = 1 << 30) -> None:
         self.comm: MPI.Intracomm = (MPI.COMM_WORLD if comm is None else comm).Dup()
@@ -42,109 +43,128 @@ class Exchange:
 
     @property
     def threaded(self) -> bool:
-        """Tell whether MPI allows calls from one thread while another makes calls too."""
+        """Tell whether several threads may call MPI at the same time; local."""
         return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
     def close(self) -> None:
-        """Give the communicator back."""
+        """Free the communicator."""
         if self.comm != MPI.COMM_NULL:
             self.comm.Free()
 
     def reset_counters(self) -> None:
-        """Begin counting bytes anew; local."""
+        """Set the byte counters to zero; local."""
         self.nbytes_sent = self.nbytes_received = 0
 
     def allgather(self, row: NDArray[Any]) -> NDArray[Any]:
-        """Gather one row of equal length from every rank; row r of the result is rank r's."""
+        """Gather one row from every rank, all of the same length; row r of the result is rank r's."""
         rows = np.empty((self.size, len(row)), dtype=row.dtype)
         self._call("Allgather", [row, MPI.BYTE], [rows, MPI.BYTE])
-        self._count(row.nbytes * (self.size - 1), row.nbytes * (self.size - 1))
+        moved = row.nbytes * (self.size - 1)
+        self.nbytes_sent += moved
+        self.nbytes_received += moved
         return rows
 
     def allreduce_(self, values: NDArray[Any], op: str = "sum") -> NDArray[Any]:
-        """Sum (or take the maximum, or the bitwise or) over ranks in place, in segments."""
-        buffer = self._outgoing(values)
+        """Reduce over ranks in place; `op` is "sum", "max" or "or" (bitwise)."""
+        buffer = values if isinstance(values, np.ndarray) else self._outgoing(values)
         step = max(1, self.segment_nbytes // values.itemsize)
         for start in range(0, len(values), step):
-            self._wait_in("Allreduce", MPI.IN_PLACE, _view(buffer[start : start + step]), op=_OPS[op])
+            self._call("Allreduce", MPI.IN_PLACE, _view(buffer[start : start + step]), op=_OPS[op])
         self._count_reduction(values.nbytes)
         if buffer is not values:
             values[:] = _incoming(buffer, values)
         return values
 
     def allreduce(self, source: NDArray[Any], result: NDArray[Any]) -> None:
-        """Sum over ranks from one array into another, in segments."""
+        """Sum over ranks from one array into another."""
         step = max(1, self.segment_nbytes // source.itemsize)
         for start in range(0, len(source), step):
             part = self._outgoing(source[start : start + step])
             staged = isinstance(part, np.ndarray) and not isinstance(result, np.ndarray)
             total = _empty(len(part), part) if staged else result[start : start + step]
-            self._wait_in("Allreduce", _view(part), _view(total), op=MPI.SUM)
+            self._call("Allreduce", _view(part), _view(total), op=MPI.SUM)
             if staged:
                 result[start : start + step] = _incoming(total, result)
         self._count_reduction(source.nbytes)
 
-    def allgatherv(self, payload: Any, counts: Sequence[int], places: Sequence[int]) -> Any:
-        """Gather payloads of known byte counts; rank r's lies at byte places[r] of the result."""
-        sent = self._outgoing(payload)
-        gathered = _empty(sum(counts), sent)
-        share = max(1, self.segment_nbytes // self.size)
-        if sum(counts) <= self.segment_nbytes:
-            self._call("Allgatherv", _view(sent), [_view(gathered), (counts, places), MPI.BYTE])
+    def allgatherv(self, payload: Any, counts: Sequence[int], starts: Sequence[int]) -> Any:
+        """Gather a payload of counts[r] bytes from every rank r; it starts at byte starts[r] of the result."""
+        total, mine = sum(counts), counts[self.rank]
+        on_host = isinstance(payload, np.ndarray)
+        sent = payload if on_host else self._outgoing(payload)
+        gathered = np.empty(total, dtype=payload.dtype) if on_host else _empty(total, sent)
+        if total <= self.segment_nbytes:
+            self._call("Allgatherv", _view(sent), [_view(gathered), (counts, starts), MPI.BYTE])
         else:
-            for start in range(0, max(counts), share):
-                part = [min(max(count - start, 0), share) for count in counts]
-                packed = _empty(sum(part), sent)
-                row = [_view(packed), (part, _starts(part)), MPI.BYTE]
-                self._call("Allgatherv", _view(sent[start : start + share]), row)
-                _unpack(packed, part, gathered, [place + start for place in places])
-        mine = counts[self.rank]
-        self._count(mine * (self.size - 1), sum(counts) - mine)
-        return _incoming(gathered, payload)
+            self._allgatherv_in_rounds(sent, gathered, counts, starts)
+        self.nbytes_sent += mine * (self.size - 1)
+        self.nbytes_received += total - mine
+        return gathered if on_host else _incoming(gathered, payload)
 
-    def alltoallv(self, payload: Any, counts: Sequence[int], places: Sequence[int]) -> Any:
-        """Send counts[q] bytes from places[q] on to rank q, where every rank sends q as many; returns the rows received."""
-        mine = counts[self.rank]
-        sent = self._outgoing(payload)
-        received = _empty(mine * self.size, sent)
+    def _allgatherv_in_rounds(self, sent: Any, gathered: Any, counts: Sequence[int], starts: Sequence[int]) -> None:
         share = max(1, self.segment_nbytes // self.size)
-        if max(counts, default=0) <= share:
-            rows = ([mine] * self.size, [r * mine for r in range(self.size)])
-            self._wait_in("Alltoallv", [_view(sent), (counts, places), MPI.BYTE], [_view(received), rows, MPI.BYTE])
+        for done in range(0, max(counts), share):
+            part = [min(max(count - done, 0), share) for count in counts]
+            packed = _empty(sum(part), sent)
+            row = [_view(packed), (part, _starts(part)), MPI.BYTE]
+            self._call("Allgatherv", _view(sent[done : done + share]), row)
+            _unpack(packed, part, gathered, [start + done for start in starts])
+
+    def alltoallv(self, payload: Any, counts: Sequence[int], starts: Sequence[int]) -> Any:
+        """Send counts[q] bytes, which start at byte starts[q] of the payload, to every rank q.
+
+        `counts` is the same on all ranks. Returns size * counts[rank] bytes, in the order of the senders.
+        """
+        mine, size = counts[self.rank], self.size
+        on_host = isinstance(payload, np.ndarray)
+        sent = payload if on_host else self._outgoing(payload)
+        received = np.empty(mine * size, dtype=payload.dtype) if on_host else _empty(mine * size, sent)
+        if max(counts) <= max(1, self.segment_nbytes // size):
+            rows = ([mine] * size, [r * mine for r in range(size)])
+            self._call("Alltoallv", [_view(sent), (counts, starts), MPI.BYTE], [_view(received), rows, MPI.BYTE])
         else:
-            for start in range(0, max(counts), share):
-                part = [min(max(count - start, 0), share) for count in counts]
-                here = part[self.rank]
-                joined, packed = _empty(sum(part), sent), _empty(here * self.size, sent)
-                _pack(sent, part, joined, [place + start for place in places])
-                _wait_for(joined)
-                rows = ([here] * self.size, [r * here for r in range(self.size)])
-                out = [_view(joined), (part, _starts(part)), MPI.BYTE]
-                self._wait_in("Alltoallv", out, [_view(packed), rows, MPI.BYTE])
-                _unpack(packed, [here] * self.size, received, [r * mine + start for r in range(self.size)])
-        self._count(sum(counts) - mine, mine * (self.size - 1))
-        return _incoming(received, payload)
+            self._alltoallv_in_rounds(sent, received, counts, starts)
+        self.nbytes_sent += sum(counts) - mine
+        self.nbytes_received += mine * (size - 1)
+        return received if on_host else _incoming(received, payload)
+
+    def _alltoallv_in_rounds(self, sent: Any, received: Any, counts: Sequence[int], starts: Sequence[int]) -> None:
+        share, mine = max(1, self.segment_nbytes // self.size), counts[self.rank]
+        for done in range(0, max(counts), share):
+            part = [min(max(count - done, 0), share) for count in counts]
+            here = part[self.rank]
+            joined, packed = _empty(sum(part), sent), _empty(here * self.size, sent)
+            _pack(sent, part, joined, [start + done for start in starts])
+            _wait_for(joined)
+            rows = ([here] * self.size, [r * here for r in range(self.size)])
+            out = [_view(joined), (part, _starts(part)), MPI.BYTE]
+            self._call("Alltoallv", out, [_view(packed), rows, MPI.BYTE])
+            _unpack(packed, [here] * self.size, received, [r * mine + done for r in range(self.size)])
 
     def route(self, payload: Bytes, table: Ints) -> Bytes:
-        """Send table[r][q] bytes from rank r to q, of a payload in the order of q; returns what comes in the order of r."""
+        """Send table[r][q] bytes from every rank r to every rank q; `table` is the same on all ranks.
+
+        The payload is in the order of the receivers, the result in the order of the senders.
+        """
         sent, received = table[self.rank].tolist(), table[:, self.rank].tolist()
         share, longest = max(1, self.segment_nbytes // self.size), int(table.max())
         arrived = np.empty(sum(received), dtype=np.uint8)
-        for start in range(0, longest, share):
-            out, back = ([min(max(n - start, 0), share) for n in counts] for counts in (sent, received))
-            places = [min(at + start, len(payload)) for at in _starts(sent)]
+        for done in range(0, longest, share):
+            out, back = ([min(max(n - done, 0), share) for n in counts] for counts in (sent, received))
+            starts = [min(start + done, len(payload)) for start in _starts(sent)]
             packed = arrived if longest <= share else np.empty(sum(back), dtype=np.uint8)
-            self._call("Alltoallv", [payload, (out, places), MPI.BYTE], [packed, (back, _starts(back)), MPI.BYTE])
+            self._call("Alltoallv", [payload, (out, starts), MPI.BYTE], [packed, (back, _starts(back)), MPI.BYTE])
             if packed is not arrived:
-                _unpack(packed, back, arrived, [at + start for at in _starts(received)])
+                _unpack(packed, back, arrived, [start + done for start in _starts(received)])
         mine = sent[self.rank]
-        self._count(sum(sent) - mine, sum(received) - mine)
+        self.nbytes_sent += sum(sent) - mine
+        self.nbytes_received += sum(received) - mine
         return arrived
 
     def broadcast_(self, data: Bytes, root: int = 0) -> None:
-        """Overwrite bytes with the root's, in segments."""
+        """Overwrite bytes with the root's."""
         for start in range(0, len(data), self.segment_nbytes):
-            self._wait_in("Bcast", data[start : start + self.segment_nbytes], root=root)
+            self._call("Bcast", data[start : start + self.segment_nbytes], root=root)
 
     def gather_texts(self, text: str) -> list[str]:
         """Gather a text of any length from every rank."""
@@ -160,7 +180,7 @@ class Exchange:
         return float(sum(gathered.view(np.float64)[:, 0].tolist()) / self.size)
 
     def raise_together(self, error: BaseException | None, kind: type[Exception] = ConfigurationError) -> None:
-        """Raise on every rank if any rank has an error: the first such rank's, with its rank, as `kind`."""
+        """Raise a `kind` on every rank if any rank has an error; its text is that of the lowest such rank."""
         texts = self.gather_texts("" if error is None else str(error) or type(error).__name__)
         for rank, text in enumerate(texts):
             if text:
@@ -169,23 +189,22 @@ class Exchange:
                     agreed.repeated = self.rank != 0
                 raise agreed from (error if rank == self.rank else None)
 
-    def _call(self, name: str, *buffers: Any) -> None:
-        """One of MPI's collective calls by name; whoever waits for it keeps the processor."""
-        self._wait_in(name, *buffers)
+    def _call(self, name: str, *buffers: Any, **options: Any) -> None:
+        """Make a collective call of MPI and wait until it is done, marked for the watchdog meanwhile."""
+        self.spot.wait = name, time.monotonic(), get_ident()
+        try:
+            getattr(self.comm, name)(*buffers, **options)
+        finally:
+            self.spot.wait = None
 
-    def _wait_in(self, name: str, *buffers: Any, **how: Any) -> None:
-        """A call of MPI that blocks, marked for the watchdog while it lasts."""
-        with self.spot(name):
-            getattr(self.comm, name)(*buffers, **how)
-
-    def beside(self) -> BesideExchange:
-        """One with its own communicator for a thread that works beside the computation."""
-        other = BesideExchange(self.comm, self.segment_nbytes)
+    def polling(self) -> PollingExchange:
+        """Make an exchange with its own communicator for a background thread."""
+        other = PollingExchange(self.comm, self.segment_nbytes)
         other.share_place(self)
         return other
 
     def share_place(self, other: Exchange) -> None:
-        """Have the watchdog of another exchange of this rank watch this one too; local."""
+        """Let the watchdog of another exchange of this rank watch this one too; local."""
         self.place, self.spot = other.place, other.place.spot()
 
     def _outgoing(self, array: Any) -> Any:
@@ -197,31 +216,31 @@ class Exchange:
         device_memory.synchronize(array)
         return array
 
-    def _count(self, sent: int, received: int) -> None:
-        self.nbytes_sent += sent
-        self.nbytes_received += received
-
     def _count_reduction(self, nbytes: int) -> None:
-        """A reduction's bytes depend on MPI's algorithm: count what the bandwidth-optimal one moves."""
+        """Count the bytes that a bandwidth-optimal all-reduce moves: what MPI really moves depends on its algorithm."""
         moved = 2 * nbytes * (self.size - 1) // self.size
-        self._count(moved, moved)
+        self.nbytes_sent += moved
+        self.nbytes_received += moved
 
 
-class BesideExchange(Exchange):
-    """Leaves the processor to the computation while it waits: calls do not block, and are looked after from time to time.
+class PollingExchange(Exchange):
+    """Leaves the core to the computation while it waits: polls a nonblocking call and sleeps in between.
 
-    It must do its gathering, routing and texts in one thread at a time.
+    Only one thread at a time may use it.
     """
 
-    SHORTEST, LONGEST = 5e-5, 2e-3  # seconds between looks: sockets hold what arrives in the longest at 1 Gbit/s
+    SHORTEST, LONGEST = 5e-5, 2e-3  # seconds between polls: at 1 Gbit/s socket buffers hold what arrives in the longest
 
-    def _call(self, name: str, *buffers: Any) -> None:
-        request = getattr(self.comm, f"I{name.lower()}")(*buffers)
+    def _call(self, name: str, *buffers: Any, **options: Any) -> None:
+        request = getattr(self.comm, f"I{name.lower()}")(*buffers, **options)
         pause = self.SHORTEST
-        with self.spot(name):
+        self.spot.wait = name, time.monotonic(), get_ident()
+        try:
             while not request.Test():
                 time.sleep(pause)
                 pause = min(1.5 * pause, self.LONGEST)
+        finally:
+            self.spot.wait = None
 
 
 def _view(array: Any) -> Any:
@@ -253,18 +272,18 @@ def _starts(counts: Sequence[int]) -> list[int]:
     return [0, *np.cumsum(counts[:-1]).tolist()] if counts else []
 
 
-def _unpack(packed: Bytes, counts: Sequence[int], target: Bytes, places: Sequence[int]) -> None:
-    for start, count, place in zip(_starts(counts), counts, places, strict=True):
-        target[place : place + count] = packed[start : start + count]
+def _unpack(packed: Bytes, counts: Sequence[int], target: Bytes, starts: Sequence[int]) -> None:
+    for place, count, start in zip(_starts(counts), counts, starts, strict=True):
+        target[start : start + count] = packed[place : place + count]
 
 
-def _pack(source: Bytes, counts: Sequence[int], packed: Bytes, places: Sequence[int]) -> None:
-    for start, count, place in zip(_starts(counts), counts, places, strict=True):
-        packed[start : start + count] = source[place : place + count]
+def _pack(source: Bytes, counts: Sequence[int], packed: Bytes, starts: Sequence[int]) -> None:
+    for place, count, start in zip(_starts(counts), counts, starts, strict=True):
+        packed[place : place + count] = source[start : start + count]
 
 
 def library() -> dict[str, str]:
-    """Name and version of MPI, and the thread level it gave; local."""
+    """Describe the MPI library: name, version, standard and thread level; local."""
     levels = {
         MPI.THREAD_SINGLE: "single",
         MPI.THREAD_FUNNELED: "funneled",
@@ -281,7 +300,7 @@ def library() -> dict[str, str]:
 
 
 def local_rank(comm: Any = None) -> int:
-    """This process's rank among those on the same host; collective."""
+    """Return the rank of this process among those on the same host; collective."""
     everyone: MPI.Intracomm = MPI.COMM_WORLD if comm is None else comm
     here = everyone.Split_type(MPI.COMM_TYPE_SHARED)
     rank = int(here.Get_rank())
@@ -291,21 +310,25 @@ def local_rank(comm: Any = None) -> int:
 
 @dataclass(frozen=True)
 class Awareness:
-    """Whether MPI is given device memory as it is, and why."""
+    """Whether device buffers are passed to MPI directly, and why."""
 
     usable: bool
     why: str
 
     def __str__(self) -> str:
-        way = "device buffers go to MPI as they are" if self.usable else "what is selected goes through pinned host memory"
+        way = (
+            "device buffers are passed to MPI directly"
+            if self.usable
+            else "selected values are staged in pinned host memory"
+        )
         return f"{'yes' if self.usable else 'no'}: {self.why}; {way}"
 
 
 def cuda_awareness() -> Awareness:
-    """Ask the environment, then MPI, whether device buffers may be passed to it; local.
+    """Find out from the environment, then from MPI, whether device buffers may be passed to it; local.
 
-    MPISPARSE_CUDA_AWARE=0|1 decides; then, for Cray's MPI and for MPICH, the variable that turns their device support on or
-    off; then Open MPI and MPICH themselves say how they were built (MPIX_Query_cuda_support).
+    MPISPARSE_CUDA_AWARE=0|1 decides if it is set. Cray's MPI and MPICH have a variable that turns device support on or off.
+    Open MPI and MPICH report how they were built (MPIX_Query_cuda_support).
     """
     forced = os.environ.get("MPISPARSE_CUDA_AWARE")
     if forced:
@@ -320,20 +343,22 @@ def cuda_awareness() -> Awareness:
     try:
         query = ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support
     except (OSError, AttributeError):
-        return Awareness(False, "this MPI has no MPIX_Query_cuda_support; MPISPARSE_CUDA_AWARE=1 if it takes device buffers")
+        return Awareness(
+            False, "this MPI has no MPIX_Query_cuda_support; set MPISPARSE_CUDA_AWARE=1 if it accepts device buffers"
+        )
     answer = bool(query())
     return Awareness(answer, f"MPIX_Query_cuda_support() is {int(answer)}")
 
 
 def end_job(code: int) -> None:
-    """End all ranks of the job with an exit code, from any thread; local. Output that is not flushed is lost."""
+    """End all ranks of the job with an exit code, from any thread; local. Unflushed output is lost."""
     MPI.COMM_WORLD.Abort(code)
 
 
 def end_job_on_uncaught_exception() -> None:
-    """From now on an uncaught exception prints its traceback and ends all ranks; local, once for a process.
+    """Make an uncaught exception print its traceback and end all ranks; local. Further calls do nothing.
 
-    Without it the other ranks wait for ever in their next collective call.
+    Without it the other ranks would wait forever in their next collective call.
     """
     if MPI.COMM_WORLD.Get_size() == 1 or getattr(sys.excepthook, "ends_mpi_job", False):
         return
@@ -347,7 +372,7 @@ def end_job_on_uncaught_exception() -> None:
         print(f"r{MPI.COMM_WORLD.Get_rank()} | uncaught {kind.__name__}: ending all ranks", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        time.sleep(0.2)  # MPICH drops what its launcher has not read yet
+        time.sleep(0.2)  # MPICH drops output that its launcher has not read yet
         MPI.COMM_WORLD.Abort(1)
         raise SystemExit(1)
 

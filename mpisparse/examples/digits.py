@@ -1,4 +1,4 @@
-"""Train a small convolutional net on scikit-learn's digits: `mpirun -n 2 python -m mpisparse.examples.digits`."""
+"""Train a small convolutional network on scikit-learn's digits: `mpirun -n 2 python -m mpisparse.examples.digits`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.nn.functional import cross_entropy
 
 import mpisparse
 
-TRAINING = 1500  # of 1,797 images; the rest is for testing
+TRAINING = 1500  # images of 1,797; the others are for testing
 
 
 def network() -> nn.Module:
-    """A convolutional net of about 300,000 parameters."""
+    """Return a convolutional network with about 300,000 parameters."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(),
         nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -63,12 +63,12 @@ def train(density: float, epochs: int, batch: int, out: Path | None) -> None:
         f"ranks           {sync.size}",
         f"parameters      {elements:,}",
         f"steps           {steps}",
-        f"accuracy        {accuracy:.3f} on {len(testing)} images not trained on",
+        f"accuracy        {accuracy:.3f} on {len(testing)} test images",
         f"density         {selected / steps / elements:.5f} (set: {density:g})",
     ]
     if sync.size > 1:
         saved = 100 * (1 - received / dense)
-        summary.append(f"bytes received  {received:,} a rank, {saved:.1f} % fewer than a dense all-reduce's {dense:,}")
+        summary.append(f"bytes received  {received:,} per rank, {saved:.1f} % less than a dense all-reduce ({dense:,})")
     if sync.rank == 0:
         print("\n".join(summary))
         if out is not None:
@@ -79,13 +79,13 @@ def train(density: float, epochs: int, batch: int, out: Path | None) -> None:
 
 
 def main() -> None:
-    """Read the options and train."""
-    parser = argparse.ArgumentParser(description="Train a small convolutional net on scikit-learn's digits.")
+    """Parse the options and train."""
+    parser = argparse.ArgumentParser(description="Train a small convolutional network on scikit-learn's digits.")
     parser.add_argument(
         "--density", type=float, default=0.01, help="share of the gradient that is sent (default %(default)s)"
     )
     parser.add_argument("--epochs", type=int, default=12, help="default %(default)s")
-    parser.add_argument("--batch", type=int, default=32, help="images a rank and step (default %(default)s)")
+    parser.add_argument("--batch", type=int, default=32, help="images per rank and step (default %(default)s)")
     parser.add_argument("--out", type=Path, help="write the summary to this file")
     args = parser.parse_args()
     train(args.density, args.epochs, args.batch, args.out)

@@ -9,11 +9,11 @@ from torch.nn.functional import cross_entropy
 
 import mpisparse
 
-STEPS, BATCH, TRAINING = 300, 24, 1500  # a batch is a rank's; images behind TRAINING are for testing
+STEPS, BATCH, TRAINING = 300, 24, 1500  # BATCH per rank; images after the first TRAINING are for testing
 
 
 def main() -> None:
-    """Train on all ranks and print what was sent."""
+    """Train on all ranks; print accuracy and what was sent."""
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(digits.data, dtype=torch.float32)[order] / 16
@@ -24,7 +24,7 @@ def main() -> None:
     sync = mpisparse.GradientSync(model, scheme="momentum", density=0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
-    mpisparse.attach(optimizer, sync)  # exchanges before each optimizer.step()
+    mpisparse.attach(optimizer, sync)  # exchanges gradients before each optimizer.step()
 
     shard = torch.arange(sync.rank, TRAINING, sync.size)
     generator = torch.Generator().manual_seed(sync.rank)
@@ -40,7 +40,7 @@ def main() -> None:
             stats = sync.stats
             print(
                 f"r0 | step {step}  accuracy {accuracy:.3f}  selected {stats.density:.3f}  sent {stats.sent_density:.3f}  "
-                f"bytes an element selected {stats.bytes_per_element:.2f}",
+                f"bytes per selected element {stats.bytes_per_element:.2f}",
                 flush=True,
             )
     sync.close()

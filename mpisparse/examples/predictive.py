@@ -1,4 +1,4 @@
-"""Scheme predictive in a training loop: validation data teaches the predictor and moves k; test data judges the end.
+"""Scheme predictive in a training loop: validation data trains the predictor and adapts k; test data judges the result.
 
 mpirun -n 2 python -m mpisparse.examples.predictive
 """
@@ -12,7 +12,7 @@ import mpisparse
 
 
 def main() -> None:
-    """Train a small perceptron on digits and print accuracy, k and how well importance ranks."""
+    """Train a small perceptron on digits; print accuracy, k, and how well importance ranks the gradients."""
     torch.manual_seed(0)
     digits = load_digits()
     images = torch.tensor(digits.data / 16.0, dtype=torch.float32)
@@ -42,8 +42,8 @@ def main() -> None:
             sync.observe(accuracy)
             if sync.rank == 0:
                 ranking, plain = (sync.stats.details[key] for key in ("ranking", "ranking_by_magnitude"))
-                told = f"k {sync.k}  ranks {ranking:.2f}, magnitude alone {plain:.2f}"
-                print(f"step {step}  validation accuracy {accuracy:.3f}  {told}")
+                summary = f"k {sync.k}  ranking {ranking:.2f}, by magnitude alone {plain:.2f}"
+                print(f"step {step}  validation accuracy {accuracy:.3f}  {summary}")
     if sync.rank == 0:
         print(f"test accuracy {accuracy_on(test):.3f}")
     sync.close()

@@ -9,11 +9,11 @@ from torch.nn.functional import cross_entropy
 
 import mpisparse
 
-STEPS, BATCH, TRAINING = 300, 24, 1500  # a batch is a rank's; images behind TRAINING are for testing
+STEPS, BATCH, TRAINING = 300, 24, 1500  # BATCH per rank; images after the first TRAINING are for testing
 
 
 def main() -> None:
-    """Train on all ranks and print how far ahead of the others a rank was."""
+    """Train on all ranks; print accuracy and how far rank 0 ran ahead of the shared model."""
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(digits.data, dtype=torch.float32)[order] / 16
@@ -23,7 +23,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 
     def probe() -> torch.Tensor:
-        """The loss from which the scheme learns how it curves; any batch will do."""
+        """Return a loss from which the scheme estimates curvature; any batch will do."""
         return cross_entropy(model(images[:64]), labels[:64])
 
     sync = mpisparse.GradientSync(model, scheme="speculative", density=0.05, probe=probe, granularity="learned")
@@ -37,8 +37,8 @@ def main() -> None:
         optimizer.zero_grad()
         loss = cross_entropy(model(images[batch]), labels[batch])
         loss.backward()  # type: ignore[no-untyped-call]
-        sync.note_loss(loss.item())  # what the learned granularity is rewarded for
-        optimizer.step()  # sends, takes the result of the step before, corrects, and moves on
+        sync.note_loss(loss.item())  # the reward of the learned granularity
+        optimizer.step()  # sends, receives the result of the previous step, corrects, updates
         if sync.rank == 0 and step % 50 == 0:
             with torch.no_grad(), sync.global_weights():  # the model that all ranks share
                 accuracy = (model(images[TRAINING:]).argmax(1) == labels[TRAINING:]).float().mean()
@@ -48,7 +48,7 @@ def main() -> None:
                 f"drift {ahead.drift:.4f}  fine layers {ahead.fine:.2f}",
                 flush=True,
             )
-    sync.synchronize()  # takes what is still in flight; now every rank's model is the same
+    sync.synchronize()  # applies what is still in flight; now all ranks have the same model
     sync.close()
 
 

@@ -1,1 +1,1 @@
-"""What the command line runs: doctor, benchmarks."""
+"""The command line and what it runs: train, report, slurm, inspect, doctor."""

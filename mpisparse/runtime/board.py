@@ -1,4 +1,4 @@
-"""TensorBoard events of a run; a full disk costs some of them and not the run. Only rank 0 writes."""
+"""TensorBoard events of a run, written by rank 0. A full disk loses some of them but does not end the run."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-ROOM_NBYTES = 1 << 20  # free before a new file of events is begun
+ROOM_NBYTES = 1 << 20  # that must be free before a new event file is opened
 
 
 class Board:
-    """Writes scalars; after an error what comes is dropped, with one warning, until there is room for a new file."""
+    """Writes scalars. After an error it warns once and drops them until there is room for a new file."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises ImportError without TensorBoard."""
+        """Raise ImportError if TensorBoard is not installed."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._make: Any = SummaryWriter
@@ -24,7 +24,7 @@ class Board:
         self._writer: Any = self._make(str(directory))
 
     def add(self, values: dict[str, float], step: int) -> None:
-        """Add scalars of a step."""
+        """Add the scalars of a step."""
         try:
             if self._writer is None:
                 if shutil.disk_usage(self._directory).free < ROOM_NBYTES:
@@ -39,7 +39,7 @@ class Board:
                 warnings.warn(f"{self._directory}: {error.strerror}; events are dropped until there is room", stacklevel=2)
 
     def close(self) -> None:
-        """Flush and close; what finds no room is lost."""
+        """Flush and close; what the disk has no room for is lost."""
         if self._writer is not None:
             with contextlib.suppress(OSError):
                 self._writer.close()

@@ -1,4 +1,4 @@
-"""What is here: MPI, kernels, CPU, GPUs, Slurm; and what that means for a run."""
+"""mpisparse doctor: which MPI, kernels, CPU, GPUs and Slurm are here, and whether they work together."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mpisparse import __version__
 from mpisparse.runtime import slurm
+from mpisparse.version import __version__
 
 CPU_FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512bw", "amx_tile", "asimd", "sve")
 
 
 def run(*, as_json: bool) -> int:
-    """Print what is here, on rank 0; collective under mpirun and srun. Returns 0, or 1 if MPI cannot be used so."""
+    """Print what is here on rank 0; return 1 if MPI does not work like this, else 0. Collective under mpirun and srun."""
     mpi, rank = _mpi()
     if rank or not slurm.first_task():
         return 0
@@ -41,7 +41,7 @@ def run(*, as_json: bool) -> int:
 
 
 def _mpi() -> tuple[dict[str, Any], int]:
-    """The library, how ranks were started, and how they lie on hosts and cores."""
+    """Describe the library, how ranks were started, and their placement on hosts and cores; and return this rank."""
     try:
         from mpisparse.comm.exchange import Exchange, cuda_awareness, library
     except (ImportError, RuntimeError) as error:
@@ -54,7 +54,7 @@ def _mpi() -> tuple[dict[str, Any], int]:
         "mpi4py": importlib.metadata.version("mpi4py"),
         "cuda-aware": str(cuda_awareness()),
     }
-    facts["launcher"], facts["pmi"] = slurm.launcher(), slurm.pmi()
+    facts["launcher"], facts["pmi"] = slurm.started_by(), slurm.pmi()
     facts["ranks"] = f"{exchange.size} on {', '.join(f'{host} ({n})' for host, n in Counter(hosts).items())}"
     facts["binding"] = _binding(hosts, exchange.gather_texts(_ranges(os.sched_getaffinity(0))))
     problem = slurm.separate_worlds(exchange.size, facts["name"])
@@ -64,14 +64,14 @@ def _mpi() -> tuple[dict[str, Any], int]:
 
 
 def _binding(hosts: list[str], cores: list[str]) -> str:
-    """On which cores each rank may run."""
+    """Describe on which cores each rank may run."""
     if set(cores) == {_ranges(range(os.cpu_count() or 1))}:
         return f"none: every rank may run on all cores of its host ({cores[0]})"
     return ", ".join(f"r{rank} {host}:{own}" for rank, (host, own) in enumerate(zip(hosts, cores, strict=True)))
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """Numbers as Linux writes them: 0-3+8."""
+    """Format a set of core numbers as ranges: 0-3+8."""
     ordered = sorted(numbers)
     starts = [n for n in ordered if n - 1 not in ordered]
     ends = [n for n in ordered if n + 1 not in ordered]
@@ -108,7 +108,7 @@ def _cpu() -> dict[str, Any]:
     return {
         "model": fields.get("model name", platform.machine()),
         "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} for this process",
-        "features": " ".join(name for name in CPU_FEATURES if name in flags) or "none of interest",
+        "features": " ".join(name for name in CPU_FEATURES if name in flags) or "none that the kernels use",
     }
 
 

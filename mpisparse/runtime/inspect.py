@@ -1,4 +1,4 @@
-"""mpisparse inspect: what is inside a checkpoint, and whether it is what was written."""
+"""mpisparse inspect: the contents of a checkpoint, and whether they are intact."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mpisparse.checkpoint.contents import ORIGIN, read_own, read_shared, sensibl
 from mpisparse.checkpoint.h5file import Arrays, Damaged, FileRecord, inside, read_file
 from mpisparse.checkpoint.standin import check_scheme_state
 from mpisparse.errors import ConfigurationError
-from mpisparse.runtime.place import check_place
 from mpisparse.runtime.progress import human_bytes
+from mpisparse.runtime.run_state import check_run_state
 
-GRADIENTS = {"gradient", "sizes"}  # what train --record-gradients writes of a rank
+GRADIENTS = {"gradient", "sizes"}  # arrays that train --record-gradients writes per rank
 
 
 def run(directory: Path, *, verify: bool, as_json: bool) -> int:
-    """Print what is inside; returns 1 if something is damaged."""
+    """Print the contents of checkpoints; return 1 if one is damaged."""
     damaged = False
     for path in checkpoints(directory):
         record = look(path, verify=verify)
@@ -28,22 +28,22 @@ def run(directory: Path, *, verify: bool, as_json: bool) -> int:
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints that a path means: itself, those in it, or those of the run it is."""
+    """Return the checkpoints that a path means: itself, those in it, or those of the run in it."""
     try:
         if directory.name.startswith("step-") and directory.is_dir():
             return [directory]
         found = store.found(directory) or store.found(directory / "checkpoints")
     except OSError as error:
-        raise ConfigurationError(f"cannot look into {str(directory)[:200]}: {error.strerror}") from error
+        raise ConfigurationError(f"cannot read {str(directory)[:200]}: {error.strerror}") from error
     if not found:
         raise ConfigurationError(
-            f"{directory} is no checkpoint and has none in it: expected directories named step-00000020"
+            f"{directory} is not a checkpoint and contains none; expected directories named like step-00000020"
         )
     return found
 
 
 def look(path: Path, *, verify: bool) -> dict[str, Any]:
-    """Everything about one checkpoint as plain data; with verify, every byte is read and checked."""
+    """Describe one checkpoint as plain data; `verify` reads and checks every byte."""
     record: dict[str, Any] = {"path": str(path)}
     try:
         manifest = store.read_manifest(path)
@@ -69,28 +69,28 @@ def look(path: Path, *, verify: bool) -> dict[str, Any]:
 
 
 def _check(path: Path, manifest: store.Manifest, entries: dict[str, Any]) -> None:
-    """Raise Damaged unless load() would take all that the files hold, and note what arrays they hold."""
+    """Raise Damaged unless load() would accept the files; add their arrays to `entries`."""
 
-    def read(place: Path, record: FileRecord) -> tuple[Arrays, dict[str, str]]:
-        arrays, texts = read_file(place, record)
+    def read(file: Path, record: FileRecord) -> tuple[Arrays, dict[str, str]]:
+        arrays, texts = read_file(file, record)
         entries[record.name]["arrays"] = {name: f"{a.dtype} x {a.size}" for name, a in arrays.items()}
         return arrays, texts
 
     if len(manifest.files) == manifest.ranks:  # recorded gradients
         for record in manifest.files:
             if set(read(path / record.name, record)[0]) != GRADIENTS:
-                raise Damaged(f"{path / record.name} holds neither a rank's state nor its gradient")
+                raise Damaged(f"{path / record.name} contains neither the state of a rank nor its gradient")
         return
     shared = read_shared(path, manifest, read)
     for rank in range(manifest.ranks):
         own = read_own(path, manifest, shared, rank, read)
         if "sync" in own:
-            sensible(f"the exchange's state of rank {rank} in {path}", check_scheme_state, own["sync"], shared)
-        sensible(f"the run's place of rank {rank} in {path}", check_place, own["extra"])
+            sensible(f"the state of the exchange of rank {rank} in {path}", check_scheme_state, own["sync"], shared)
+        sensible(f"the state of the run of rank {rank} in {path}", check_run_state, own["extra"])
 
 
 def _entry(files: dict[str, Any], record: FileRecord) -> dict[str, Any]:
-    """Enter what the manifest knows of a file, or of a part, which goes below its file."""
+    """Add the manifest's entry of a file, or of a part of one, to `files`; return it."""
     whole, part = inside(Path(record.name))
     entry = files.setdefault(whole.name, {"bytes": record.nbytes})
     if part != "/":

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, null for what is not finite; only rank 0 writes."""
+"""metrics.jsonl: one JSON object per line, null for non-finite numbers. Only rank 0 writes it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ import numpy as np
 from mpisparse.arrays import Doubles
 from mpisparse.measures import in_order
 
-OF_RANKS = ("step", "seconds", "bytes_sent", "bytes_received")  # of Stats: the line has them in another form
+OF_RANKS = ("step", "seconds", "bytes_sent", "bytes_received")  # fields of Stats that the line has in another form
 
 
 class MetricsFile:
-    """Appends whole lines; one that a killed run left unfinished is cut off first.
+    """Appends complete lines; first removes a partial line that a killed run left.
 
-    A line that cannot be written, on a full disk for example, is dropped, with one warning. The first that can be written
-    again follows an event that tells how many are missing.
+    A line that cannot be written, for example on a full disk, is dropped with one warning. As soon as writing works
+    again, an event says how many lines are missing.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
         content = path.read_bytes()
-        self._end = content.rfind(b"\n") + 1  # of the last whole line
+        self._end = content.rfind(b"\n") + 1  # of the last complete line
         self._torn = self._end < len(content)
         self._dropped = 0
         self._why = ""
@@ -40,8 +40,8 @@ class MetricsFile:
         """Append one line, or drop it."""
         lines: list[dict[str, Any]] = [{"kind": kind, **fields}]
         if self._dropped:
-            place: dict[str, Any] = {key: fields[key] for key in ("step", "time") if key in fields}
-            lines.insert(0, {"kind": "event", **place, "event": "metrics dropped", "text": f"{self._dropped}: {self._why}"})
+            when: dict[str, Any] = {key: fields[key] for key in ("step", "time") if key in fields}
+            lines.insert(0, {"kind": "event", **when, "event": "metrics dropped", "text": f"{self._dropped}: {self._why}"})
         text = "".join(json.dumps(finite(line), allow_nan=False) + "\n" for line in lines)
         try:
             self._append(text.encode())
@@ -53,7 +53,7 @@ class MetricsFile:
             self._dropped += 1
 
     def _append(self, text: bytes) -> None:
-        """Write all of a text, or leave the file as it was."""
+        """Write the whole text, or leave the file as it was."""
         if self._torn:
             self._cut()
         self._torn, begin = True, os.fstat(self._file.fileno()).st_size
@@ -69,18 +69,18 @@ class MetricsFile:
             raise
 
     def _cut(self) -> None:
-        """Cut off what was written of a line."""
+        """Remove a partial line."""
         os.ftruncate(self._file.fileno(), self._end)
         self._torn = False
 
     def close(self) -> None:
-        """Close."""
+        """Close the file."""
         with contextlib.suppress(OSError):
             self._file.close()
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file's content, whole or not at all."""
+    """Replace a file atomically: a reader sees the old text or the new one."""
     draft = path.with_name(f".{path.name}-{os.getpid()}")
     try:
         draft.write_text(text, encoding="utf-8")
@@ -91,7 +91,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Replace numbers that are not finite by None, and NumPy scalars by Python ones, for JSON."""
+    """Replace non-finite numbers by None, and NumPy scalars by Python ones, for JSON."""
     if isinstance(value, dict):
         return {key: finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -102,14 +102,14 @@ def finite(value: Any) -> Any:
 
 
 def spread(values: Doubles) -> dict[str, float]:
-    """Minimum, mean and maximum over ranks."""
+    """Return minimum, mean and maximum over ranks."""
     return {"min": float(values.min()), "mean": float(values.mean()), "max": float(values.max())}
 
 
 class StepRows:
-    """What ranks tell each other of a step: some numbers, and the seconds of every phase that any rank has measured.
+    """Gathers numbers of a step from all ranks, and the seconds of every phase that any rank has measured.
 
-    Phases are not known beforehand. A rank that measures a new one says so in its row, and all ranks add it together.
+    Phases are not known in advance. A rank that measures a new one announces it in its row, and all ranks add it together.
     """
 
     def __init__(self, gather: Callable[[Doubles], Doubles], gather_texts: Callable[[str], list[str]]) -> None:
@@ -118,12 +118,12 @@ class StepRows:
         self.phases: list[str] = []
 
     def gather(self, numbers: list[float], seconds: dict[str, float]) -> Doubles:
-        """Return a row per rank: the numbers, then the seconds in the order of `phases`; collective."""
+        """Return one row per rank: the numbers, then the seconds in the order of `phases`. Collective."""
         new = set(seconds) - set(self.phases)
         rows = self._gather_row(len(new), numbers, seconds)
         if rows[:, 0].any():
-            told = self._gather_texts(json.dumps(sorted(new)))
-            self.phases = in_order([*self.phases, *(name for text in told for name in json.loads(text))])
+            announced = self._gather_texts(json.dumps(sorted(new)))
+            self.phases = in_order([*self.phases, *(name for text in announced for name in json.loads(text))])
             rows = self._gather_row(0, numbers, seconds)
         return rows[:, 1:]
 
@@ -132,16 +132,16 @@ class StepRows:
         return self._gather(np.array(row, dtype=np.float64))
 
 
-def step_fields(stats: Any, phases: list[str], rows: Doubles) -> dict[str, Any]:
+def step_fields(stats: Any, phases: list[str], by_rank: Doubles) -> dict[str, Any]:
     """Return a step's fields: its stats, and per-rank numbers as minimum, mean and maximum.
 
-    rows[r] is rank r's loss, bytes sent, bytes received, and seconds by phase.
+    by_rank[r] has rank r's loss, bytes sent, bytes received, and seconds per phase.
     """
     record = {key: value for key, value in dataclasses.asdict(stats).items() if key not in OF_RANKS and value is not None}
     return {
         **record,
-        "loss": spread(rows[:, 0]),
-        "bytes_sent": spread(rows[:, 1]),
-        "bytes_received": spread(rows[:, 2]),
-        "seconds": {phase: spread(rows[:, 3 + i]) for i, phase in enumerate(phases)},
+        "loss": spread(by_rank[:, 0]),
+        "bytes_sent": spread(by_rank[:, 1]),
+        "bytes_received": spread(by_rank[:, 2]),
+        "seconds": {phase: spread(by_rank[:, 3 + i]) for i, phase in enumerate(phases)},
     }

@@ -1,4 +1,4 @@
-"""Where ranks' output goes: rank 0's is shown, that of others is dropped, or each rank has a log. Errors are shown."""
+"""Where the output of ranks goes: rank 0's is shown; that of others is dropped or logged. Errors of all are shown."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class SteadyOutput:
-    """Writes to a stream, and to a log if there is one; all else is the stream's.
+    """A stream that also writes to a log, if given, and does not fail, as output must not end a run.
 
-    What finds no room on a full disk is dropped, with one warning, and so is what nobody reads. Output must not end a run.
+    If the disk is full or the reader of a pipe is gone, text is dropped; a full disk gives one warning.
     """
 
     def __init__(self, stream: TextIO, log: TextIO | None = None) -> None:
@@ -44,7 +44,7 @@ class SteadyOutput:
         except OSError as error:
             if error.errno not in (*NO_ROOM, errno.EPIPE):
                 raise
-            if not self.warned and error.errno != errno.EPIPE:  # who reads through `head` has seen enough
+            if not self.warned and error.errno != errno.EPIPE:  # the reader, such as `head`, has seen enough
                 self.warned = True
                 name = getattr(target, "name", "output")
                 warnings.warn(f"{name}: {error.strerror}; output is dropped until there is room", stacklevel=4)
@@ -54,7 +54,7 @@ class SteadyOutput:
 
 
 def give_up(stream: TextIO) -> None:
-    """Flush a stream for the last time; what finds no room is dropped, or Python would end with an exit code of its own."""
+    """Flush a stream for the last time; drop what cannot be written, or Python would exit with a code of its own."""
     try:
         stream.flush()
     except OSError as error:
@@ -69,10 +69,10 @@ def give_up(stream: TextIO) -> None:
 
 
 class RankOutput:
-    """A context in which this rank's output goes to its place; local.
+    """A context that redirects this rank's output. Local.
 
-    Ranks but the first lose their standard output, C libraries' too, or have it in their log. With logs, what rank 0
-    prints and what any rank prints to standard error is shown and logged.
+    On all ranks but 0, standard output is dropped or goes to the rank's log, that of C libraries too. With logs,
+    standard output of rank 0 and standard error of every rank are both shown and logged.
     """
 
     def __init__(self, rank: int, logs: Path | None) -> None:
@@ -107,7 +107,7 @@ class RankOutput:
             os.close(self.saved)
         if self.log is None:
             sys.stderr = self.stderr
-        elif error is None:  # an error's traceback is printed later: leave its way into the log
+        elif error is None:  # a traceback is printed later and must still reach the log
             sys.stderr = self.stderr
             with contextlib.suppress(OSError):
                 self.log.close()

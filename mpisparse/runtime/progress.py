@@ -1,6 +1,6 @@
-"""What a person sees while it trains: a live bar on a terminal, plain lines elsewhere; rank 0 only, unless ranks have logs.
+"""What a person sees during training: a live bar on a terminal, plain lines elsewhere; on rank 0 unless ranks have logs.
 
-mpirun stands between a rank and the terminal (see mpisparse.runtime.output); MPISPARSE_PROGRESS=bar|plain overrides.
+mpirun stands between a rank and the terminal (see mpisparse.runtime.terminal); MPISPARSE_PROGRESS=bar|plain overrides.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Progress(Protocol):
 
 
 class Silent:
-    """For all ranks but the first."""
+    """Shows nothing, on ranks other than 0."""
 
     def step(self, step: int, facts: dict[str, str]) -> None: ...
     def say(self, text: str) -> None: ...
@@ -33,7 +33,7 @@ class Silent:
 
 
 class Plain:
-    """A line every few seconds."""
+    """Prints a line every few seconds."""
 
     def __init__(self, total: int, rank: int = 0) -> None:
         self.total = total
@@ -53,7 +53,7 @@ class Plain:
 
 
 class Bar:
-    """A live bar by rich."""
+    """A live bar, drawn by rich."""
 
     def __init__(self, total: int, start: int) -> None:
         from rich.console import Console
@@ -77,7 +77,7 @@ class Bar:
 
 
 def make_progress(rank: int, total: int, start: int, *, log_ranks: bool = False) -> Progress:
-    """The progress display for a rank; plain lines on every rank if each has a log."""
+    """Create the progress display of a rank; plain lines on every rank if each has a log."""
     if log_ranks:
         return Plain(total, rank)
     if rank:
@@ -87,7 +87,7 @@ def make_progress(rank: int, total: int, start: int, *, log_ranks: bool = False)
 
 
 def human_bytes(count: float) -> str:
-    """A number of bytes for people."""
+    """Format a number of bytes for people."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(count) < 1000 or unit == "TB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -96,12 +96,12 @@ def human_bytes(count: float) -> str:
 
 
 def own_facts(loss: float, seconds: dict[str, float]) -> dict[str, str]:
-    """What a rank's own log shows of a step."""
+    """Return what the log of a rank other than 0 shows of a step."""
     return {"loss": f"{loss:.4f}"} | {name: f"{1e3 * taken:.1f} ms" for name, taken in seconds.items()}
 
 
-def facts_of(fields: dict[str, Any], dense: float, name: str = "", metric: float | None = None) -> dict[str, str]:
-    """What the bar shows of a step; the metric is the last evaluation's."""
+def step_facts(fields: dict[str, Any], dense: float, name: str = "", metric: float | None = None) -> dict[str, str]:
+    """Return what rank 0 shows of a step; `metric`, called `name`, is that of the last evaluation."""
     received = fields["bytes_received"]["mean"]
     seconds = fields["seconds"]
     exchange = sum(spent["mean"] for name, spent in seconds.items() if phase(name).exchange)

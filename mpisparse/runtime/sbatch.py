@@ -1,44 +1,32 @@
-"""Scripts for sbatch: the launcher for the MPI that is here, and all that brings a job back. No MPI, no torch."""
+"""Scripts for sbatch that train and requeue themselves until training is done. No MPI, no torch."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import re
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpisparse.errors import ConfigurationError
+from mpisparse.runtime.launcher import MPI_NAMES, Launcher, choose_launcher
 from mpisparse.runtime.signals import INTERRUPTED
-from mpisparse.runtime.slurm import PMI, output, parse_time
+from mpisparse.runtime.slurm import parse_time
 
-NAMES = {"openmpi": "Open MPI", "mpich": "MPICH", "intel": "Intel MPI", "cray": "Cray MPICH"}
-# Nothing is exported for GPUs: an MPI built for them takes their memory unasked, another may end in MPI_Init if asked to.
+# Export nothing for GPUs: an MPI built for them uses GPU memory by itself, another may abort in MPI_Init if asked to.
 GPU_MEMORY = (
-    "# MPI takes GPU memory if it was built to; otherwise selected values go through host memory (see mpisparse doctor)"
+    "# A CUDA-aware MPI uses GPU memory directly; otherwise selected values go through host memory (see mpisparse doctor)"
 )
-CRAY_GPU_MEMORY = "# export MPICH_GPU_SUPPORT_ENABLED=1  # only if mpi4py was built with craype-accel-*: else MPI_Init fails"
-SIGNAL_SECONDS = (30, 300)  # before the limit: at least, at most
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The MPI, the launcher, and why: one comment line each."""
-
-    kind: str
-    launcher: str
-    why: str
+CRAY_GPU_MEMORY = "# export MPICH_GPU_SUPPORT_ENABLED=1  # only if mpi4py was built with craype-accel-*, else MPI_Init fails"
+SIGNAL_SECONDS = (30, 300)  # before the time limit: minimum, maximum
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a script is to do. `words` are the settings of mpisparse train."""
+    """What a script does. `words` are the flags of mpisparse train."""
 
-    choice: Choice
+    launcher: Launcher
     words: Sequence[str]
     nodes: int = 1
     ranks_per_node: int = 1
@@ -55,44 +43,8 @@ class Request:
     container: str | None = None
 
 
-def find_mpi() -> tuple[str, str] | None:
-    """The family of the MPI here, and how that is known; nothing is started but mpirun --version."""
-    if "CRAY_MPICH_VERSION" in os.environ:
-        return "cray", f"Cray MPICH {os.environ['CRAY_MPICH_VERSION']} is loaded"
-    beside = Path(sys.executable).with_name("mpirun")
-    for path, where in (
-        (str(beside) if beside.exists() else None, "beside this Python"),
-        (shutil.which("mpirun"), "on PATH"),
-    ):
-        told = output(path, "--version") if path else None
-        for mark, kind in (("Open MPI", "openmpi"), ("Open RTE", "openmpi"), ("Intel", "intel"), ("HYDRA", "mpich")):
-            if told and mark in told:
-                return kind, f"mpirun {where} is {NAMES[kind]}'s"
-    return None
-
-
-def offered() -> set[str] | None:
-    """The kinds of --mpi= that srun offers here, or None without Slurm."""
-    told = output("srun", "--mpi=list")
-    return None if told is None else set(re.findall(r"[a-z][a-z0-9_]+", told.partition("\n")[2]))
-
-
-def choose(mpi: str = "auto", launcher: str = "auto") -> Choice:
-    """The MPI and the launcher for it: as asked for, or by what is found."""
-    found = (mpi, f"{NAMES[mpi]} was asked for") if mpi != "auto" else find_mpi()
-    kind, why = found or ("openmpi", "no MPI was found here: Open MPI is assumed")
-    fitting, kinds = PMI[kind], offered()
-    if launcher == "mpirun":
-        return Choice(kind, "mpirun", f"{why}; mpirun starts it without help of Slurm's PMI")
-    if launcher == "srun" or kinds is None or fitting in kinds:
-        known = " (not checked: no Slurm here)" if kinds is None else ", which this Slurm offers"
-        known = "" if launcher == "srun" else known
-        return Choice(kind, f"srun --mpi={fitting}", f"{why}; srun starts it with --mpi={fitting}{known}")
-    return Choice(kind, "mpirun", f"{why}; it needs srun --mpi={fitting}, which this Slurm lacks: mpirun")
-
-
 def script(request: Request) -> str:
-    """A script for sbatch that trains, comes back after preemption and the time limit, and says how it ended."""
+    """Return a script for sbatch that trains, restarts after preemption and the time limit, and reports how it ended."""
     parts = [_head(request), _environment(request), _start(request), _ending(request)]
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
@@ -100,31 +52,31 @@ def script(request: Request) -> str:
 def _head(request: Request) -> list[str]:
     limit = parse_time(request.time, left=False)
     if limit is None or limit < 60:
-        raise ConfigurationError(f"--time is MINUTES, HH:MM:SS or DAYS-HH:MM:SS, at least a minute; got {request.time!r}")
+        raise ConfigurationError(f"--time is MINUTES, HH:MM:SS or DAYS-HH:MM:SS, at least one minute; got {request.time!r}")
     ahead = min(max(limit // 10, SIGNAL_SECONDS[0]), SIGNAL_SECONDS[1])
-    by_mpirun = request.choice.launcher == "mpirun"
+    by_mpirun = request.launcher.command == "mpirun"
     array = request.sweep is not None
     options = [
         (f"--job-name={request.job_name}", ""),
         (f"--account={request.account}" if request.account else "", ""),
         (f"--partition={request.partition}" if request.partition else "", ""),
-        (f"--array=1-{request.settings_in_sweep}" if array else "", "one task a line of settings"),
+        (f"--array=1-{request.settings_in_sweep}" if array else "", "one task per line of settings"),
         (f"--nodes={request.nodes}", ""),
-        (f"--ntasks-per-node={request.ranks_per_node}", "ranks a node"),
-        (f"--cpus-per-task={request.cpus_per_rank}", "threads a rank"),
-        (f"--gpus-per-node={request.gpus_per_node}" if request.gpus_per_node else "", "as many as ranks"),
+        (f"--ntasks-per-node={request.ranks_per_node}", "ranks per node"),
+        (f"--cpus-per-task={request.cpus_per_rank}", "threads per rank"),
+        (f"--gpus-per-node={request.gpus_per_node}" if request.gpus_per_node else "", "one per rank"),
         (f"--time={request.time}", ""),
         (
             f"--signal={'B:' if by_mpirun else ''}USR1@{ahead}",
-            f"{'this shell' if by_mpirun else 'all ranks'}: checkpoint and leave",
+            f"{'this shell' if by_mpirun else 'all ranks'}: checkpoint and exit",
         ),
         ("--requeue", "after preemption and a lost node"),
-        ("--open-mode=append", "a restarted job goes on with its log"),
+        ("--open-mode=append", "a restarted job appends to its log"),
         (f"--output=%x-%j{'-%a' if array else ''}.log", ""),
     ]
     lines = [f"#SBATCH {option:<28}# {text}" if text else f"#SBATCH {option}" for option, text in options if option]
     ranks = request.nodes * request.ranks_per_node
-    what = f"{ranks} ranks on {request.nodes} nodes" + (", a GPU each" if request.gpus_per_node else "")
+    what = f"{ranks} ranks on {request.nodes} nodes" + (", one GPU each" if request.gpus_per_node else "")
     return [
         "#!/bin/bash",
         f"# mpisparse: {what}. Settings after the script's name are added: sbatch SCRIPT --seed 7",
@@ -135,17 +87,17 @@ def _head(request: Request) -> list[str]:
 def _environment(request: Request) -> list[str]:
     lines = [*request.setup] or [f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"]
     lines.append("export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}")
-    if request.choice.launcher == "mpirun":
+    if request.launcher.command == "mpirun":
         lines.append(
             "export SLURM_KILL_BAD_EXIT=1             # --kill-on-bad-exit=1 for the srun that starts mpirun's daemons"
         )
-        lines.append("unset SLURM_NTASKS_PER_NODE              # which that srun would take for the number of daemons")
+        lines.append("unset SLURM_NTASKS_PER_NODE              # which that srun would use as the number of daemons")
     else:
-        lines.append("export SRUN_CPUS_PER_TASK=$OMP_NUM_THREADS  # srun does not take it from sbatch since Slurm 22.05")
+        lines.append("export SRUN_CPUS_PER_TASK=$OMP_NUM_THREADS  # since Slurm 22.05 srun does not inherit it from sbatch")
     if request.gpus_per_node:
-        lines += [GPU_MEMORY, *([CRAY_GPU_MEMORY] if request.choice.kind == "cray" else [])]
+        lines += [GPU_MEMORY, *([CRAY_GPU_MEMORY] if request.launcher.mpi == "cray" else [])]
     if request.container is not None:
-        lines.append("# Inside the container there is no squeue: say when the job ends")
+        lines.append("# There is no squeue inside the container: pass the end of the job")
         lines.append(
             'export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s)}'
         )
@@ -156,7 +108,7 @@ def _start(request: Request) -> list[str]:
     words = ["mpisparse", "train", *(shlex.quote(word) for word in request.words)]
     if request.gpus_per_node and not any(word.partition("=")[0] in ("--device", "--config") for word in request.words):
         words += ["--device", "cuda"]
-    lines = [f"# Launcher: {request.choice.why}."]
+    lines = [f"# Launcher: {request.launcher.why}."]
     if request.sweep is not None:
         lines.append(f'read -ra settings < <(sed -n "${{SLURM_ARRAY_TASK_ID}}p" {shlex.quote(request.sweep)})')
         words += ['\\\n  "${settings[@]}"', "--out", '"runs/$SLURM_JOB_NAME-$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID"']
@@ -167,43 +119,43 @@ def _start(request: Request) -> list[str]:
     words.append('"$@"')
     if request.container is not None:
         gpus = "--nv " if request.gpus_per_node else ""
-        lines.append("# The MPI in the container must be of the family, and speak the PMI, that is used here")
+        lines.append("# The MPI in the container must be of the same family and use the same PMI as the launcher")
         words.insert(0, f'apptainer exec {gpus}--bind "$PWD" {shlex.quote(request.container)} \\\n ')
     command = "\\\n  " + " ".join(words)
-    if request.choice.launcher == "mpirun":
+    if request.launcher.command == "mpirun":
         return [
             *lines,
             f'mpirun -n "$SLURM_NTASKS" {command} &',
             "pid=$!",
-            "# mpirun ends its ranks when it gets TERM, but hands USR1 on; a second signal would end them, so once",
+            "# mpirun kills its ranks on TERM but forwards USR1; a second signal would kill them, so forward it once",
             "trap 'kill -USR1 $pid; again=1; trap again=1 TERM USR1' TERM USR1",
             "again=1",
-            "while [ $again ]; do again=; wait $pid; code=$?; done  # a trap ends wait early",
+            "while [ $again ]; do again=; wait $pid; code=$?; done  # a trap interrupts wait",
         ]
     bind = "--gpu-bind=single:1 " if request.gpus_per_node else ""
-    lines.append("trap : TERM  # ranks get it too; this shell must live to see how they end")
-    return [*lines, f"{request.choice.launcher} --kill-on-bad-exit=1 {bind}{command}", "code=$?"]
+    lines.append("trap : TERM  # ranks get it too; this shell must survive to see how they end")
+    return [*lines, f"{request.launcher.command} --kill-on-bad-exit=1 {bind}{command}", "code=$?"]
 
 
 def _ending(request: Request) -> list[str]:
-    array = request.sweep is not None
+    array, most = request.sweep is not None, request.restarts
     job = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if array else "$SLURM_JOB_ID"
     stopped = (
-        f'[[ $state != *" PreemptTime="[0-9]* ]] || code={INTERRUPTED}  # mpirun returns 0 when preemption ends its daemons'
+        f'[[ $state != *" PreemptTime="[0-9]* ]] || code={INTERRUPTED}  # mpirun returns 0 when preemption kills its daemons'
     )
     return [
-        f"# {INTERRUPTED}: stopped after a checkpoint. A preempted job without one goes on from an earlier one.",
+        f"# {INTERRUPTED}: stopped after a checkpoint. A preempted job that wrote none continues from an earlier one.",
         f"job={job} restarts=${{SLURM_RESTART_COUNT:-0}}",
         'state=$(scontrol show job --oneliner "$job")',
-        *([stopped] if request.choice.launcher == "mpirun" else []),
+        *([stopped] if request.launcher.command == "mpirun" else []),
         "if [ $code -eq 0 ]; then",
         '  echo "mpisparse: training is done, after $restarts restarts"',
         f'elif [ $code -ne {INTERRUPTED} ] && [[ $state != *" PreemptTime="[0-9]* ]]; then',
         '  echo "mpisparse: training failed with exit code $code" >&2',
         'elif [[ $state != *" JobState=RUNNING "* ]]; then',
         '  echo "mpisparse: stopped by Slurm; if the job does not come back, submit it again with the same --out" >&2',
-        f"elif [ $restarts -ge {request.restarts} ]; then",
-        f'  echo "mpisparse: stopped after {request.restarts} restarts; submit it again with the same --out to go on" >&2',
+        f"elif [ $restarts -ge {most} ]; then",
+        f'  echo "mpisparse: stopped after {most} restarts; to continue, submit it again with the same --out" >&2',
         "else",
         '  echo "mpisparse: stopped before the end; requeued, restart $((restarts + 1))"',
         '  scontrol requeue "$job" && exit 0',
@@ -213,34 +165,36 @@ def _ending(request: Request) -> list[str]:
 
 
 def read_sweep(path: str) -> list[list[str]]:
-    """The settings of each line of a sweep's file."""
+    """Read the settings of a sweep, one list of flags per line."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigurationError(f"cannot read the settings in {path}: {error.strerror}") from error
     if not lines or not all(line.strip() for line in lines):
-        raise ConfigurationError(f"{path} must have settings on every line, and no line without")
+        raise ConfigurationError(f"{path} must have settings on every line")
     return [line.split() for line in lines]
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what a script depends on."""
+    """Add the arguments of `mpisparse slurm`."""
     command.add_argument("--nodes", type=_count, default=1, help="default %(default)s")
-    command.add_argument("--ranks-per-node", type=_count, help="default: 1, or a rank a GPU")
-    command.add_argument("--cpus-per-rank", type=_count, default=1, help="threads of a rank (default %(default)s)")
-    command.add_argument("--gpus-per-node", type=_count, help="as many as ranks a node (default: none)")
-    command.add_argument("--time", default="1:00:00", help="limit of one start of the job (default %(default)s)")
+    command.add_argument("--ranks-per-node", type=_count, help="default: 1, or one per GPU")
+    command.add_argument("--cpus-per-rank", type=_count, default=1, help="threads per rank (default %(default)s)")
+    command.add_argument("--gpus-per-node", type=_count, help="one per rank (default: none)")
+    command.add_argument("--time", default="1:00:00", help="time limit of each start of the job (default %(default)s)")
     command.add_argument("--account")
     command.add_argument("--partition")
     command.add_argument("--job-name", default="mpisparse", help="default %(default)s")
-    command.add_argument("--restarts", type=_count, default=20, help="times a job may requeue itself (default %(default)s)")
-    command.add_argument("--mpi", choices=["auto", *NAMES], default="auto", help="default: what is found here")
-    command.add_argument("--launcher", choices=["auto", "srun", "mpirun"], default="auto", help="default: what fits the MPI")
+    command.add_argument("--restarts", type=_count, default=20, help="limit of automatic requeues (default %(default)s)")
+    command.add_argument("--mpi", choices=["auto", *MPI_NAMES], default="auto", help="default: the one found here")
+    command.add_argument(
+        "--launcher", choices=["auto", "srun", "mpirun"], default="auto", help="default: what the MPI needs"
+    )
     command.add_argument(
         "--setup", action="append", default=[], metavar="LINE",
-        help="a line such as 'module load openmpi', may be repeated; default: this environment on PATH",
+        help="a line such as 'module load openmpi'; may be repeated (default: put this environment on PATH)",
     )  # fmt: skip
-    command.add_argument("--sweep", metavar="FILE", help="a job array: each line of the file adds its settings")
+    command.add_argument("--sweep", metavar="FILE", help="a job array: one task per line of the file, with its settings")
     command.add_argument("--container", metavar="IMAGE", help="train inside an Apptainer image")
     command.add_argument("words", nargs="+", metavar="train", help="after --: train and its settings")
 
@@ -252,18 +206,18 @@ def _count(text: str) -> int:
 
 
 def run(args: argparse.Namespace, check: Callable[[Sequence[str]], object]) -> int:
-    """Print the script that the arguments ask for; `check` refuses a wrong command line of train."""
+    """Print the script; `check` raises for an invalid command line of train."""
     if args.words[0] != "train":
-        raise ConfigurationError(f"a script is for mpisparse train: end with -- train ..., got {args.words[0]!r}")
+        raise ConfigurationError(f"scripts are for mpisparse train only: end with -- train ..., got {args.words[0]!r}")
     lines = read_sweep(args.sweep) if args.sweep else []
     for settings in lines or [[]]:
         check([*args.words, *settings])
     gpus = args.gpus_per_node or 0
     ranks = args.ranks_per_node or gpus or 1
     if gpus and ranks != gpus:
-        raise ConfigurationError(f"a rank has a GPU of its own: got {ranks} ranks and {gpus} GPUs a node")
+        raise ConfigurationError(f"each rank needs one GPU: got {ranks} ranks and {gpus} GPUs per node; pass equal numbers")
     request = Request(
-        choice=choose(args.mpi, args.launcher), words=args.words[1:], nodes=args.nodes, ranks_per_node=ranks,
+        launcher=choose_launcher(args.mpi, args.launcher), words=args.words[1:], nodes=args.nodes, ranks_per_node=ranks,
         cpus_per_rank=args.cpus_per_rank, gpus_per_node=gpus, time=args.time, account=args.account,
         partition=args.partition, job_name=args.job_name, restarts=args.restarts, setup=args.setup, sweep=args.sweep,
         settings_in_sweep=len(lines), container=args.container,

@@ -1,4 +1,4 @@
-"""Learning rate and density over a run, and which examples a step takes: pure functions of where the run is."""
+"""Learning rate, density and examples of a step, as functions of the step or the position in the data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpisparse.arrays import Ints
 
 
 def lr_factor(step: int, total: int, kind: str, warmup: int, drop_at: Sequence[float]) -> float:
-    """The share of the peak learning rate at a step (from 0)."""
+    """Return the learning rate at a step (from 0) as a fraction of its peak."""
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, total - warmup)
@@ -24,7 +24,7 @@ def lr_factor(step: int, total: int, kind: str, warmup: int, drop_at: Sequence[f
 
 
 def density_at(step: int, density: float, start: float, warmup: int) -> float:
-    """The density at a step: from `start` geometrically down to the set one over `warmup` steps."""
+    """Return the density at a step: it falls geometrically from `start` to `density` over `warmup` steps."""
     if step >= warmup or start <= density:
         return density
     return float(start * (density / start) ** (step / warmup))
@@ -32,14 +32,14 @@ def density_at(step: int, density: float, start: float, warmup: int) -> float:
 
 @dataclass
 class Position:
-    """Where a run is in its data: `offset` examples of `epoch` are consumed, by all ranks together."""
+    """Position of a run in its data: all ranks together have used `offset` examples of `epoch`."""
 
     epoch: int = 0
     offset: int = 0
 
 
 class Order:
-    """The order of examples: shuffled by (seed, epoch), dealt to ranks by position alone."""
+    """The order of examples: shuffled by (seed, epoch) and assigned to ranks by position."""
 
     def __init__(self, count: int, seed: int) -> None:
         self.count = count
@@ -48,9 +48,9 @@ class Order:
         self._order: Ints = np.empty(0, dtype=np.int64)
 
     def take(self, position: Position, share: int, rank: int, size: int) -> tuple[Ints, int]:
-        """This rank's `share` examples of the next global batch and their epoch; moves the position on.
+        """Return this rank's `share` examples of the next global batch and their epoch; advance the position.
 
-        What is left of an epoch and does not fill a global batch is passed over.
+        The end of an epoch is skipped if it does not fill a global batch.
         """
         if position.offset + share * size > self.count:
             position.epoch, position.offset = position.epoch + 1, 0
@@ -61,6 +61,11 @@ class Order:
         position.offset += share * size
         return self._order[start : start + share], position.epoch
 
-    def steps_an_epoch(self, share: int, size: int) -> int:
-        """How many global batches an epoch has."""
+    def steps_per_epoch(self, share: int, size: int) -> int:
+        """Return how many global batches an epoch has."""
         return self.count // (share * size)
+
+    def steps_left(self, position: Position, epochs: int, share: int, size: int) -> int:
+        """Return how many global batches remain until `epochs` epochs are complete."""
+        epochs_left = epochs - position.epoch
+        return max(0, epochs_left * self.steps_per_epoch(share, size) - position.offset // (share * size))

@@ -1,4 +1,4 @@
-"""Asked to stop: the first signal sets a flag that ranks agree on at the next step; the second leaves at once."""
+"""Signals that ask a run to stop: the first sets a flag that ranks agree on at the next step; the second kills."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import FrameType
 
 from mpisparse.errors import ConfigurationError
 
-INTERRUPTED = 85  # exit code: stopped by a signal, after a checkpoint; start the same command again to go on
+INTERRUPTED = 85  # exit code: stopped by a signal after a checkpoint; the same command continues
 SIGNALS = ("USR1", "TERM")
 
 
@@ -16,11 +16,11 @@ def _number(name: str) -> signal.Signals:
     try:
         return signal.Signals[f"SIG{name.upper().removeprefix('SIG')}"]
     except KeyError:
-        raise ConfigurationError(f"MPISPARSE_SIGNALS names no signal {name!r}; expected names like USR1,TERM") from None
+        raise ConfigurationError(f"MPISPARSE_SIGNALS: {name!r} is no signal; expected names like USR1,TERM") from None
 
 
 class StopRequest:
-    """Whether this rank was asked to stop. MPISPARSE_SIGNALS names the signals that ask (default USR1,TERM)."""
+    """Whether this rank was asked to stop, by one of the signals in MPISPARSE_SIGNALS (default USR1,TERM)."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -35,12 +35,12 @@ class StopRequest:
         self.asked = True
 
     def restore(self) -> None:
-        """Give the signals their earlier handlers back."""
+        """Restore the earlier signal handlers."""
         for number, handler in self.previous.items():
             signal.signal(number, handler)
 
 
 def ignore() -> None:
-    """Let no signal that asks end this process before it leaves by itself."""
+    """Ignore the signals, so that this process exits with its own code."""
     for name in SIGNALS:
         signal.signal(_number(name), signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""What a Slurm job's environment says, and how long it lasts. No MPI, no torch."""
+"""What the environment of a Slurm job tells, and when the job ends. No MPI, no torch."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ PMI = {"openmpi": "pmix", "mpich": "pmi2", "intel": "pmi2", "cray": "cray_shasta
 COMMAND_SECONDS = 10
 
 
-def launcher(environ: Mapping[str, str] = os.environ) -> str:
-    """What started this process: mpirun, srun or nothing. Its daemons' srun lends mpirun's ranks its variables."""
+def started_by(environ: Mapping[str, str] = os.environ) -> str:
+    """Return what started this process: mpirun, srun or none. Ranks of mpirun may have the variables of srun too."""
     if any(name in environ for name in MPIRUN_VARIABLES):
         return "mpirun"
     return "srun" if "SLURM_STEP_ID" in environ else "none"
 
 
 def pmi(environ: Mapping[str, str] = os.environ) -> str:
-    """How ranks were told of each other."""
+    """Return how the ranks learned of each other."""
     if "PMIX_NAMESPACE" in environ:
         return f"pmix {environ.get('PMIX_VERSION', '')}".strip()
     if "PMI_FD" in environ or "PMI_RANK" in environ:
-        return "pmi2" if launcher(environ) == "srun" else "pmi"
+        return "pmi2" if started_by(environ) == "srun" else "pmi"
     return "none"
 
 
 def first_task(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this is the task that speaks for all, should each task be a world of its own."""
-    return launcher(environ) != "srun" or environ.get("SLURM_PROCID", "0") == "0"
+    """Return whether this task should print for all tasks, even if MPI sees each as a world of its own."""
+    return started_by(environ) != "srun" or environ.get("SLURM_PROCID", "0") == "0"
 
 
 def separate_worlds(size: int, library: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """What to change if srun started more tasks than MPI sees ranks; each world would train a model of its own."""
+    """Return what to change if srun started more tasks than MPI sees ranks, which would train separate models; else None."""
     tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
-    if launcher(environ) != "srun" or not tasks.isdigit() or size >= int(tasks):
+    if started_by(environ) != "srun" or not tasks.isdigit() or size >= int(tasks):
         return None
     kind = kind_of(library)
     used = environ.get("SLURM_MPI_TYPE", "none")
@@ -49,20 +49,20 @@ def separate_worlds(size: int, library: str, environ: Mapping[str, str] = os.env
     if kind and used == fitting:
         advice = f"--mpi={used} should fit {library}, but this build of it does not use it"
     return (
-        f"srun --mpi={used} started {tasks} tasks, but {library} sees {size} of them: separate models would be trained; "
-        f"{advice} (srun --mpi=list shows what there is), or with mpirun inside sbatch (docs/slurm.md)"
+        f"srun --mpi={used} started {tasks} tasks, but {library} sees {size} of them, so separate models would be trained; "
+        f"{advice} (srun --mpi=list shows the choices), or with mpirun inside sbatch (docs/slurm.md)"
     )
 
 
 def check_world(size: int, library: str) -> None:
-    """Refuse a job whose tasks do not see each other."""
+    """Raise ConfigurationError if the tasks of this job do not see each other."""
     problem = separate_worlds(size, library)
     if problem:
         raise ConfigurationError(problem)
 
 
 def kind_of(library: str) -> str | None:
-    """The family of an MPI library, by its name."""
+    """Return the family of an MPI library by its name, or None."""
     name = library.lower()
     found = [
         kind
@@ -73,10 +73,10 @@ def kind_of(library: str) -> str | None:
 
 
 class Deadline:
-    """When the job ends, and whether it is time to stop before that."""
+    """When the job ends, and whether it is time to stop."""
 
     def __init__(self, end: float | None, margin: float) -> None:
-        """`end` in seconds since the epoch; the margin is cut to a tenth of the time there is."""
+        """`end` in seconds since the epoch; `margin` is limited to a tenth of the remaining time."""
         self.end = end
         self.margin = margin if end is None else min(margin, max(0.0, end - time.time()) / 10)
         self.longest = 0.0
@@ -84,7 +84,10 @@ class Deadline:
         self.reached = False
 
     def near(self) -> bool:
-        """Tell, once a step, whether another step and a checkpoint may not fit: twice the longest time between calls."""
+        """Return whether there may be no time for another step and a checkpoint; call once per step.
+
+        Together they are assumed to take twice the longest time between calls so far.
+        """
         now = time.time()
         if self.last is not None:
             self.longest = max(self.longest, now - self.last)
@@ -94,7 +97,7 @@ class Deadline:
 
 
 def end_time(environ: Mapping[str, str] = os.environ) -> float | None:
-    """When this job reaches its time limit, in seconds since the epoch; None without a job or a limit."""
+    """Return when this job reaches its time limit, in seconds since the epoch; None without a job or a limit."""
     if "SLURM_JOB_END_TIME" in environ:
         try:
             return float(environ["SLURM_JOB_END_TIME"])
@@ -102,13 +105,16 @@ def end_time(environ: Mapping[str, str] = os.environ) -> float | None:
             return None
     if "SLURM_JOB_ID" not in environ:
         return None
-    left = output("squeue", "--noheader", "--jobs", environ["SLURM_JOB_ID"], "--format", "%L")
+    left = command_output("squeue", "--noheader", "--jobs", environ["SLURM_JOB_ID"], "--format", "%L")
     seconds = parse_time(left.strip()) if left else None
     return None if seconds is None else time.time() + seconds
 
 
 def parse_time(text: str, *, left: bool = True) -> int | None:
-    """Seconds in a time of Slurm, None for UNLIMITED and such. `left`: as squeue prints it, where one number is seconds."""
+    """Convert a time of Slurm to seconds; None for UNLIMITED and the like.
+
+    `left`: the text is time left as squeue prints it, where a single number is seconds; else it is minutes.
+    """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
         return None
@@ -126,23 +132,23 @@ def parse_time(text: str, *, left: bool = True) -> int | None:
 
 
 def facts(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What doctor shows of Slurm; on its own this process's job."""
-    version = (output("sinfo", "--version") or "").strip()
+    """Return what doctor shows of Slurm and of this process's job."""
+    version = (command_output("sinfo", "--version") or "").strip()
     found = {"installed": version or "no"}
     if "SLURM_JOB_ID" not in environ:
         return {**found, "job": "none"}
     found["job"] = environ["SLURM_JOB_ID"]
     found["nodes"] = f"{environ.get('SLURM_JOB_NUM_NODES', '?')}: {environ.get('SLURM_JOB_NODELIST', '?')}"
-    found["tasks"] = environ.get("SLURM_STEP_NUM_TASKS" if launcher(environ) == "srun" else "SLURM_NTASKS", "?")
+    found["tasks"] = environ.get("SLURM_STEP_NUM_TASKS" if started_by(environ) == "srun" else "SLURM_NTASKS", "?")
     end = end_time(environ)
     found["time left"] = "no limit known" if end is None else f"{end - time.time():.0f} s"
-    if launcher(environ) == "srun":
+    if started_by(environ) == "srun":
         found["srun --mpi"] = environ.get("SLURM_MPI_TYPE", "none")
     return found
 
 
-def output(*command: str) -> str | None:
-    """What a command prints, or None if it is missing, fails or does not answer."""
+def command_output(*command: str) -> str | None:
+    """Return what a command prints, or None if it is missing, fails or times out."""
     if shutil.which(command[0]) is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Records as an aligned table or as JSON lines, on the screen and in a file."""
+"""Print records as an aligned table or as JSON lines, and save them to a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpisparse.errors import ConfigurationError
 
 
 def show(records: Sequence[dict[str, Any]], columns: dict[str, str], *, as_json: bool) -> None:
-    """Print records: one JSON object a line, or a table whose columns are {key: format}; None is left blank."""
+    """Print records: one JSON object per line, or a table with columns {key: format}, where None is blank."""
     if as_json:
         for record in records:
             print(json.dumps(record), flush=True)
@@ -32,18 +32,18 @@ def _cell(value: Any, form: str) -> str:
 
 
 def save(bench: str, records: Sequence[dict[str, Any]], out: Path | None) -> None:
-    """Write records as JSON lines, each with the name of its benchmark; the file is whole or not there. None: nothing."""
+    """Write records as JSON lines, each with the name of its benchmark, atomically; nothing if `out` is None."""
     if out is None:
         return
     if not out.name:
         raise ConfigurationError(f"expected a file that can be written, got {str(out)!r}; name one, as in --out bench.jsonl")
-    beside = out.with_name(f".{out.name}.{os.getpid()}")
+    draft = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text("".join(json.dumps({"bench": bench, **record}) + "\n" for record in records), encoding="utf-8")
-        beside.replace(out)
+        draft.write_text("".join(json.dumps({"bench": bench, **record}) + "\n" for record in records), encoding="utf-8")
+        draft.replace(out)
     except OSError as error:
         with contextlib.suppress(OSError):
-            beside.unlink()
+            draft.unlink()
         raise ConfigurationError(f"expected a file that can be written, got {out} ({error.strerror})") from error
     print(f"records: {out}; pictures: mpisparse report {out}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Whether a person watches: a progress bar in a file or a pipe is noise."""
+"""Whether output reaches a person: a progress bar in a file or a pipe is noise."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ from pathlib import Path
 from typing import TextIO
 
 LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "mpirun.hydra", "orterun", "prterun", "prun", "srun")
-DAEMONS = ("orted", "prted", "prte", "slurmstepd")  # of a launcher that is elsewhere; Hydra's is below its mpiexec
-REDIRECTS = ("--output", "--tag-output", "--timestamp-output", "--xml")  # mpirun writes files, or puts words before lines
+DAEMONS = ("orted", "prted", "prte", "slurmstepd")  # of a launcher on another host; Hydra's runs below its mpiexec
+REDIRECTS = (
+    "--output",
+    "--tag-output",
+    "--timestamp-output",
+    "--xml",
+)  # with these mpirun writes files or prefixes lines
 LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "MPI_LOCALNRANKS", "SLURM_STEP_ID")
 
 
 def reaches_terminal(stream: TextIO) -> bool:
-    """Tell whether a person sees what this rank writes to the stream; where that is in doubt, no. Local.
+    """Return whether a person sees what this rank writes to the stream; False if that is unclear. Local.
 
-    Open MPI's mpirun gives ranks a pseudo-terminal whatever its own output is, so that isatty() says nothing: the output
-    of the launcher itself is looked at. A launcher on another host is out of sight.
+    Open MPI's mpirun gives ranks a pseudo-terminal whatever its own output is, so isatty() is not enough: the launcher's
+    own output must be a terminal. A launcher on another host cannot be examined.
     """
     if not stream.isatty():
         return False
@@ -31,7 +36,7 @@ def reaches_terminal(stream: TextIO) -> bool:
 
 
 def _ancestors() -> Iterator[tuple[int, str]]:
-    """Number and name of the processes above this one, nearest first."""
+    """Yield id and name of the parent process, its parent, and so on."""
     pid = os.getppid()
     while pid:
         try:
@@ -43,7 +48,7 @@ def _ancestors() -> Iterator[tuple[int, str]]:
 
 
 def _redirects(pid: int) -> bool:
-    """Tell whether a launcher was asked to do more with the ranks' output than to show it; yes, where that is not known."""
+    """Return whether a launcher has options that redirect or change the ranks' output; True if that is unknown."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -52,7 +57,7 @@ def _redirects(pid: int) -> bool:
 
 
 def _is_terminal(pid: int, descriptor: int) -> bool:
-    """Tell whether a descriptor of another process is a terminal; no, where that may not be known."""
+    """Return whether a descriptor of another process is a terminal; False if that is unknown."""
     path = f"/proc/{pid}/fd/{descriptor}"
     try:
         if not stat.S_ISCHR(os.stat(path).st_mode):

@@ -1,4 +1,4 @@
-"""Build another commit beside this tree, run steps.py with both, and say where they differ. Called by bin/compare."""
+"""Build another commit next to this tree, run steps.py with both, and print where they differ. Called by bin/compare."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Digests = dict[tuple[str, int, int], dict[str, str]]
 
 
 def build(commit: str) -> Path:
-    """Install a commit into a directory of its own, kernels compiled; done once for each commit."""
+    """Install a commit into its own directory, with compiled kernels; once per commit."""
     name = subprocess.run(
         ["git", "rev-parse", "--verify", f"{commit}^{{commit}}"], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -41,7 +41,7 @@ def build(commit: str) -> Path:
 
 
 def run(ranks: int, what: str, out: Path, site: Path | None, elements: int | None = None) -> None:
-    """Run steps.py on some ranks, with this tree or with what was built."""
+    """Run steps.py on some ranks, with this tree or with the other build."""
     out.parent.mkdir(parents=True, exist_ok=True)
     where = [] if site is None else ["--site", str(site)]
     size = [] if elements is None else ["--elements", str(elements)]
@@ -50,7 +50,7 @@ def run(ranks: int, what: str, out: Path, site: Path | None, elements: int | Non
 
 
 def read(path: Path) -> Digests:
-    """What steps.py noted, by case, rank and step."""
+    """Read the output of steps.py, by case, rank and step."""
     found: Digests = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
@@ -60,7 +60,7 @@ def read(path: Path) -> Digests:
 
 
 def differences(old: Digests, new: Digests) -> dict[str, str]:
-    """The first difference of every case that differs, or that only one has."""
+    """Return the first difference of every case that differs or exists in only one build."""
     known = ({case for case, _, _ in digests} for digests in (old, new))
     here, there = known
     found = {case: "is only in this tree" if case in there else "is only in the other commit" for case in here ^ there}
@@ -73,7 +73,7 @@ def differences(old: Digests, new: Digests) -> dict[str, str]:
 
 
 def compare_bits(site: Path, ranks: Iterable[int], expected: list[str]) -> bool:
-    """Print what differs; tell whether all of it was expected."""
+    """Print the differences; tell whether all of them were expected."""
     fine = True
     for count in ranks:
         old, new = PLACE / f"bits-{site.name}-{count}.jsonl", PLACE / f"bits-here-{count}.jsonl"
@@ -91,7 +91,7 @@ def compare_bits(site: Path, ranks: Iterable[int], expected: list[str]) -> bool:
 
 
 def compare_times(site: Path, rounds: int, elements: int) -> bool:
-    """Print medians of interleaved rounds and of their ratios; tell whether none is above the limit."""
+    """Print medians of interleaved rounds and of their ratios; tell whether all ratios are within the limit."""
     every: list[tuple[dict[str, float], dict[str, float]]] = []
     for index in range(rounds):
         both = []

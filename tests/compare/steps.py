@@ -1,4 +1,4 @@
-"""Run the same steps with one installed mpisparse and note what came of them; bin/compare runs it with two.
+"""Run fixed steps with an installed mpisparse and write down the results; bin/compare runs it with two.
 
     mpirun -n N python tests/compare/steps.py [--site DIR] bits OUT      a line of digests for each case, rank and step
     mpirun -n N python tests/compare/steps.py [--site DIR] time OUT      seconds of steps of 25 M elements
@@ -41,7 +41,7 @@ def use(site: Path) -> None:
 
 
 def cases() -> Iterator[dict[str, Any]]:
-    """Every scheme with every codec that it takes, on both paths."""
+    """List every scheme with every codec that it supports, on both accumulation paths."""
     from mpisparse.errors import ConfigurationError
     from mpisparse.schemes import SCHEMES, configure
 
@@ -59,7 +59,7 @@ def cases() -> Iterator[dict[str, Any]]:
 
 
 class Training:
-    """A small net on batches that depend on rank and step alone."""
+    """A small net, trained on batches that depend only on rank and step."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         import torch
@@ -85,18 +85,18 @@ class Training:
         self.optimizer.step()
 
     def weights_and_residual(self) -> dict[str, str]:
-        """Digests of what a checkpoint must bring back."""
+        """Return digests of what a checkpoint must restore."""
         weights = b"".join(p.detach().numpy().tobytes() for p in self.model.parameters())
         return {"parameters": digest(weights), "residual": digest(self.sync.residual.numpy().tobytes())}
 
     def digests(self) -> dict[str, str]:
-        """Digests of all that must be the same after a step."""
+        """Return digests of everything that must be equal after a step."""
         noted = repr([getattr(self.sync.stats, name) for name in NOTED]).encode()
         return {**self.weights_and_residual(), "stats": digest(noted)}
 
 
 def digest(value: bytes) -> str:
-    """A value in 16 letters."""
+    """Return a digest of 16 characters."""
     return hashlib.sha256(value).hexdigest()[:16]
 
 
@@ -117,7 +117,7 @@ def note_bits(out: Path) -> None:
 
 
 def save_golden(directory: Path) -> None:
-    """Save a checkpoint of every scheme after 20 steps, and the digests of what is in it; collective."""
+    """Save a checkpoint of every scheme after 20 steps, and digests of its contents; collective."""
     import mpisparse
     from mpisparse import checkpoint
 
@@ -137,7 +137,7 @@ def save_golden(directory: Path) -> None:
 
 
 def layers(elements: int) -> list[int]:
-    """Sizes that differ by orders of magnitude, as those of real networks do."""
+    """Return layer sizes that differ by orders of magnitude, as in real networks."""
     import numpy as np
 
     weights = 64 + np.random.default_rng(0).pareto(0.7, 160) * 10_000
@@ -147,7 +147,7 @@ def layers(elements: int) -> list[int]:
 
 
 def note_times(out: Path, elements: int) -> None:
-    """Write the median seconds of each case and of a plain in-place add of as many elements; collective."""
+    """Write the median seconds of each case and of a plain in-place add of the same elements; collective."""
     import numpy as np
     import torch
     from mpi4py import MPI
@@ -184,7 +184,7 @@ def note_times(out: Path, elements: int) -> None:
 
 
 def timed(comm: Any, call: Any) -> float:
-    """Seconds of a call that all ranks begin together."""
+    """Return the seconds of a call that all ranks start together; collective."""
     comm.Barrier()
     start = time.perf_counter()
     call()
@@ -192,7 +192,7 @@ def timed(comm: Any, call: Any) -> float:
 
 
 def median_over_ranks(comm: Any, seconds: list[float]) -> float:
-    """The median of the slowest rank's times; collective."""
+    """Return the median over rounds of the slowest rank's time; collective."""
     import numpy as np
 
     return float(np.median(np.max(comm.allgather(seconds), axis=0)))

@@ -1,6 +1,6 @@
 """Every CUDA operation against mpisparse.backends.numpy_backend, to the last bit.
 
-They run on whatever device is given, for a number of elements.
+They run on a given device with a given number of elements.
 A check raises if a result differs. Tests run them on the emulator and on a GPU; planted bugs must make one of them fail.
 """
 
@@ -49,7 +49,7 @@ class Device:
         return (np.array(pointers, dtype=np.uint64), *here[1:]), here, [*alive, *there]
 
     def __call__(self, name: str, *args: Any) -> tuple[Any, dict[int, NDArray[Any]]]:
-        """The operation's results, and its array arguments as they are after it."""
+        """Return the operation's results, and its array arguments after the call."""
         arrays = {i: self.backend.from_host(args[i]) for i in ON_DEVICE[name]}
         results = getattr(self.backend, name)(*(arrays.get(i, arg) for i, arg in enumerate(args)))
         after = {i: self.backend.to_host(array) for i, array in arrays.items()}
@@ -75,12 +75,12 @@ def draw(n: int, *, nonfinite: bool = False, seed: int = 0) -> NDArray[np.float3
 
 
 def some(n: int, share: float, seed: int = 0) -> NDArray[np.int64]:
-    """An ascending index of a share of n elements."""
+    """Return ascending indices of a share of n elements."""
     return np.flatnonzero(np.random.default_rng([n, seed]).random(n) < share)
 
 
 def stretches(n: int, tile: int) -> list[tuple[int, int]]:
-    """Parts of [0, n) that begin and end at, before and behind tiles' ends."""
+    """Return parts of [0, n) that begin and end at, just before and just after tile boundaries."""
     places = sorted({min(max(at, 0), n) for at in (0, 1, 31, tile - 1, tile, tile + 1, n - 1, n)})
     return [(lo, hi) for i, lo in enumerate(places) for hi in places[i:]][::3]
 
@@ -111,7 +111,7 @@ def check_accumulate_select(device: Device, n: int) -> None:
 
 
 def check_accumulate(device: Device, n: int) -> None:
-    """During backward: what is not finite is told late, once, and as the place of the first pass that met it."""
+    """During backward a non-finite value is reported later, once, at the index where the first pass found it."""
     backend = device.backend
     for kind in (FP32, FP16, BF16):
         flat, twin, _alive = device.gradients(draw(n, seed=1), [], [kind])
@@ -200,7 +200,7 @@ def check_publish(device: Device, kind: int, x: NDArray[np.float32]) -> None:
 
 
 def check_codecs(device: Device, n: int) -> None:
-    """Groups of zeros, of denormals, of huge values, of halves' middles and of anything."""
+    """Encode groups of zeros, denormals, huge values, fp16 midpoints and random values."""
     middles = np.random.default_rng(n).permutation(halfway(FP16))
     pieces = [draw(256), np.zeros(256), np.full(256, 1e-40), draw(256, seed=3) * 1e-38, np.full(256, HUGE), middles, draw(n)]
     x = np.concatenate(pieces).astype(np.float32)[:n]

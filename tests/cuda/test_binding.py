@@ -1,4 +1,4 @@
-"""The binding to CuPy with a stand-in for it: what is compiled and how, and on which stream things are launched.
+"""The binding to CuPy, with a stand-in for CuPy: what is compiled and how, and on which stream kernels are launched.
 
 Its names and arguments are CuPy's; what they do, the emulator does. That CuPy itself takes them is tested with CuPy, as far
 as it goes without a driver. A GPU's own answer is in test_gpu.py.
@@ -33,7 +33,7 @@ class NVRTCError(Exception):
 
 
 class StandIn:
-    """CuPy's functions that the binding calls, and a record of what they were called with."""
+    """The CuPy functions that the binding calls, with a record of their arguments."""
 
     def __init__(self) -> None:
         self.emulator = Emulator()
@@ -177,14 +177,14 @@ def test_no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def complaint(call: Callable[[], Any]) -> str:
-    """What CuPy has to say to a call that it took as it was."""
+    """Return CuPy's error for a call whose arguments it accepted."""
     with pytest.raises(RuntimeError) as caught:
         call()
     return str(caught.value)
 
 
 def test_cupy_itself_takes_what_the_binding_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names, arguments and streams: all that it complains of is that there is no driver. Warnings are errors here."""
+    """CuPy accepts names, arguments and streams; its only error is the missing driver. Warnings are errors here."""
     cupy: Any = pytest.importorskip("cupy", reason="CuPy is not installed: bin/setup --dev could not get it")
     if torch.cuda.is_available():
         pytest.skip("there is a driver: test_gpu.py has the device itself")

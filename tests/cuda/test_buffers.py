@@ -1,4 +1,4 @@
-"""MPI and device memory: whether it may be given to MPI, how mpi4py takes it, and which device a rank gets."""
+"""MPI and device memory: whether MPI accepts it, how mpi4py passes it, and which device a rank gets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpisparse.comm import exchange
 from mpisparse.comm.exchange import Exchange, cuda_awareness, local_rank
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.settings import Settings
-from mpisparse.runtime.train import build_together
+from mpisparse.runtime.setup import build_together
 
 VARIABLES = ("MPISPARSE_CUDA_AWARE", "MPICH_GPU_SUPPORT_ENABLED", "MPIR_CVAR_ENABLE_GPU")
 
@@ -66,7 +66,7 @@ def test_mpi_is_asked(monkeypatch: pytest.MonkeyPatch, answer: int) -> None:
 
 
 def test_variables_of_another_mpi_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Job scripts set those of all."""
+    """Job scripts set the variables of all MPI libraries."""
     monkeypatch.setattr(exchange.MPI, "Get_library_version", lambda: "Open MPI v5")
     monkeypatch.setattr(exchange.ctypes, "CDLL", lambda path: types.SimpleNamespace(MPIX_Query_cuda_support=lambda: 0))
     monkeypatch.setenv("MPICH_GPU_SUPPORT_ENABLED", "1")

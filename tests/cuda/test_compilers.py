@@ -1,4 +1,4 @@
-"""The kernels through NVIDIA's compilers, where they are installed; neither needs a GPU."""
+"""The kernels compiled by NVIDIA's compilers, if installed; neither needs a GPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_spills_would_be_seen() -> None:
 
 
 def test_occupancy() -> None:
-    """By registers, by shared memory, by threads and by blocks."""
+    """Occupancy is limited by registers, shared memory, threads or blocks."""
     assert figures.Figures("take", 80, 32, 0, 0).occupancy == 1.0
     assert figures.Figures("take", 80, 40, 0, 0).occupancy == 0.75  # 65536 / (40 x 32) = 51.2, 48 warps in blocks of 8
     assert figures.Figures("take", 75, 64, 0, 0).occupancy == 1.0

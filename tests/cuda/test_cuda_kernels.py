@@ -1,4 +1,4 @@
-"""The CUDA kernels in the emulator against NumPy: any order of threads, any tile, sizes around the tiles' ends."""
+"""The CUDA kernels in the emulator against NumPy: any order of threads, any tile size, sizes around tile boundaries."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(check: str, emulator: Emulator, n: int) -> None:
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("check", CHECKS)
 def test_small_tiles(check: str, order: str, n: int) -> None:
-    """Blocks of one warp: many tiles in few elements."""
+    """Blocks of one warp give many tiles with few elements."""
     run(check, Emulator(**SMALL, order=order, seed=n), n)
 
 
@@ -46,12 +46,12 @@ def test_usual_tiles(check: str, order: str) -> None:
     "check", ["rows", pytest.param("select", marks=pytest.mark.slow), pytest.param("blend", marks=pytest.mark.slow)]
 )
 def test_more_tiles_than_one_round_of_the_scan(check: str) -> None:
-    """A scan of 32 threads takes 128 counts in a round."""
+    """A scan of 32 threads handles 128 counts per round."""
     run(check, Emulator(**SMALL, order="shuffled"), 1024 * 130 + 5)
 
 
 def test_indices_beyond_2_24() -> None:
-    """Odd indices past 2^24 have no float32."""
+    """Odd indices beyond 2^24 are not exact in float32."""
     backend = CudaBackend(Emulator(**USUAL))
     acc = np.zeros(2**24 + 1000, dtype=np.float32)
     expected = [5, 2**24 - 1, 2**24, 2**24 + 1, 2**24 + 997]
@@ -66,7 +66,7 @@ def test_indices_beyond_2_24() -> None:
 
 
 def test_every_kernel_is_launched() -> None:
-    """Nothing in kernels/*.cu that no check runs, and every operation of the backend is checked."""
+    """A check runs every kernel in kernels/*.cu and every operation of the backend."""
     emulator = Emulator(**SMALL)
     for check in CHECKS.values():
         check(Device(CudaBackend(emulator)), 100)

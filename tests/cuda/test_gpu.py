@@ -1,4 +1,4 @@
-"""On a GPU: every kernel against NumPy, torch's streams, memory shared with torch. `pytest -m cuda` runs these alone."""
+"""On a GPU: every kernel against NumPy, torch's streams, memory shared with torch. `pytest -m cuda` runs only these."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_kernels(backend: CudaBackend, check: str, n: int) -> None:
 
 
 def test_denormals_are_kept(backend: CudaBackend) -> None:
-    """Flushed, one and one would be none."""
+    """If denormals were flushed, the sum of two would be zero."""
     tiny = np.full(1000, TINY, dtype=np.float32)
     total = backend.from_host(tiny)
     backend.add(total, backend.from_host(tiny))
@@ -38,7 +38,7 @@ def test_denormals_are_kept(backend: CudaBackend) -> None:
 
 
 def test_kernels_wait_for_torch_on_its_current_stream(backend: CudaBackend) -> None:
-    """A gradient that a long product is still making, on a stream of its own, is read when it is there."""
+    """A gradient that a long product is still computing on another stream is read only when it is complete."""
     side = torch.cuda.Stream()
     x = torch.randn(4096, 4096, device="cuda:0")
     expected = (x @ x @ x @ x).reshape(-1)
@@ -52,7 +52,7 @@ def test_kernels_wait_for_torch_on_its_current_stream(backend: CudaBackend) -> N
 
 
 def test_memory_is_torchs(backend: CudaBackend) -> None:
-    """A tensor's memory is worked on in place, and seen by whoever takes the tensor through DLPack."""
+    """A tensor is modified in place, and users of it through DLPack see the changes."""
     cupy: Any = pytest.importorskip("cupy")
     tensor = torch.arange(1000, dtype=torch.float32, device="cuda:0")
     backend.divide(backend.array_of(tensor), 2)
@@ -82,7 +82,7 @@ def test_staging_in_pinned_memory(backend: CudaBackend) -> None:
 
 
 def test_freed_memory_is_not_written_by_late_launches(backend: CudaBackend) -> None:
-    """Torch's allocator gives memory out again in the order of the stream."""
+    """Torch's allocator reuses memory in stream order."""
     for _ in range(200):
         values = backend.from_host(np.ones(100_000, dtype=np.float32))
         total = backend.empty(100_000, np.float32)

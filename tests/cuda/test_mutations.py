@@ -23,7 +23,7 @@ PATIENCE = 60  # seconds
 
 @dataclass(frozen=True)
 class Bug:
-    """In a file's `nth` place that reads `old`, `new`; and the check that is to notice."""
+    """Replaces the `nth` occurrence of `old` in a file by `new`; `check` must notice."""
 
     name: str
     file: str
@@ -89,7 +89,7 @@ BUGS = [
 
 
 def planted(bug: Bug) -> str:
-    """The kernels with the bug, of its file and the common ones alone: the fewer, the faster compiled."""
+    """Return the source with the bug, only its file and the common ones, because fewer kernels compile faster."""
     others = {"pass", "tally", "rows", "blend"} if bug.file == "common" else {bug.file}
     texts = {
         name: (source.directory() / f"{name}.cu").read_text() for name in ("common", *sorted(others | NEEDED[bug.check]))
@@ -106,9 +106,9 @@ NEEDED = {
 
 
 def noticed(bug: Bug) -> bool:
-    """Tell whether the check fails, or memory is damaged, in some order and for some number of elements.
+    """Tell whether the check fails or memory is damaged in some thread order and for some number of elements.
 
-    In a process of its own, since a bug may make a kernel write anywhere, or never end.
+    Runs in a separate process, since a bug may make a kernel write anywhere or never end.
     """
     text = planted(bug)
     build(text, **TILES)
@@ -122,7 +122,7 @@ def noticed(bug: Bug) -> bool:
 
 
 def sound(text: str, check: str) -> bool:
-    """Tell whether the check passes everywhere."""
+    """Tell whether the check passes in all orders and for all numbers of elements."""
     for n in SIZES:
         for order in ORDERS:
             emulator = Emulator(**TILES, order=order, text=text)
@@ -144,6 +144,6 @@ def test_is_noticed(bug: Bug) -> None:
 
 
 def test_without_bugs_all_is_well() -> None:
-    """The same checks on the same sizes pass, so that what fails above is the bug."""
+    """The same checks pass without bugs, so the failures above are due to the bugs."""
     for check in sorted({bug.check for bug in BUGS}):
         assert sound(source.joined(), check), check

@@ -1,4 +1,4 @@
-"""Every check once more under the address sanitizer: a read beyond an array is caught too, which guards around it do not."""
+"""Every check again under the address sanitizer, which also catches reads beyond an array."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ else:
 
 
 def sanitized(*args: str) -> subprocess.CompletedProcess[str]:
-    """Run the script in a process into which the sanitizer was loaded first."""
+    """Run the script in a process that loads the sanitizer first."""
     library = subprocess.run([COMPILER, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     environment = {
         **os.environ,
@@ -46,7 +46,7 @@ def sanitized(*args: str) -> subprocess.CompletedProcess[str]:
     }
     code = SCRIPT.format(paths=[str(HERE), str(HERE.parent)])
     return subprocess.run(
-        [sys.executable, "-c", code, *args], capture_output=True, text=True, check=False, env=environment, timeout=600
+        [sys.executable, "-c", code, *args], capture_output=True, text=True, check=False, env=environment, timeout=1800
     )
 
 

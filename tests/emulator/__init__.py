@@ -29,12 +29,12 @@ LINKER = ["-Wl,-Bsymbolic"]
 
 
 def kernels_in(text: str) -> list[str]:
-    """The names of the kernels in a source."""
+    """Return the names of the kernels in a source."""
     return re.findall(r'extern "C" __global__ void\s+(?:__launch_bounds__\(\w+\)\s*)?(\w+)\(', text)
 
 
 def build(text: str, *, block: int, scan: int, sanitize: bool = False) -> Path:
-    """Compile a source of kernels to a shared library, once for every user, source and options."""
+    """Compile kernels to a shared library, once per user, source and options."""
     flags = [*FLAGS, *source.defines(block, scan), *(["-g", "-fsanitize=address"] if sanitize else [])]
     text = "\n".join([HEADER.read_text(), text, *(f"EMULATE({name})" for name in kernels_in(text))])
     digest = hashlib.sha256("\0".join([COMPILER, *flags, text]).encode()).hexdigest()[:24]
@@ -51,7 +51,7 @@ def build(text: str, *, block: int, scan: int, sanitize: bool = False) -> Path:
 
 
 class DamageError(AssertionError):
-    """A kernel did what a GPU would punish: it hung, or wrote beyond its memory."""
+    """A kernel hung or wrote beyond its memory."""
 
 
 class OnDevice(torch.Tensor):
@@ -172,5 +172,5 @@ class DeviceBuffer:
 
 @functools.cache
 def available() -> bool:
-    """Tell whether there is a compiler."""
+    """Tell whether a compiler is installed."""
     return shutil.which(COMPILER) is not None

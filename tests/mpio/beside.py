@@ -1,4 +1,4 @@
-"""Run a script or a module with Debian's Python packages first and those of the tests' environment behind them.
+"""Run a script or a module with Debian's Python packages first and those of the tests' environment after them.
 
 `python3 beside.py PACKAGES SCRIPT|-m MODULE [arguments]`: h5py with MPI, mpi4py and NumPy are Debian's, the rest is ours.
 """

@@ -1,4 +1,4 @@
-"""A real parallel HDF5 for these tests: Debian's h5py with MPI. Where it can't be had, they are skipped, with the reason."""
+"""A real parallel HDF5 for these tests: Debian's h5py with MPI. Without it they are skipped, with the reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENVIRONMENT = {
 
 @pytest.fixture(scope="session")
 def command() -> Callable[..., list[str]]:
-    """The command that runs a script, or -m and a module, on so many ranks with a parallel HDF5."""
+    """Return the command that runs a script, or -m and a module, on `ranks` ranks with a parallel HDF5."""
     version = probe() or install()
     if version != "{} {}".format(*sys.version_info[:2]):
         pytest.skip(f"no parallel HDF5: it is for Python {version}, the environment is of another")
@@ -35,11 +35,11 @@ def command() -> Callable[..., list[str]]:
 
 
 def probe() -> str:
-    """The version of Python for which there is an h5py with MPI, or nothing."""
+    """Return the version of Python that has an h5py with MPI, or nothing."""
     if not Path(PYTHON).exists() or not Path(MPIRUN).exists():
         return ""
     environment = os.environ | ENVIRONMENT | {"H5PY_ALWAYS_USE_MPI": "1"}
-    found = subprocess.run([PYTHON, "-c", PROBE], capture_output=True, text=True, timeout=120, env=environment, check=False)
+    found = subprocess.run([PYTHON, "-c", PROBE], capture_output=True, text=True, timeout=600, env=environment, check=False)
     return found.stdout.strip() if found.returncode == 0 else ""
 
 
@@ -52,7 +52,7 @@ def install() -> str:
     told = "there is no apt-get"
     for words in (get, ["apt-get", "update", "-qq"], get):
         try:
-            ended = subprocess.run(words, capture_output=True, text=True, timeout=600, env=environment, check=False)
+            ended = subprocess.run(words, capture_output=True, text=True, timeout=1800, env=environment, check=False)
         except FileNotFoundError:
             break
         if ended.returncode == 0 and words is get:

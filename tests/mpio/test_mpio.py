@@ -1,4 +1,4 @@
-"""Checkpoints of one file for all ranks, written by a real parallel HDF5 and read with the h5py of every day."""
+"""Checkpoints of one file for all ranks, written by a real parallel HDF5 and read with the usual h5py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpisparse.checkpoint import h5file, store
 
 Command = Callable[..., list[str]]
 SUITE = Path(__file__).parents[1] / "parallel"
-TIMEOUT = 600.0
+TIMEOUT = 1800.0
 STEPS = 16
 SETTINGS = ["--model", "tiny:model", "--data", "tiny:data", "--batch-size", "4", "--density", "0.05", "--eval-every", "100"]
 TINY = """
@@ -46,7 +46,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def run(home: Path, words: list[str], **environment: str) -> str:
-    """Run a command to its end; returns what it said."""
+    """Run a command to its end; returns its output."""
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(home), **environment}
     ended = subprocess.run(
         words, cwd=home, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT,
@@ -61,7 +61,7 @@ def train(out: str, steps: int, *more: str) -> list[str]:
 
 
 def last(run: Path) -> tuple[store.Manifest, dict[str, Any]]:
-    """The newest checkpoint's manifest, and the bytes of its arrays by part and name, all verified."""
+    """Return the newest checkpoint's manifest and the bytes of its arrays by part and name, all verified."""
     path = store.found(run / "checkpoints")[0]
     manifest = store.read_manifest(path)
     content = {}
@@ -92,7 +92,7 @@ def test_written_by_all_at_once_and_resumed_without_mpi_in_h5py_to_the_last_bit(
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_all_that_holds_for_checkpoints_on_ranks(home: Path, command: Command, ranks: int) -> None:
-    words = command(ranks, str(SUITE / "run.py"), str(SUITE / "test_checkpoint.py"), "-q", "--color=no")
+    words = command(ranks, "-m", "pytest", "--with-mpi", str(SUITE / "test_checkpoint.py"), "-q", "--color=no")
     told = run(home, words, MPISPARSE_TEST_DRIVER="mpio")
     assert "[100%]" in told
 

@@ -1,4 +1,4 @@
-"""What the parallel tests share: verdicts and sums over ranks, and the two laws that every synchronous step keeps.
+"""Shared by the parallel tests: verdicts and sums over ranks, and the two laws that every synchronous step obeys.
 
 A rank that leaves a loop alone makes the others wait for ever, so whatever may differ between ranks is reduced first.
 """
@@ -21,18 +21,18 @@ Loss = Callable[[nn.Module, torch.Generator], torch.Tensor]
 
 
 def seeded(rank: int, step: int) -> torch.Generator:
-    """Another stream for every rank and step, the same in every run."""
+    """Return a generator for a rank and step, the same in every run."""
     return torch.Generator().manual_seed(1000 * step + rank)
 
 
 def small() -> nn.Module:
-    """A net of 2,570 parameters, the same in every run."""
+    """Build a net of 2,570 parameters, the same in every run."""
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(30, 50), nn.Tanh(), nn.Linear(50, 20))
 
 
 def loss_of(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
-    """What it is trained on: to give back the sines of some inputs."""
+    """Return a loss: the net learns the sine of its inputs."""
     x = torch.randn(8, 30, generator=generator)
     return (model(x) - x[:, :20].sin()).square().mean()
 
@@ -50,7 +50,7 @@ def total(comm: MPI.Intracomm, values: torch.Tensor) -> torch.Tensor:
 
 
 def bits(tensors: Iterable[torch.Tensor | None]) -> bytes:
-    """The memory of tensors; NaN and the sign of zero count."""
+    """Return the bytes of tensors; NaN payloads and signs of zero count."""
     return b"|".join(
         b"none"
         if t is None
@@ -67,7 +67,7 @@ def alike(comm: MPI.Intracomm, tensors: Iterable[torch.Tensor | None]) -> bool:
 
 
 def raised(comm: MPI.Intracomm, kind: type[Exception] | tuple[type[Exception], ...], call: Callable[[], Any]) -> str:
-    """The error that every rank must raise, the same on all but for the rank it begins with; collective."""
+    """Return the text of the error that every rank must raise, equal on all ranks; collective."""
     error: Exception | None = None
     try:
         call()
@@ -80,7 +80,7 @@ def raised(comm: MPI.Intracomm, kind: type[Exception] | tuple[type[Exception], .
 
 
 def in_memory_order(p: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
-    """Values of a parameter's shape as they lie in the residual: flat, in the order of the parameter's strides."""
+    """Flatten values of a parameter's shape as the residual has them: in the order of the parameter's strides."""
     if values is None:
         return torch.zeros(p.numel(), dtype=torch.float64)
     dims = sorted(range(p.dim()), key=lambda d: -p.stride(d))
@@ -88,7 +88,7 @@ def in_memory_order(p: torch.Tensor, values: torch.Tensor | None) -> torch.Tenso
 
 
 def magnitudes(grad: torch.Tensor) -> torch.Tensor:
-    """The absolute values; of a sparse gradient those of its terms, which are still to be added up."""
+    """Return absolute values; for a sparse gradient those of its terms, before they are summed."""
     if grad.layout is torch.strided:
         return grad.abs()
     return torch.sparse_coo_tensor(grad._indices(), grad._values().abs(), grad.shape, check_invariants=False)
@@ -99,12 +99,12 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 
 def published(model: nn.Module) -> torch.Tensor:
-    """p.grad of all trainable parameters in the residual's order, zero where there is none."""
+    """Return p.grad of all trainable parameters in the residual's order, zero if there is none."""
     return torch.cat([in_memory_order(p, p.grad) for p in trainable(model)])
 
 
 def held(sync: mpisparse.GradientSync, of: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> torch.Tensor:
-    """What a rank has still to give (or the sum of its magnitudes): its residual, and blended elements on their way."""
+    """Return what a rank has yet to send (or the sum of magnitudes): its residual, and blended elements in flight."""
     state, kept = sync.state_dict(copy=False), of(sync.residual.double())
     if "step.blend.index" in state:
         kept[state["step.blend.index"]] += of(state["step.blend.pending"] * state["step.blend.value"].double())
@@ -112,7 +112,7 @@ def held(sync: mpisparse.GradientSync, of: Callable[[torch.Tensor], torch.Tensor
 
 
 class Ledger:
-    """Records what backward gives this rank's parameters, and checks that a step loses and invents nothing."""
+    """Records this rank's gradients, and checks that a step conserves them."""
 
     def __init__(self, comm: MPI.Intracomm, model: nn.Module, sync: mpisparse.GradientSync) -> None:
         self.comm, self.model, self.sync = comm, model, sync
@@ -128,12 +128,12 @@ class Ledger:
         self.given[1, part] += in_memory_order(p, magnitudes(grad))
 
     def restart(self) -> None:
-        """Forget what backward gave; the residual is what it is. Collective."""
+        """Discard the recorded gradients and start from the current residual. Collective."""
         self.given.zero_()
         self.held = total(self.comm, torch.stack([held(self.sync), held(self.sync, torch.abs)]))
 
     def step(self) -> None:
-        """Call sync.step(); then what the ranks held and were given is what they publish and hold. Collective."""
+        """Call sync.step() and check that residuals and gradients equal what is then published and held. Collective."""
         before, magnitude = self.held + total(self.comm, self.given)
         self.sync.step()
         self.restart()
@@ -154,7 +154,7 @@ def lawful_steps(
     loss: Loss,
     count: int = 6,
 ) -> Iterator[int]:
-    """Train and check both laws; yields each step's number when its mean is published and not yet used. Collective.
+    """Train and check both laws; yields each step's number after publishing and before the optimizer's step. Collective.
 
     Every other step zeroes gradients in place, so that backward adds into the published buffer itself.
     """
@@ -170,6 +170,6 @@ def lawful_steps(
 
 
 def train_lawfully(*args: Any, **kwargs: Any) -> None:
-    """As lawful_steps, with nothing to look at on the way. Collective."""
+    """Run lawful_steps() to the end. Collective."""
     for _ in lawful_steps(*args, **kwargs):
         pass

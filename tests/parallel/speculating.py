@@ -1,4 +1,4 @@
-"""A run of scheme speculative, as the tests of it start one."""
+"""A run of scheme speculative for its tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 class Run:
-    """A small net, its optimizer, and a schedule of the learning rate."""
+    """A small net with its optimizer and a learning-rate schedule."""
 
     def __init__(self, comm: MPI.Intracomm, optimizer: str = "sgd", **options: Any) -> None:
         self.comm = comm
@@ -55,12 +55,12 @@ class Run:
         return self
 
     def tensors(self) -> list[torch.Tensor]:
-        """Weights and optimizer state that the model computes with now."""
+        """Return the weights and optimizer state that the model currently uses."""
         states = [self.optimizer.state[p] for p in self.model.parameters() if p in self.optimizer.state]
         return [*self.model.parameters(), *(v for s in states for _, v in sorted(s.items()) if isinstance(v, torch.Tensor))]
 
     def bits(self) -> bytes:
-        """Both sets, the residual, and what the scheme remembers."""
+        """Return the bits of both sets of weights, the residual, and the scheme's state."""
         own = bits(self.tensors())
         with self.sync.global_weights():
             shared = bits(self.tensors())

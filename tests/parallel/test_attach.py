@@ -1,4 +1,4 @@
-"""attach: the exchange by itself before each optimizer step, and all ranks of one mind with a GradScaler."""
+"""attach: the exchange runs before each optimizer step, and all ranks agree with a GradScaler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 import mpisparse
 
-pytestmark = pytest.mark.filterwarnings("ignore:an adaptive optimizer")
+pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:an adaptive optimizer")]
 both_paths = pytest.mark.parametrize("path", PATHS)
 
 
@@ -70,7 +70,7 @@ def test_a_removed_attachment_leaves_the_optimizer_as_it_was(comm: MPI.Intracomm
 
 
 def test_attached_twice_says_so_at_the_first_step(comm: MPI.Intracomm) -> None:
-    """The second exchange finds no new gradient, or attach itself refuses; silence would be wrong."""
+    """The second exchange finds no new gradient, or attach itself refuses; either way there is an error."""
     model = small()
     sync = mpisparse.GradientSync(model, density=0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -152,7 +152,7 @@ def clip(model: nn.Module) -> None:
 
 
 class Scaled:
-    """A training loop with a scaler, whose last rank sees an infinity at `infinite` steps."""
+    """A training loop with a scaler; the last rank has an infinity at the steps `infinite`."""
 
     def __init__(self, comm: MPI.Intracomm, name: str, clips: bool, infinite: tuple[int, ...] = (), **scaling: Any) -> None:
         self.comm, self.clips, self.infinite = comm, clips, infinite
@@ -202,7 +202,7 @@ clipping = pytest.mark.parametrize("clips", [False, True])
 @all_optimizers
 @clipping
 def test_residuals_are_unscaled(comm: MPI.Intracomm, name: str, clips: bool) -> None:
-    """The scale is a power of two, so that a scaled run is bitwise the unscaled one, also while the scale grows."""
+    """The scale is a power of two, so a scaled run has the bits of the unscaled one, also while the scale grows."""
     run = Scaled(comm, name, clips, growth_interval=2)
     for step in range(6):
         run.step(step)
@@ -228,7 +228,7 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all(comm: MPI.Intracomm, name
 
 @all_optimizers
 def test_unscaled_then_not_stepped(comm: MPI.Intracomm, name: str) -> None:
-    """A user may unscale, look at the gradients and leave a step out; the next one is unscaled again."""
+    """A user may unscale, inspect the gradients and skip the step; the next one is unscaled again."""
     run = Scaled(comm, name, clips=False)
     run.step(0)
     run.optimizer.zero_grad()
@@ -303,7 +303,7 @@ WARNING = "an adaptive optimizer"
 
 
 def warned(optimizer: torch.optim.Optimizer, sync: mpisparse.GradientSync) -> list[str]:
-    """What attach warns of; the optimizer is as before."""
+    """Return attach's warnings; the optimizer stays unchanged."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         mpisparse.attach(optimizer, sync).remove()
@@ -311,11 +311,11 @@ def warned(optimizer: torch.optim.Optimizer, sync: mpisparse.GradientSync) -> li
 
 
 class Own(torch.optim.AdamW):
-    """Somebody's variant."""
+    """A user's variant."""
 
 
 def test_adaptive_optimizers_are_warned_of_where_gradients_are_sparse(comm: MPI.Intracomm) -> None:
-    """Once, on rank 0, with what was measured."""
+    """It warns once, on rank 0, with the measured figures."""
     model = small()
     params = list(model.parameters())
     kinds = ["Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Adafactor"]

@@ -1,4 +1,4 @@
-"""The baselines against plain NumPy, and the laws that every scheme keeps."""
+"""The baselines against plain NumPy, and the laws that every scheme obeys."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from torch import nn
 
 import mpisparse
 from mpisparse.errors import ConfigurationError
+
+pytestmark = pytest.mark.mpi
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -35,7 +37,7 @@ class Twin:
         self.t = 0
 
     def picks(self) -> list[Ints]:
-        """What each rank picks."""
+        """Return what each rank selects."""
         largest = [np.argsort(np.abs(acc), kind="stable")[self.n - self.k :] for acc in self.acc]
         if self.scheme == "topk":
             return largest
@@ -54,7 +56,7 @@ class Twin:
         return [np.flatnonzero(np.abs(a) >= t) for a, t in zip(self.acc, self.thresholds, strict=True)]
 
     def by_fit(self, rank: int) -> Ints:
-        """What lies beyond the threshold that exponentials in stages of a quarter lead to; then the stages adapt."""
+        """Select above the threshold of a multi-stage exponential fit (a quarter per stage), then adapt the stages."""
         magnitude, stages, share = np.abs(self.acc[rank]), self.stages[rank], self.k / self.n
         tail = magnitude.astype(np.float64)
         threshold = tail.mean() * np.log(1 / min(1.0, 0.25 if stages > 1 else share))
@@ -72,7 +74,7 @@ class Twin:
         return picked
 
     def step(self, gradients: list[Floats]) -> tuple[Floats, Ints]:
-        """The published mean, and how many elements each rank picked."""
+        """Return the published mean and the number of elements that each rank selected."""
         self.velocity = np.float32(0.9 if self.scheme == "dgc" else 0.0) * self.velocity + np.stack(gradients)
         self.acc += self.velocity
         picks = self.picks()
@@ -134,7 +136,7 @@ def test_nothing_is_lost_and_replicas_are_equal(comm: MPI.Intracomm, scheme: str
 @every_baseline
 @pytest.mark.parametrize("width", [1, 30])
 def test_density_one_is_dense(comm: MPI.Intracomm, scheme: str, width: int) -> None:
-    """All is sent, and what is published is the mean; a vector may be shorter than there are ranks."""
+    """Everything is sent and the mean is published, also with fewer elements than ranks."""
     model = nn.Linear(width, 1, bias=False)
     with torch.no_grad():
         model.weight.fill_(0.5)
@@ -147,7 +149,7 @@ def test_density_one_is_dense(comm: MPI.Intracomm, scheme: str, width: int) -> N
 
 
 def test_what_builds_up_and_what_does_not(comm: MPI.Intracomm) -> None:
-    """Ranks with different data pick different elements: local top-k sends more the more ranks there are."""
+    """Ranks with different data select different elements, so local top-k sends more with more ranks."""
     built = {}
     for scheme in ("exdyna", "topk", "cltk", "randomk"):
         torch.manual_seed(5)

@@ -1,4 +1,4 @@
-"""A model that changes between steps: converted there and back it trains on; what cannot go on, all ranks say alike."""
+"""Models that change between steps: converted there and back they train on; otherwise all ranks raise the same error."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from torch import nn
 
 import mpisparse
 
+pytestmark = pytest.mark.mpi
+
 both_paths = pytest.mark.parametrize("path", PATHS)
 SCHEMES = ["exdyna", "dense", "speculative"]
 
 
 def images() -> nn.Module:
-    """A net with a parameter of four dimensions, the same in every run."""
+    """Build a net with a four-dimensional parameter, the same in every run."""
     torch.manual_seed(3)
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(36, 5))
 
@@ -45,7 +47,7 @@ def there_and_back(model: nn.Module) -> None:
 @both_paths
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_converted_there_and_back(comm: MPI.Intracomm, scheme: str, path: str) -> None:
-    """Parameters and gradients have other memory then; the run is bitwise the one without."""
+    """Parameters and gradients get new memory; the run has the bits of an unconverted one."""
     trained = []
     for convert in (False, True):
         for set_to_none in (True, False):
@@ -91,7 +93,7 @@ CONVERSIONS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 @both_paths
 @pytest.mark.parametrize(("scheme", "what"), [("dense", "half"), *(("exdyna", what) for what in CONVERSIONS)])
 def test_converted_on_one_rank(comm: MPI.Intracomm, scheme: str, what: str, path: str) -> None:
-    """All ranks say which parameter, what it was and what it is; converted back, they go on and nothing is lost."""
+    """All ranks name the parameter, its old and its new type; converted back, they continue and nothing is lost."""
     convert, words = CONVERSIONS[what]
     model = images()
     sync = mpisparse.GradientSync(model, **options_of(scheme, path))
@@ -122,7 +124,7 @@ def test_converted_on_one_rank(comm: MPI.Intracomm, scheme: str, what: str, path
 
 @pytest.mark.parametrize("what", CONVERSIONS)
 def test_converted_on_one_rank_while_results_are_in_flight(comm: MPI.Intracomm, what: str) -> None:
-    """No rank waits for another in scheme speculative, so that all hear of it later, in the same step."""
+    """In scheme speculative no rank waits for another, so all learn of it later, in the same step."""
     convert, words = CONVERSIONS[what]
     model = images()
     sync = mpisparse.GradientSync(model, scheme="speculative", density=0.2, staleness=2)
@@ -165,7 +167,7 @@ def test_a_gradient_of_another_type_than_its_parameter(comm: MPI.Intracomm) -> N
 
 
 def test_parameter_groups_added_later(comm: MPI.Intracomm) -> None:
-    """Of parameters that are exchanged, as in unfreezing by and by; others are refused and leave no trace."""
+    """Groups of exchanged parameters are accepted, as in gradual unfreezing; others are refused without side effects."""
     model, other = images(), nn.Linear(3, 7)
     sync = mpisparse.GradientSync(model, density=0.2)
     optimizer = torch.optim.SGD(model[3].parameters(), lr=0.1)
@@ -188,7 +190,7 @@ def test_parameter_groups_added_later(comm: MPI.Intracomm) -> None:
 
 
 def test_groups_changed_by_hand(comm: MPI.Intracomm) -> None:
-    """On one rank: all say so at the next step, and go on when it is undone."""
+    """A change on one rank makes all ranks raise at the next step; they continue when it is undone."""
     model, other = images(), nn.Linear(3, 7)
     other.weight.requires_grad_(False)
     sync = mpisparse.GradientSync(model, density=0.2)
@@ -249,7 +251,7 @@ FREEZING: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", FREEZING, ids=lambda o: "-".join(map(str, o.values())) or "exdyna")
 def test_frozen_midway_and_set_free_again(comm: MPI.Intracomm, options: dict[str, Any]) -> None:
-    """It stops, whatever momentum and decay are; what the ranks hold of it stays to the last; then it moves on."""
+    """A frozen parameter does not move, whatever momentum and decay; its residuals are kept until it is unfrozen."""
     model = images()
     sync = mpisparse.GradientSync(model, **{"density": 0.05, **options})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
@@ -281,7 +283,7 @@ def test_frozen_midway_and_set_free_again(comm: MPI.Intracomm, options: dict[str
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.filterwarnings("ignore:an adaptive optimizer")
 def test_frozen_while_results_are_in_flight(comm: MPI.Intracomm, staleness: int) -> None:
-    """What arrives of it goes back to the ranks' residuals; a probe does not need its gradient."""
+    """Values in flight of a frozen parameter return to the residuals; a probe does not need its gradient."""
     model = images()
     x = torch.randn(4, 3, 5, 5, generator=seeded(9, 9))
     options = {"density": 0.2, "staleness": staleness, "probe": lambda: model(x).square().mean(), "probe_every": 2}
@@ -323,9 +325,8 @@ def test_frozen_while_results_are_in_flight(comm: MPI.Intracomm, staleness: int)
 
 
 @pytest.mark.parametrize("scheme", ["exdyna", "speculative"])
+@pytest.mark.mpi(min_size=2)
 def test_frozen_on_one_rank(comm: MPI.Intracomm, scheme: str) -> None:
-    if comm.size == 1:
-        return
     model = images()
     sync = mpisparse.GradientSync(model, scheme=scheme, density=0.2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -346,7 +347,7 @@ def test_frozen_on_one_rank(comm: MPI.Intracomm, scheme: str) -> None:
 
 @both_paths
 def test_resumed_while_frozen(comm: MPI.Intracomm, path: str) -> None:
-    """The state holds what waits, so that a run goes on from it with the same bits, frozen or free."""
+    """The state includes the waiting values, so a resumed run has the same bits, frozen or not."""
     trained = []
     for stop in (False, True):
         model = images()
@@ -372,7 +373,7 @@ def test_resumed_while_frozen(comm: MPI.Intracomm, path: str) -> None:
 
 
 def test_what_came_before_the_freezing_waits_once(comm: MPI.Intracomm) -> None:
-    """A refused step takes nothing, and neither does synchronize() after it."""
+    """A refused step consumes nothing, and neither does synchronize() after it."""
     model = images()
     sync = mpisparse.GradientSync(model, density=0.2)
     loss_of(model, comm.rank, 0).backward()
@@ -407,7 +408,7 @@ def test_a_skipped_step_leaves_nothing_of_a_frozen_parameter(comm: MPI.Intracomm
 
 @pytest.mark.parametrize("one", [False, True])
 def test_all_frozen_while_results_are_in_flight(comm: MPI.Intracomm, one: bool) -> None:
-    """On all ranks, or on the last alone."""
+    """Everything is frozen on all ranks, or on the last one only."""
     model = images()
     sync = mpisparse.GradientSync(model, scheme="speculative", density=0.2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

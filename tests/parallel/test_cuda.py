@@ -1,4 +1,4 @@
-"""A whole GradientSync with the emulator as the device: on every rank the same bits as on the CPU, after every step."""
+"""A whole GradientSync on the emulated device: the same bits as on the CPU on every rank, after every step."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from mpisparse.backends.device import load_backend, local_device
 from mpisparse.comm import device_memory
 from mpisparse.comm.exchange import cuda_awareness, local_rank
 
+pytestmark = pytest.mark.mpi
+
 STEPS = 4
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def device(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Emulator:
-    """An emulated device for every GradientSync made from now on; the first rank compiles for all."""
+    """Give every new GradientSync an emulated device; the first rank compiles for all."""
     if not available():
         pytest.skip("no C++ compiler to build the emulator with")
     if comm.rank == 0:
@@ -41,7 +43,7 @@ def device(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Emulator:
 
 @contextlib.contextmanager
 def nothing_on_the_host(sync: mpisparse.GradientSync) -> Iterator[None]:
-    """Refuse to give the residual or the published gradient to NumPy if they are on the device, as a GPU would."""
+    """Refuse NumPy access to the residual and the published gradient on the device, as a GPU would."""
     vectors = [sync.residual, *(run.buffer for run in sync._published.runs)] if sync._backend.name == "cuda" else []
     mine = {t.untyped_storage().data_ptr() for t in vectors}
     plain = torch.Tensor.numpy
@@ -58,7 +60,7 @@ def nothing_on_the_host(sync: mpisparse.GradientSync) -> Iterator[None]:
 
 
 def train(comm: MPI.Intracomm, place: torch.device = CPU, **options: Any) -> tuple[list[bytes], dict[str, Any]]:
-    """Some steps; what is published, kept, and counted after each, and the state at the end."""
+    """Train some steps; returns published gradients, residuals and counts of each, and the final state."""
     model = small()
     if options.pop("half", False):
         model[0].half()
@@ -80,7 +82,7 @@ def train(comm: MPI.Intracomm, place: torch.device = CPU, **options: Any) -> tup
 
 
 def assert_same_run(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, place: torch.device = CPU, **options: Any) -> None:
-    """The run on the device, emulated or not, then the one on the CPU."""
+    """Assert that a run on the device, emulated or real, equals the one on the CPU."""
     on_device, state = train(comm, place, **options)
     monkeypatch.setattr(mpisparse.sync, "load_backend", lambda device: load_backend())
     on_host, expected = train(comm, **options)
@@ -141,14 +143,14 @@ def test_the_same_bits_on_a_gpu(
 def test_device_buffers_straight_into_mpi(
     comm: MPI.Intracomm, device: Emulator, monkeypatch: pytest.MonkeyPatch, codec: str, segment_nbytes: int
 ) -> None:
-    """MPI is told that it may take them; the emulator's device memory is the host's, so that any MPI can."""
+    """MPI is declared CUDA-aware; the emulator's device memory is host memory, so any MPI can read it."""
     monkeypatch.setenv("MPISPARSE_CUDA_AWARE", "1")
     assert_same_run(comm, monkeypatch, density=0.05, codec=codec, segment_nbytes=segment_nbytes)
     assert device.waits > 3 * STEPS
 
 
 def test_only_what_is_selected_comes_to_the_host(comm: MPI.Intracomm, device: Emulator) -> None:
-    """Of 100,000 elements at density 0.001, in a step after the first: some bytes for each selected one, and counts."""
+    """With 100,000 elements at density 0.001 a later step copies only some bytes per selected element, and counts."""
     model = torch.nn.ParameterList([torch.zeros(200, 500)])
     sync = mpisparse.GradientSync(model, density=0.001)
     moved = []
@@ -164,7 +166,7 @@ def test_only_what_is_selected_comes_to_the_host(comm: MPI.Intracomm, device: Em
 
 
 def test_a_value_that_is_not_finite(comm: MPI.Intracomm, device: Emulator) -> None:
-    """Named on all ranks alike, though on the device it is noticed late."""
+    """All ranks raise the same error, though the device reports it later."""
     for accumulate in PATHS:
         model = small()
         sync = mpisparse.GradientSync(model, density=0.05, accumulate=accumulate)
@@ -180,7 +182,7 @@ def test_a_value_that_is_not_finite(comm: MPI.Intracomm, device: Emulator) -> No
 
 
 def test_two_models_on_one_device(comm: MPI.Intracomm, device: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They share the kernels, but each is told of its own values that are not finite, and of no others."""
+    """They share the kernels, but each reports only its own non-finite values."""
     shared = CudaBackend(device)
     monkeypatch.setattr(mpisparse.sync, "load_backend", lambda device: shared)
     models = [small(), small()]
@@ -200,7 +202,7 @@ def test_two_models_on_one_device(comm: MPI.Intracomm, device: Emulator, monkeyp
 def test_frozen_midway(
     comm: MPI.Intracomm, device: Emulator, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """What waits is put aside and back on the device: the same bits as on the CPU."""
+    """Waiting values are stored and restored on the device with the bits of the CPU."""
     runs = []
     for on_device in (True, False):
         if not on_device:
@@ -227,7 +229,7 @@ def test_baselines_say_that_they_run_on_the_host(comm: MPI.Intracomm, device: Em
 
 
 def test_resume(comm: MPI.Intracomm, device: Emulator) -> None:
-    """A state taken on the device goes on with the same bits, on the device."""
+    """A state saved on the device resumes on the device with the same bits."""
     runs = []
     for stop in (False, True):
         model = small()

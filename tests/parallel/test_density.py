@@ -1,4 +1,4 @@
-"""Real training: the density stays what it was set to, ranks are equally busy, and accuracy is that of dense."""
+"""Real training: the density is as set, ranks are balanced, and the accuracy is that of dense."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from torch.nn.functional import cross_entropy
 
 import mpisparse
 
+pytestmark = pytest.mark.mpi
+
 both_paths = pytest.mark.parametrize("path", PATHS)
 Loss = Callable[[nn.Module, torch.Generator], torch.Tensor]
 
 
 @functools.cache
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    """Images and labels in a shuffled order."""
+    """Return images and labels in a shuffled order."""
     data = load_digits()
     order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
@@ -47,7 +49,7 @@ def digits_loss(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
 
 @functools.cache
 def source_text() -> torch.Tensor:
-    """A module of Python's own library as numbers below 128."""
+    """Return the source of a standard library module as numbers below 128."""
     text = Path(argparse.__file__).read_bytes()
     return torch.tensor(np.frombuffer(text, dtype=np.uint8).astype(np.int64)) % 128
 
@@ -82,7 +84,7 @@ all_problems = pytest.mark.parametrize("problem", PROBLEMS)
 def train(
     comm: MPI.Intracomm, problem: str, path: str, densities: list[float], codec: str = "fp32"
 ) -> Iterator[mpisparse.Stats]:
-    """Train with a density for each step; yields each step's statistics. Ends with equal replicas."""
+    """Train with one density per step; yields each step's statistics. Checks equal replicas at the end."""
     make, loss = PROBLEMS[problem]
     model = make()
     sync = mpisparse.GradientSync(model, density=densities[0], accumulate=path, codec=codec)
@@ -114,7 +116,7 @@ def test_the_density_is_held(comm: MPI.Intracomm, problem: str, path: str) -> No
 @pytest.mark.parametrize("problem", ["convolutional", pytest.param("lstm", marks=pytest.mark.slow)])
 @both_paths
 def test_the_density_follows_what_it_is_set_to(comm: MPI.Intracomm, problem: str, path: str) -> None:
-    """A warm-up as it is usual, downwards by a factor of four, and up again at once."""
+    """The density falls by factors of four as in a usual warm-up, then jumps up again."""
     warm_up = [0.25, 0.25, 0.0625, 0.0625, 0.015625, 0.015625, 0.004, 0.004, 0.001, 0.001, 0.001, 0.25, 0.001]
     every = list(train(comm, problem, path, warm_up))
     ratios = np.array([stats.density / density for stats, density in zip(every, warm_up, strict=True)])[2:]
@@ -126,7 +128,7 @@ TRAINING = 1440
 
 
 def accuracy_after(comm: MPI.Intracomm, seed: int, epochs: int, scheme: str, **options: object) -> float:
-    """Train on digits with the same batches on any number of ranks; the accuracy on images not trained on."""
+    """Train on digits, with the same batches on any number of ranks; returns the test accuracy."""
     images, labels = digits()
     torch.manual_seed(seed)
     model = convolutional(16, 64)
@@ -148,7 +150,7 @@ def accuracy_after(comm: MPI.Intracomm, seed: int, epochs: int, scheme: str, **o
 
 
 def test_convergence_on_digits(comm: MPI.Intracomm) -> None:
-    """300 steps: at density 0.01 an element waits some 100, so that half as many would show the delay, not the end."""
+    """300 steps: at density 0.01 an element waits about 100 steps, so half as many would measure the delay."""
     dense = accuracy_after(comm, 0, 10, "dense")
     sparse = accuracy_after(comm, 0, 10, "exdyna", density=0.01)
     assert dense >= 0.95

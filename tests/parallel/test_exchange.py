@@ -1,4 +1,4 @@
-"""Messages: cut into segments of any size, counted, on any communicator, and by the way of many ranks."""
+"""Collectives: segments of any size, byte counts, any communicator, and the code path of many ranks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from mpisparse.bench.synthetic import GivenModel
 from mpisparse.comm.exchange import Exchange
 from mpisparse.select import search
 
+pytestmark = pytest.mark.mpi
+
 both_paths = pytest.mark.parametrize("path", PATHS)
 Bytes = NDArray[np.uint8]
 
@@ -33,7 +35,7 @@ def shares(size: int, first: int) -> list[int]:
 
 
 def places(counts: list[int], order: list[int]) -> list[int]:
-    """Byte offsets of shares laid one behind the other in an order of ranks."""
+    """Return the byte offsets of payloads stored one after the other in a given order of ranks."""
     result = [0] * len(counts)
     at = 0
     for rank in order:
@@ -84,7 +86,7 @@ def test_alltoallv(comm: MPI.Intracomm) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 25, 130])
 def test_reductions(comm: MPI.Intracomm, count: int) -> None:
-    """Sums of float32 too: MPI may add in another order for another length, so that these are of whole numbers."""
+    """float32 sums use whole numbers, because MPI may add in another order for another length."""
     wrong = []
     exchange = Exchange(comm)
     rows = [pattern(rank, count) for rank in range(comm.size)]
@@ -140,7 +142,7 @@ def loss_of(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
 
 
 def train(rank: int, **options: Any) -> tuple[bytes, list[tuple[int, int]]]:
-    """Five steps; the state they lead to, and the bytes they counted."""
+    """Train five steps; returns the final state and the byte counts."""
     model = small()
     sync = mpisparse.GradientSync(model, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -167,7 +169,7 @@ def test_a_run_in_small_segments_is_bitwise_the_run_in_one(comm: MPI.Intracomm, 
 
 
 def test_the_bytes_of_one_step(comm: MPI.Intracomm) -> None:
-    """All of 785 elements, so that what travels is known beforehand; none of it is this rank's own."""
+    """All 785 elements are sent, so the bytes are known; what a rank sends to itself does not count."""
     model = small()
     n, others = 785, comm.size - 1
     sync = mpisparse.GradientSync(model, density=1.0, accumulate="backward")
@@ -212,7 +214,7 @@ def test_what_is_sent_is_received(comm: MPI.Intracomm) -> None:
 
 @both_paths
 def test_a_part_of_the_ranks(comm: MPI.Intracomm, path: str) -> None:
-    """Even and odd ranks train for themselves, each as if there were no others."""
+    """Even and odd ranks train separately, each group as if there were no others."""
     part = comm.Split(comm.rank % 2, comm.rank)
     model = small()
     sync = mpisparse.GradientSync(model, density=0.1, accumulate=path, comm=part)
@@ -246,7 +248,7 @@ def step_of(sync: mpisparse.GradientSync) -> int:
 
 
 def test_the_users_communicator_is_left_to_the_user(comm: MPI.Intracomm) -> None:
-    """Messages of the user on the same communicator never meet those of a step, and close() frees only our own."""
+    """The user's messages on the same communicator never mix with those of a step, and close() frees only ours."""
     own = comm.Dup()
     model = small()
     sync = mpisparse.GradientSync(model, density=0.1, comm=own)
@@ -284,7 +286,7 @@ def test_the_way_of_many_ranks_keeps_the_laws(
 
 
 def test_the_way_of_many_ranks_chooses_the_same(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where borders do not depend on it, whether ladders are gathered or summed does not change what is selected."""
+    """If borders do not depend on it, gathering or summing the ladders selects the same elements."""
     usual, _ = train(comm.rank, density=0.1, accumulate="backward")
     monkeypatch.setattr(search, "GATHERED_RANKS", 0)
     summed, _ = train(comm.rank, density=0.1, accumulate="backward")
@@ -292,7 +294,7 @@ def test_the_way_of_many_ranks_chooses_the_same(comm: MPI.Intracomm, monkeypatch
 
 
 def test_many_ranks_are_balanced_by_their_sums(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that is large lies in a tenth of the vector, elsewhere in each step: only borders drawn in it can follow."""
+    """All large values lie in a tenth of the vector, another one in each step: only borders drawn in the step can follow."""
     monkeypatch.setattr(search, "GATHERED_RANKS", 0)
     n, worst = 20_000, []
     source = Wandering(n, comm.size)
@@ -308,7 +310,7 @@ def test_many_ranks_are_balanced_by_their_sums(comm: MPI.Intracomm, monkeypatch:
 
 
 class Wandering:
-    """Gradients of noise, a thousand times as large in a tenth of the vector, which is another one in each step."""
+    """Gradients of noise, a thousand times larger in a tenth of the vector that changes with every step."""
 
     steps = 10
 

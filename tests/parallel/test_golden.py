@@ -1,4 +1,4 @@
-"""Checkpoints that earlier versions wrote, on two ranks after 20 steps of each scheme, still load and go on."""
+"""Checkpoints of earlier versions, on two ranks after 20 steps of each scheme, still load and resume."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from mpisparse import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "compare"))
 from steps import Training
+
+pytestmark = pytest.mark.mpi
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

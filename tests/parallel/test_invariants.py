@@ -1,4 +1,4 @@
-"""The six invariants of the design, on every rank count, codec and path."""
+"""The six invariants of the design, for every rank count, codec and path."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from mpi4py import MPI
 from torch import nn
 
 import mpisparse
+
+pytestmark = pytest.mark.mpi
 
 CODECS = ["fp32", "fp16", "bf16", "int8"]
 PATHS = ["step", "backward"]
@@ -37,7 +39,7 @@ def backward(model: nn.Module, rank: int, step: int) -> None:
 
 
 def local_gradient(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """What backward gives on a copy that is not watched: the gradient of this rank alone."""
+    """Return this rank's own gradient, from a copy of the model without hooks."""
     twin = copy.deepcopy(model)
     for p in twin.parameters():
         p.grad = None

@@ -1,4 +1,4 @@
-"""A run's lock on any number of ranks: all are refused together, and a signal to any of them ends their waiting."""
+"""A run's lock on any number of ranks: all are refused together, and a signal to any rank ends the waiting of all."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from mpisparse.comm.exchange import Exchange
 from mpisparse.errors import ConfigurationError, LockError
 from mpisparse.runtime.lock import RunLock, StoppedWaitingError, take
 
+pytestmark = pytest.mark.mpi
+
 
 class Asked:
-    """Stands for a StopRequest."""
+    """A stand-in for StopRequest."""
 
     def __init__(self, asked: bool = False) -> None:
         self.asked = asked
@@ -56,7 +58,7 @@ def test_a_place_that_cannot_be_written_is_an_error_on_all(comm: MPI.Intracomm, 
 def test_a_dead_owner_is_followed(comm: MPI.Intracomm, directory: Path, exchange: Exchange) -> None:
     if comm.rank == 0:
         dead = RunLock(directory)
-        dead.path.write_bytes(dead._record().replace(f'"start": {dead.me.start}'.encode(), b'"start": 1'))
+        dead.path.write_bytes(dead._text().replace(f'"start": {dead.me.start}'.encode(), b'"start": 1'))
     lock = take(directory, exchange, Asked(), wait=False)
     assert everywhere(comm, lock is None or "process" in lock.taken_from)
     if lock is not None:

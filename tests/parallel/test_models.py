@@ -1,4 +1,4 @@
-"""Whatever a torch model may consist of: nothing is lost, replicas stay bitwise equal, in both paths."""
+"""All kinds of torch models: nothing is lost and replicas stay bitwise equal, on both paths."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import nn
 
 import mpisparse
 
+pytestmark = pytest.mark.mpi
+
 both_paths = pytest.mark.parametrize("path", PATHS)
 
 
@@ -18,7 +20,7 @@ def randn(generator: torch.Generator, *shape: int) -> torch.Tensor:
 
 
 def squares(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
-    """A loss for models that take 20 numbers."""
+    """Return a loss for models with 20 inputs."""
     return model(randn(generator, 8, 20)).float().square().mean()
 
 
@@ -41,7 +43,7 @@ def test_frozen_parameters(comm: MPI.Intracomm, path: str) -> None:
 
 
 class Branches(nn.Module):
-    """Two heads; which of them is used is decided at each call."""
+    """Two heads, of which each call uses one or both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +149,7 @@ class Weight(nn.Module):
 def test_rounding_is_fed_back(
     comm: MPI.Intracomm, path: str, dtype: torch.dtype, scheme: str, density: float | None
 ) -> None:
-    """What a 16-bit gradient cannot say stays in the residual, and is said later: after some steps nothing is missing."""
+    """What a 16-bit gradient cannot represent stays in the residual and is sent later; in the end nothing is missing."""
     model = Weight(64, dtype)
     sync = mpisparse.GradientSync(model, scheme=scheme, density=density, accumulate=path)
     sync.residual.fill_(1 / 3)
@@ -191,7 +193,7 @@ def test_huge_values_are_clamped_and_the_rest_is_sent_later(
 
 
 class Mixed(nn.Module):
-    """Layers of four types, the types alternating, so that published gradients need several buffers."""
+    """Layers of four alternating types, so that published gradients need several buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +216,7 @@ def test_mixed_types(comm: MPI.Intracomm, path: str, scheme: str, density: float
 
 
 class Strided(nn.Module):
-    """Parameters that lie in memory in other orders, or with gaps."""
+    """Parameters with other memory orders, or with gaps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,7 +296,7 @@ def test_sparse_gradients_train_as_dense_ones(comm: MPI.Intracomm, path: str) ->
 
 
 class Scaled(nn.Module):
-    """Parameters without a dimension, with one element, and with none."""
+    """Parameters with no dimension, with one element, and with none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -333,7 +335,7 @@ def test_several_parameter_groups(comm: MPI.Intracomm, path: str) -> None:
 
 
 class Buffered(nn.Module):
-    """Buffers of many types beside parameters of many types, in other memory orders, one of them frozen."""
+    """Buffers and parameters of many types and memory orders, one parameter frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -370,7 +372,7 @@ def test_construction_broadcasts_parameters_and_buffers(comm: MPI.Intracomm, pat
 
 @both_paths
 def test_batch_norm(comm: MPI.Intracomm, path: str) -> None:
-    """Running statistics follow each rank's own data, as in DDP without broadcast; parameters stay equal."""
+    """Running statistics follow each rank's own data, as in DDP without broadcast; parameters are equal."""
     torch.manual_seed(100 + comm.rank)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(36, 5))
     sync = mpisparse.GradientSync(model, density=0.1, accumulate=path)
@@ -385,7 +387,7 @@ def test_batch_norm(comm: MPI.Intracomm, path: str) -> None:
 
 @both_paths
 def test_the_residual_lies_in_the_order_of_the_parameters(comm: MPI.Intracomm, path: str) -> None:
-    """A gradient known element by element is found where the parameter has it in memory."""
+    """Each element of a known gradient is found at its position in the parameter's memory."""
     model = Strided()
     sync = mpisparse.GradientSync(model, density=1e-9, accumulate=path)  # k = 1: all but one element stay
     grads = [torch.randn(p.shape, generator=seeded(comm.rank, 0)) for p in model.parameters()]

@@ -1,4 +1,4 @@
-"""Scheme momentum: the document's rule to the last bit, nothing lost, nothing selected beyond the percentile."""
+"""Scheme momentum: the document's rule bit for bit, nothing lost, nothing selected beyond the percentile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpisparse.errors import ConfigurationError, GradientError
 
 Floats = NDArray[np.float32]
 
-pytestmark = pytest.mark.filterwarnings("ignore:an adaptive optimizer")
+pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:an adaptive optimizer")]
 both_paths = pytest.mark.parametrize("path", PATHS)
 
 
@@ -64,7 +64,7 @@ def test_the_documents_pseudo_code(path: str) -> None:
 
 
 class Twin:
-    """All ranks of the scheme in one process, in plain NumPy; regions are given."""
+    """All ranks of the scheme in one process in plain NumPy, with given partitions."""
 
     def __init__(self, n: int, size: int, k: int, *, by_average: bool, compensate: bool) -> None:
         self.n, self.size, self.k, self.by_average, self.compensate = n, size, k, by_average, compensate
@@ -195,7 +195,7 @@ def test_absent_and_sparse_gradients_count_as_zeros(comm: MPI.Intracomm, path: s
 
 
 def test_what_is_masked_comes_to_rest(comm: MPI.Intracomm) -> None:
-    """After the last gradient momentum is sent until int8 does not resolve it; then all mass is sent or in residuals."""
+    """After the last gradient momentum is sent until int8 cannot resolve it; the rest is in the residuals."""
     model = nn.Linear(500, 4, bias=False)
     sync = mpisparse.GradientSync(model, scheme="momentum", density=0.05)
     weights = torch.randn(4, 500, generator=seeded(comm.rank, 0))
@@ -232,7 +232,7 @@ def test_the_selected_density_is_the_target(comm: MPI.Intracomm, path: str) -> N
 
 
 def test_the_state_takes_at_most_12_bytes_a_parameter(comm: MPI.Intracomm) -> None:
-    """The residual among it, at density 0.01."""
+    """This includes the residual, at density 0.01."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 64))
     sync = mpisparse.GradientSync(model, scheme="momentum", density=0.01)
@@ -254,7 +254,7 @@ def test_the_state_takes_at_most_12_bytes_a_parameter(comm: MPI.Intracomm) -> No
 @both_paths
 @pytest.mark.parametrize("scheme", ["momentum", "predictive"])
 def test_who_had_no_backward_makes_up_for_it(comm: MPI.Intracomm, path: str, scheme: str) -> None:
-    """The last rank, and then the step is done as if it had never been refused."""
+    """After the last rank's backward the step runs as if it had never been refused."""
     ends = []
     for refuses in (False, True):
         model = small()
@@ -278,7 +278,7 @@ def test_who_had_no_backward_makes_up_for_it(comm: MPI.Intracomm, path: str, sch
 @pytest.mark.filterwarnings("ignore:scheme .predictive. without validation")
 @pytest.mark.parametrize("scheme", ["momentum", "predictive"])
 def test_all_may_call_backward_again_after_a_refusal(comm: MPI.Intracomm, scheme: str) -> None:
-    """What the others had given stays: nothing is lost. A second backward with no step between is refused as ever."""
+    """The others' gradients are kept: nothing is lost. A second backward without a step in between is refused as always."""
     model = small()
     sync = mpisparse.GradientSync(model, scheme=scheme, accumulate="backward")
     ledger = Ledger(comm, model, sync)
@@ -356,7 +356,7 @@ def test_a_state_of_another_kind_is_refused(comm: MPI.Intracomm) -> None:
 
 
 def test_adam_with_a_schedule(comm: MPI.Intracomm) -> None:
-    """On digits, beside dense Adam with the same schedule, batches and seeds."""
+    """On digits, compared with dense Adam with the same schedule, batches and seeds."""
     from sklearn.datasets import load_digits
 
     data = load_digits()

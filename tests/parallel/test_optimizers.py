@@ -1,4 +1,4 @@
-"""Every way of stepping a torch optimizer: as a plain run on the mean gradient, with the published buffer kept honest."""
+"""All ways to step a torch optimizer: equal to a plain run on the mean gradient, with a correct published buffer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 import mpisparse
 
-pytestmark = pytest.mark.filterwarnings("ignore:an adaptive optimizer")
+pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:an adaptive optimizer")]
 both_paths = pytest.mark.parametrize("path", PATHS)
 Make = Callable[..., torch.optim.Optimizer]
 
@@ -27,7 +27,7 @@ HOW: dict[str, dict[str, bool]] = {"plain": {"foreach": False}, "foreach": {"for
 
 
 def convolutional() -> nn.Module:
-    """Parameters in two memory orders, a bias for each."""
+    """Build parameters in two memory orders, each with a bias."""
     model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Tanh(), nn.Flatten(), nn.Linear(54, 5))
     return model.to(memory_format=torch.channels_last)
 
@@ -78,7 +78,7 @@ def test_density_one_trains_as_one_process_on_the_mean(comm: MPI.Intracomm, name
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_nothing_is_lost_at_a_low_density(comm: MPI.Intracomm, name: str, how: str, path: str) -> None:
-    """The published gradient is zero but at the union, whatever an optimizer wrote into it: else the sums would be off."""
+    """Outside the union the published gradient is zero, whatever an optimizer wrote into it: otherwise sums would be off."""
     model = convolutional()
     sync = mpisparse.GradientSync(model, density=0.05, accumulate=path)
     optimizer = OPTIMIZERS[name](model.parameters(), **HOW[how])
@@ -201,7 +201,7 @@ def test_what_the_user_does_to_gradients_before_step_counts(comm: MPI.Intracomm,
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_in_the_backward_path_it_does_not(comm: MPI.Intracomm, change: str) -> None:
-    """The gradient is in the residual already, and p.grad is None: nothing to clip or scale."""
+    """The gradient is already in the residual and p.grad is None, so there is nothing to clip or scale."""
     trained = []
     for changed in (True, False):
         torch.manual_seed(3)
@@ -266,7 +266,7 @@ def test_accumulation_loses_nothing_at_a_low_density(comm: MPI.Intracomm, path: 
 
 
 class Single(nn.Module):
-    """One parameter: no other tells whether gradients were zeroed."""
+    """One parameter, so that no other shows whether gradients were zeroed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ FORGETFUL: dict[str, Make] = {
 def test_a_backward_without_zero_grad_is_refused(
     comm: MPI.Intracomm, path: str, name: str, make: Callable[[], nn.Module]
 ) -> None:
-    """On one rank is enough for all to raise; the others zero in place or set to none."""
+    """If one rank does so, all raise; the others zero in place or set to None."""
     model = make()
     sync = mpisparse.GradientSync(model, density=0.1, accumulate=path)
     optimizer = FORGETFUL[name](model.parameters())
@@ -328,7 +328,7 @@ def test_a_backward_without_zero_grad_is_refused(
 
 
 class Generator(nn.Module):
-    """A trunk and a head; the loss of another network may reach both, its own only the trunk."""
+    """A trunk and a head; another network's loss may reach both, its own only the trunk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -346,7 +346,7 @@ class Generator(nn.Module):
 def test_another_backward_before_zero_grad_does_no_harm(
     comm: MPI.Intracomm, set_to_none: bool, how: str, whole: bool
 ) -> None:
-    """As when a discriminator's loss reaches its generator: those gradients are zeroed before the generator's own."""
+    """For example a discriminator's loss reaches the generator; those gradients are zeroed before the generator's own."""
     model = Generator()
     sync = mpisparse.GradientSync(model, density=0.1)
     optimizer = OPTIMIZERS["nesterov"](model.parameters(), **HOW[how])
@@ -364,7 +364,7 @@ def test_another_backward_before_zero_grad_does_no_harm(
 
 
 def test_in_the_backward_path_such_a_backward_is_refused(comm: MPI.Intracomm) -> None:
-    """The published mean is in the residual by then, and zero_grad cannot take it back."""
+    """By then the published mean is in the residual, and zero_grad cannot remove it."""
     model = Generator()
     sync = mpisparse.GradientSync(model, density=0.1, accumulate="backward")
     model.loss(seeded(comm.rank, 0), whole=True).backward()
@@ -414,7 +414,7 @@ def test_a_closure_is_evaluated_exchanged_and_its_loss_averaged(comm: MPI.Intrac
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
 @pytest.mark.parametrize("density", [1.0, 0.3])
 def test_lbfgs_on_different_data(comm: MPI.Intracomm, path: str, search: str | None, density: float) -> None:
-    """It evaluates the closure as often as it likes; ranks must see the same losses or they part."""
+    """L-BFGS evaluates the closure several times; ranks must see the same losses or they diverge."""
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
     plain = copy.deepcopy(model)
     data = [torch.randn(16, 6, generator=seeded(rank, 0)) for rank in range(comm.size)]

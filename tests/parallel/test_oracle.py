@@ -18,6 +18,8 @@ from torch import nn
 import mpisparse.sync
 from mpisparse.backends.device import load_backend
 
+pytestmark = pytest.mark.mpi
+
 STEPS = 8
 BOOST = (1.0, 1.1, 0.9, 1.0, 40.0, 0.02, 0.0, 1.0)  # gradients grow and vanish: control must search anew
 LAYERS = ((10, 30, 0.02), (1, 30, 1.0), (60, 100, 0.3), (1, 1, 5.0), (37, 41, 0.001), (90, 100, 0.05), (1, 0, 1.0))
@@ -66,7 +68,7 @@ class Problem:
 
 @functools.cache
 def make_gradients(problem: Problem, rank: int, step: int) -> Gradients:
-    """What backward gives on a rank at a step, in the parameters' types."""
+    """Return a rank's gradients at a step, in the parameters' types."""
     draw = np.random.default_rng([rank, step])
     gradients: Gradients = []
     for i, ((rows, columns, scale), kind) in enumerate(zip(problem.layers, problem.kinds, strict=True)):
@@ -85,8 +87,8 @@ def flatten(problem: Problem, tensors: Iterable[torch.Tensor | None]) -> NDArray
 
 
 @functools.lru_cache(maxsize=1)
-def foretell(problem: Problem, settings: Settings, size: int) -> list[Result]:
-    """The oracle's steps; kept for the next backend, which must give the same."""
+def oracle_steps(problem: Problem, settings: Settings, size: int) -> list[Result]:
+    """Return the oracle's steps, cached for the other backends."""
     oracle = Oracle(problem.ends[-1], size, settings, list(zip(problem.ends, problem.kinds, strict=True)))
     results = []
     for step in range(STEPS):
@@ -96,7 +98,7 @@ def foretell(problem: Problem, settings: Settings, size: int) -> list[Result]:
 
 
 def differences(sync: mpisparse.GradientSync, published: NDArray[np.float32], expected: Result) -> list[str]:
-    """What this rank has otherwise than the oracle."""
+    """Return where this rank differs from the oracle."""
     alike = {
         "published": published.tobytes() == expected.published.tobytes(),
         "residual": sync.residual.numpy().tobytes() == expected.residuals[sync.rank].tobytes(),
@@ -108,16 +110,16 @@ def differences(sync: mpisparse.GradientSync, published: NDArray[np.float32], ex
 
 
 class Check:
-    """Runs a problem beside the oracle."""
+    """Runs a problem and compares it with the oracle."""
 
     def __init__(self, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
         self.comm = comm
         self.monkeypatch = monkeypatch
 
     def __call__(self, backend: str, problem: Problem, settings: Settings) -> None:
-        """Assert only when all steps are done: a rank that left early would make the others wait."""
+        """Assert after all steps: a rank that left early would make the others wait."""
         self.monkeypatch.setattr(mpisparse.sync, "load_backend", functools.partial(load_backend, backend))
-        expected = foretell(problem, settings, self.comm.size)
+        expected = oracle_steps(problem, settings, self.comm.size)
         model = problem.model()
         params = list(model.parameters())
         sync = mpisparse.GradientSync(model, **dataclasses.asdict(settings))

@@ -1,4 +1,4 @@
-"""Ranks whose gradients lie in different places: every step still selects k elements, and no element waits for ever."""
+"""Ranks whose gradients lie in different places: every step still selects k elements, and no element waits forever."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from torch import nn
 import mpisparse
 from mpisparse.select import search, selector
 
+pytestmark = pytest.mark.mpi
+
 Floats = NDArray[np.float32]
 N = 3000
 SCHEMES: dict[str, dict[str, Any]] = {
@@ -30,12 +32,12 @@ SCHEMES: dict[str, dict[str, Any]] = {
 
 
 def places(rank: int, size: int) -> NDArray[np.int64]:
-    """Which rank an element belongs to if the vector is shared out contiguously."""
+    """Return the rank of each element if the vector is divided contiguously."""
     return np.arange(N) * size // N
 
 
 def only(chosen: Any) -> Floats:
-    """One where chosen, else zero."""
+    """Return one for chosen elements, else zero."""
     mask = np.zeros(N, dtype=np.float32)
     mask[chosen] = 1.0
     return mask
@@ -63,14 +65,14 @@ all_placements = pytest.mark.parametrize("placement", PLACEMENTS)
 
 
 def magnitudes(rank: int, step: int, tied: bool = False) -> Floats:
-    """A gradient everywhere: of random signs, and of random magnitudes unless tied."""
+    """Return a gradient of random signs and, unless tied, random magnitudes."""
     draw = np.random.default_rng([rank, step])
     values = draw.choice([-1.0, 1.0], N) * (1.0 if tied else draw.uniform(0.5, 1.0, N))
     return values.astype(np.float32)
 
 
 class Vector(nn.Module):
-    """One parameter, whose gradient is given."""
+    """One parameter with a given gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,14 +92,14 @@ def make(scheme: str, path: str, density: float) -> tuple[Vector, mpisparse.Grad
 
 
 def nonzero_anywhere(comm: MPI.Intracomm, values: Floats) -> int:
-    """Elements that are not zero on any rank; collective."""
+    """Count the elements that are nonzero on some rank; collective."""
     mine = (values != 0).astype(np.uint8)
     comm.Allreduce(MPI.IN_PLACE, mine, op=MPI.MAX)
     return int(mine.sum())
 
 
 def step_and_compare(comm: MPI.Intracomm, model: Vector, sync: mpisparse.GradientSync, gradient: Floats) -> tuple[int, int]:
-    """Do a step; how many elements were selected, and how many should have been."""
+    """Run a step; returns the number of selected elements and the expected number."""
     wanted = min(sync.k, nonzero_anywhere(comm, sync.residual.numpy() + gradient))
     model.give(gradient)
     sync.step()
@@ -105,7 +107,7 @@ def step_and_compare(comm: MPI.Intracomm, model: Vector, sync: mpisparse.Gradien
 
 
 def test_what_has_a_score_and_nothing_to_send_is_not_sent(comm: MPI.Intracomm) -> None:
-    """Gradients as those of an embedding: averages stay where the accumulator is empty."""
+    """Gradients like those of an embedding: averages stay where the accumulator is empty."""
     model, sync = make("momentum", "step", 0.1)
     pairs = []
     for step in range(8):
@@ -120,7 +122,7 @@ def test_what_has_a_score_and_nothing_to_send_is_not_sent(comm: MPI.Intracomm) -
 @pytest.mark.parametrize("scheme", ["momentum", "predictive"])
 @pytest.mark.parametrize("path", PATHS)
 def test_what_never_scores_high_is_sent_too(comm: MPI.Intracomm, scheme: str, path: str) -> None:
-    """Half of the gradients are twice as large as the others, for ever."""
+    """Half of the gradients are always twice as large as the others."""
     model, sync = make(scheme, path, 0.4)
     sent = np.zeros(N, dtype=bool)
     for _ in range(50):
@@ -135,7 +137,7 @@ def test_what_never_scores_high_is_sent_too(comm: MPI.Intracomm, scheme: str, pa
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("path", PATHS)
 def test_states_load_at_any_step(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, scheme: str, path: str) -> None:
-    """Also into a run that stands at a step with held partitions, and from one."""
+    """Also to and from a run at a step with fixed partitions."""
     monkeypatch.setattr(selector, "SWEEP", 16)
     model, sync = make(scheme, path, 0.05)
     states, after = {}, {}
@@ -158,7 +160,7 @@ def test_states_load_at_any_step(comm: MPI.Intracomm, monkeypatch: pytest.Monkey
 
 
 def held(pairs: list[tuple[int, int]]) -> bool:
-    """Tell whether all counts are within 5 % of what is wanted, or one element."""
+    """Tell whether all counts are within 5 % or one element of the target."""
     return all(abs(selected - wanted) <= max(1.0, 0.05 * wanted) for selected, wanted in pairs)
 
 
@@ -180,7 +182,7 @@ def test_the_density_is_held(comm: MPI.Intracomm, scheme: str, path: str, placem
 def test_many_ranks_hold_the_density(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, path: str, placement: str
 ) -> None:
-    """The way of more than 16 ranks, taken by few."""
+    """Few ranks use the code path of more than 16."""
     monkeypatch.setattr(search, "GATHERED_RANKS", 0)
     mask = PLACEMENTS[placement](comm.rank, comm.size)
     model, sync = make("exdyna", path, 0.05)
@@ -214,7 +216,7 @@ def test_the_density_is_held_wherever_gradients_lie(
 def test_every_element_is_sent_and_training_converges(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, scheme: str, path: str, placement: str
 ) -> None:
-    """Ranks pull what they have towards one. All of it must get as near as with dense gradients."""
+    """Ranks pull their elements towards one; all must get as close as with dense gradients."""
     monkeypatch.setattr(selector, "SWEEP", 16)  # to see several of them
     mask = PLACEMENTS[placement](comm.rank, comm.size)
     pulled = comm.allreduce(mask) / comm.size
@@ -244,7 +246,7 @@ def test_every_element_is_sent_and_training_converges(
 def test_steps_equal_the_oracle(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, placement: str, path: str, tied: bool
 ) -> None:
-    """Twenty steps: among them some with held partitions."""
+    """Twenty steps, some of them with fixed partitions."""
     monkeypatch.setattr(selector, "SWEEP", 4)
     options = Settings(density=0.05, accumulate=path)
     masks = [PLACEMENTS[placement](rank, comm.size) for rank in range(comm.size)]

@@ -1,4 +1,4 @@
-"""Recorded gradients are what backward gave, on every rank; a step is recorded whole or not at all."""
+"""Recorded gradients are those of backward, on every rank; a step is recorded atomically."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from mpi4py import MPI
 from ranks import everywhere, in_memory_order, raised, seeded
 from torch import nn
 
-from mpisparse.bench import recording
-from mpisparse.bench.recording import Recorder, Recording
 from mpisparse.bench.synthetic import worker_gradient
 from mpisparse.errors import CheckpointError, ConfigurationError
+from mpisparse.runtime import recording
+from mpisparse.runtime.recording import Recorder, Recording
+
+pytestmark = pytest.mark.mpi
 
 
 class Odd(nn.Module):
-    """Parameters in an order of their own, with sparse gradients, and with none."""
+    """Parameters with an unusual memory order, with sparse gradients, and without gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,8 +35,8 @@ class Odd(nn.Module):
 
 
 @pytest.fixture
-def shared(comm: MPI.Intracomm, tmp_path: Path) -> Path:
-    return Path(comm.bcast(str(tmp_path)))
+def shared(mpi_tmp_path: Path) -> Path:
+    return mpi_tmp_path
 
 
 def backward(comm: MPI.Intracomm, model: nn.Module, step: int) -> np.ndarray:
@@ -102,6 +104,6 @@ def test_damage_is_noticed(comm: MPI.Intracomm, shared: Path) -> None:
     comm.Barrier()
     with pytest.raises(ConfigurationError, match=r"rank-0000\.h5.*record the gradients again"):
         Recording(shared).gradient(0, 0)
-    with pytest.raises(ConfigurationError, match="expected gradients that mpisparse train --record-gradients"):
+    with pytest.raises(ConfigurationError, match="expected gradients of mpisparse train --record-gradients"):
         Recording(shared / "elsewhere")
     recorder.close()

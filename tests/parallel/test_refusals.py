@@ -1,4 +1,4 @@
-"""What cannot be exchanged is refused on all ranks alike, with what to do; nothing hangs, nothing is damaged unseen."""
+"""What cannot be exchanged is refused on all ranks with a remedy; nothing hangs, nothing is silently damaged."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from torch import nn
 
 import mpisparse
 
+pytestmark = pytest.mark.mpi
+
 both_paths = pytest.mark.parametrize("path", PATHS)
 refuse = mpisparse.ConfigurationError
 
@@ -29,7 +31,7 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def spoil(model: nn.Module, name: str, at: int, value: float) -> None:
-    """Make one element of the next gradient of a parameter something else."""
+    """Replace one element of a parameter's next gradient."""
     p = dict(model.named_parameters())[name]
 
     def hook(grad: torch.Tensor) -> torch.Tensor:
@@ -116,7 +118,7 @@ def test_a_nonfinite_sparse_gradient(comm: MPI.Intracomm, path: str, nonfinite: 
 def test_a_finite_gradient_that_overflows_the_residual(
     comm: MPI.Intracomm, path: str, make: Callable[[], nn.Module], nonfinite: str
 ) -> None:
-    """Their sum is not finite: seen in the same pass; too late to skip, so that it raises in any case."""
+    """The sum is not finite: found in the same pass, too late to skip the step, so it always raises."""
     if nonfinite == "skip" and path == "backward":
         return
     model = make()
@@ -135,7 +137,7 @@ def test_a_finite_gradient_that_overflows_the_residual(
 @both_paths
 @pytest.mark.parametrize("options", [{"scheme": "dense"}, {}, {"codec": "int8"}, {"reduce": "allreduce"}], ids=str)
 def test_ranks_whose_sum_overflows(comm: MPI.Intracomm, path: str, options: dict[str, str]) -> None:
-    """Each rank is finite, their sum is not: all raise, no rank goes on with an infinity in p.grad."""
+    """Each rank is finite but the sum is not: all raise, and no rank continues with an infinity in p.grad."""
     model = nn.Linear(8, 4, bias=False)
     sync = mpisparse.GradientSync(model, density=1.0, accumulate=path, **options)
     (model.weight * 3e38).sum().backward()
@@ -188,7 +190,7 @@ def test_skip_is_as_if_the_step_had_not_been(comm: MPI.Intracomm, scheme: str, s
 
 
 def state_bits(sync: mpisparse.GradientSync) -> bytes:
-    """Everything that the next step depends on."""
+    """Return the bits of everything that the next step depends on."""
     state = sync.state_dict()
     tensors = bits(value for value in state.values() if isinstance(value, torch.Tensor))
     return tensors + repr([value for value in state.values() if not isinstance(value, torch.Tensor)]).encode()
@@ -221,7 +223,7 @@ def test_skip_needs_the_step_path(comm: MPI.Intracomm) -> None:
 )
 @pytest.mark.parametrize("alone", [False, True])
 def test_bad_options(comm: MPI.Intracomm, options: dict[str, Any], words: str, alone: bool) -> None:
-    """On one rank only, all ranks raise what that rank has to say."""
+    """If one rank has them, all ranks raise its error."""
     bad = comm.size - 1
     mine = options if comm.rank == bad or not alone else {}
     text = raised(comm, refuse, lambda: mpisparse.GradientSync(small(), **mine))
@@ -237,9 +239,8 @@ def test_bad_options(comm: MPI.Intracomm, options: dict[str, Any], words: str, a
         ({"scheme": "dense"}, "scheme dense"),
     ],
 )
+@pytest.mark.mpi(min_size=2)
 def test_options_that_differ(comm: MPI.Intracomm, options: dict[str, Any], words: str) -> None:
-    if comm.size == 1:
-        return
     mine = options if comm.rank == comm.size - 1 else {}
     text = raised(comm, refuse, lambda: mpisparse.GradientSync(small(), **mine))
     assert f"rank {comm.size - 1} has" in text
@@ -272,9 +273,8 @@ def half_frozen(model: nn.Linear) -> nn.Linear:
 
 
 @pytest.mark.parametrize("how", MODELS)
+@pytest.mark.mpi(min_size=2)
 def test_models_that_differ(comm: MPI.Intracomm, how: str) -> None:
-    if comm.size == 1:
-        return
     usual, other, words = MODELS[how]
     model = other() if comm.rank == comm.size - 1 else usual()
     text = raised(comm, refuse, lambda: mpisparse.GradientSync(model))
@@ -311,7 +311,7 @@ def test_densities_set_differently(comm: MPI.Intracomm, path: str) -> None:
 
 @both_paths
 def test_a_refused_step_counts_no_gradient_twice(comm: MPI.Intracomm, path: str) -> None:
-    """Once the densities agree again, the same step() must exchange the same gradient, or ask for a new one."""
+    """Once the densities agree again, the same step() exchanges the same gradient or asks for a new one."""
     model = small()
     sync = mpisparse.GradientSync(model, density=0.1, accumulate=path)
     if comm.size > 1:
@@ -540,7 +540,7 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 @pytest.mark.parametrize("what", STATES)
 def test_states_that_cannot_be_loaded(comm: MPI.Intracomm, what: str) -> None:
-    """On one rank is enough: all ranks raise, none loads, and the run goes on as if nothing had been tried."""
+    """If one rank has such a state, all raise, none loads, and the run continues as if nothing had happened."""
     damage, words = STATES[what]
     model = small()
     sync = mpisparse.GradientSync(model, density=0.1, accumulate="backward")
@@ -584,7 +584,7 @@ def test_a_state_is_a_copy_and_another_path_is_refused(comm: MPI.Intracomm, path
 
 
 def test_an_option_without_effect_is_refused_on_all_ranks(comm: MPI.Intracomm) -> None:
-    """Also if one rank alone has it."""
+    """Also if only one rank has it."""
     said = raised(comm, refuse, lambda: mpisparse.GradientSync(small(), beta=0.5, comm=comm))
     assert 'beta has no effect: codec "fp32" does not blend' in said
     one = {"alpha": 0.5} if comm.rank == comm.size - 1 else {}
@@ -608,7 +608,7 @@ def test_observing_without_effect_is_said_once(comm: MPI.Intracomm, scheme: str,
 
 
 def test_a_state_may_differ_in_options_without_effect(comm: MPI.Intracomm) -> None:
-    """Earlier versions let them be set: such a run goes on without them."""
+    """Earlier versions accepted them: such a run resumes without them."""
     sync = mpisparse.GradientSync(small(), comm=comm)
     state = sync.state_dict()
     options = json.loads(state["options"])

@@ -1,4 +1,4 @@
-"""The simulator's selection is that of a real run on as many ranks: indices, threshold, borders, workloads, bytes."""
+"""The simulator selects what a real run on the same number of ranks does: indices, threshold, borders, workloads, bytes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from mpisparse.bench.synthetic import GivenModel, Synthetic
 from mpisparse.errors import ConfigurationError
 from mpisparse.select import search
 
+pytestmark = pytest.mark.mpi
+
 
 class Apart(Synthetic):
-    """Each rank has gradients in a share of the vector only, and in the first share they are all equal."""
+    """Each rank has gradients only in its share of the vector; in the first share they are all equal."""
 
     def gradient(self, rank: int, step: int) -> NDArray[np.float32]:
         values = super().gradient(rank, step).copy()

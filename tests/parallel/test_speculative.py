@@ -1,4 +1,4 @@
-"""Scheme speculative: every rank's two sets of weights as a twin in one process has them, whatever messages do."""
+"""Scheme speculative: every rank's two sets of weights equal those of a twin in one process, whatever the timing."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ import mpisparse
 
 Floats = NDArray[np.float32]
 
-pytestmark = pytest.mark.filterwarnings("ignore:an adaptive optimizer")
+pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:an adaptive optimizer")]
 
 
 # The twin
 
 
 class Set:
-    """A model with an optimizer, as torch alone has them."""
+    """A model and its optimizer, in plain torch."""
 
     def __init__(self, optimizer: str) -> None:
         self.model = small()
@@ -45,7 +45,7 @@ class Set:
         self.optimizer.step()
 
     def vectors(self) -> dict[str, torch.Tensor]:
-        """Weights and state as flat vectors that can be written."""
+        """Return weights and state as writable flat vectors."""
         entries = [self.optimizer.state[p] for p in self.model.parameters() if p in self.optimizer.state]
         names = sorted({n for s in entries for n, v in s.items() if n != "step" and isinstance(v, torch.Tensor)})
         states = {n: [self.optimizer.state[p][n] for p in self.model.parameters()] for n in names}
@@ -63,7 +63,7 @@ class Set:
 
 
 class Twin:
-    """All ranks in one process: accumulators, influence, both sets, and the results that are late."""
+    """All ranks in one process: accumulators, influence, both sets of weights, and results in flight."""
 
     def __init__(self, size: int, optimizer: str, *, k: int, staleness: int, tolerance: float, received: bool) -> None:
         self.size, self.k, self.staleness, self.tolerance, self.received = size, k, staleness, tolerance, received
@@ -106,7 +106,7 @@ class Twin:
                     own.optimizer.state[p]["step"] = self.shared.optimizer.state[q]["step"].clone()
 
     def _ahead(self, own: Set, passed: torch.Tensor, gradient: Floats, lr: float) -> None:
-        """Move everything, then put back what had not passed."""
+        """Update everything, then restore the weights that the filter excludes."""
         before = own.flat()
         steps = {p: copy.deepcopy(own.optimizer.state[p].get("step")) for p in own.model.parameters()}
         own.step(gradient, lr)
@@ -121,7 +121,7 @@ class Twin:
 
 
 def follow(run: Run, twin: Twin, steps: int) -> None:
-    """Train and compare both sets of every rank with the twin's after every step; collective."""
+    """Train and compare both sets of every rank with the twin after every step; collective."""
     comm = run.comm
     for step in range(steps):
         lr = run.optimizer.param_groups[0]["lr"]
@@ -147,13 +147,13 @@ def test_as_the_twin(comm: MPI.Intracomm, optimizer: str) -> None:
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_staleness(comm: MPI.Intracomm, staleness: int) -> None:
-    """None: no update ahead, one set of weights, and what a synchronous exchange of the same elements gives."""
+    """Staleness 0: no update ahead, one set of weights, and the result of a synchronous exchange of the same elements."""
     run = Run(comm, staleness=staleness)
     follow(run, Twin(comm.size, "sgd", k=257, staleness=staleness, tolerance=1e-3, received=False), 7)
 
 
 def test_staleness_0_with_everything_is_a_synchronous_scheme(comm: MPI.Intracomm) -> None:
-    """At density 1 bit by bit what topk gives, which sums in rank order too."""
+    """At density 1 the bits are those of topk, which also sums in rank order."""
     run, plain = Run(comm, staleness=0, density=1.0), small()
     sync = mpisparse.GradientSync(plain, scheme="topk", density=1.0, comm=comm)
     optimizer = OPTIMIZERS["sgd"](plain.parameters())
@@ -173,7 +173,7 @@ def test_staleness_0_with_everything_is_a_synchronous_scheme(comm: MPI.Intracomm
 
 @pytest.mark.parametrize("tolerance", [0.0, math.inf])
 def test_extremes_of_the_tolerance(comm: MPI.Intracomm, tolerance: float) -> None:
-    """0 always returns to the global weights before the next update ahead; infinity never does."""
+    """Tolerance 0 always returns to the global weights before the next update ahead; infinity never does."""
     run = Run(comm, "adam", tolerance=tolerance)
     first = torch.cat([p.detach().reshape(-1) for p in run.model.parameters()])
     follow_steps, touched = 8, torch.zeros(len(first), dtype=torch.bool)
@@ -233,7 +233,7 @@ def test_a_closure_gives_the_same_run(comm: MPI.Intracomm) -> None:
 @pytest.mark.parametrize("codec", ["fp32", "fp16", "int8"])
 @pytest.mark.parametrize("path", PATHS)
 def test_conservation(comm: MPI.Intracomm, codec: str, path: str) -> None:
-    """What backward gave in all is what the global weights were moved by, what is in flight, and the residuals."""
+    """All gradients are in the updates of the global weights, in flight, or in the residuals."""
     model = small()
     sync = mpisparse.GradientSync(
         model, scheme="speculative", codec=codec, accumulate=path, comm=comm, density=0.1, granularity="hybrid", staleness=2
@@ -270,7 +270,7 @@ def test_conservation(comm: MPI.Intracomm, codec: str, path: str) -> None:
 
 
 def test_finishing(comm: MPI.Intracomm) -> None:
-    """synchronize() takes what is in flight into the global weights, in order, and makes every rank's own the same."""
+    """synchronize() applies the results in flight to the global weights in order, and sets every rank's own to them."""
     run = Run(comm, staleness=2).train(0, 5)
     twin = Set("sgd")
     with run.sync.global_weights():
@@ -294,7 +294,7 @@ def test_finishing(comm: MPI.Intracomm) -> None:
 
 
 def test_no_finishing_inside_global_weights(comm: MPI.Intracomm) -> None:
-    """Be it one rank's mistake, all refuse; nothing has changed, and the run goes on as if it had not been asked."""
+    """If one rank tries, all raise; nothing changes, and the run continues as if nothing had happened."""
     run, plain = Run(comm).train(0, 4), Run(comm).train(0, 4)
     with run.sync.global_weights() if comm.rank == comm.size - 1 else contextlib.nullcontext():
         said = raised(comm, RuntimeError, run.sync.synchronize)
@@ -313,7 +313,7 @@ def test_no_finishing_inside_global_weights(comm: MPI.Intracomm) -> None:
 
 @pytest.mark.parametrize("granularity", ["schedule", "rule", "learned"])
 def test_a_slow_rank_changes_nothing(comm: MPI.Intracomm, granularity: str) -> None:
-    """Messages of one rank are late by a second: every rank has the same bits in the end."""
+    """Messages of one rank are a second late: all ranks end with the same bits."""
     options: dict[str, Any] = {"granularity": granularity, "largest": 10_000, "codec": "int8"}
     options |= {} if granularity == "learned" else {"horizon": 20}
     plain, slow = Run(comm, **options), Run(comm, **options)
@@ -336,7 +336,7 @@ def test_a_slow_rank_changes_nothing(comm: MPI.Intracomm, granularity: str) -> N
 
 
 def test_a_reward_in_seconds(comm: MPI.Intracomm) -> None:
-    """Ranks measure different times, but what they learn from is the same: they choose alike and have the same weights."""
+    """Ranks measure different times but learn from the same ones: they choose alike and have the same weights."""
     run = Run(comm, granularity="learned", reward="seconds", largest=10_000, density=0.01)
     fine = []
     for step in range(45):
@@ -364,7 +364,7 @@ def test_granularity_in_the_statistics(comm: MPI.Intracomm) -> None:
 
 
 def test_confidence_by_a_function(comm: MPI.Intracomm) -> None:
-    """The mean over ranks decides on all of them, from the step on that knows it."""
+    """The mean over ranks decides on all ranks, from the step on in which it is known."""
     run = Run(comm, granularity="rule", horizon=10**6, largest=10_000, confidence=lambda: 1.0 if comm.rank == 0 else 0.4)
     fine = [run.train(step, step + 1).sync.stats.speculation.fine for step in range(4)]
     mean = (1.0 + 0.4 * (comm.size - 1)) / comm.size
@@ -373,7 +373,7 @@ def test_confidence_by_a_function(comm: MPI.Intracomm) -> None:
 
 
 def test_there_is_no_third_copy(comm: MPI.Intracomm) -> None:
-    """Of a parameter's size there are its own and global weights, and their two entries each in Adam's state."""
+    """Tensors of a parameter's size are its own and global weights, and two entries of Adam's state for each."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(211, 97), nn.Tanh(), nn.Linear(97, 5))
     sync = mpisparse.GradientSync(model, scheme="speculative", comm=comm, density=0.1, staleness=2)
@@ -393,7 +393,7 @@ def test_there_is_no_third_copy(comm: MPI.Intracomm) -> None:
 
 
 def test_a_probe_in_training(comm: MPI.Intracomm) -> None:
-    """Its curvature enters the influence; ranks stay alike, and the model's buffers are untouched by it."""
+    """Its curvature enters the influence; ranks stay equal, and the model's buffers do not change."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(30, 20), nn.BatchNorm1d(20), nn.Linear(20, 20))
 

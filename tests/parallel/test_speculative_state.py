@@ -1,4 +1,4 @@
-"""Scheme speculative: what a checkpoint holds of it, and errors that reach all ranks some steps later."""
+"""Scheme speculative: its checkpoints, and errors that reach all ranks some steps later."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpisparse.runtime.signals import StopRequest
 
 # Checkpoints
 
-pytestmark = pytest.mark.filterwarnings("ignore:an adaptive optimizer")
+pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:an adaptive optimizer")]
 
 
 def subjects(run: Run) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def subjects(run: Run) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_resume(comm: MPI.Intracomm, directory: Path, optimizer: str, options: dict[str, Any]) -> None:
-    """To the last bit; saving changes nothing in the run that goes on."""
+    """A resumed run has the same bits; saving does not change the run that continues."""
     whole = Run(comm, optimizer, **options).train(0, 16)
     saved = Run(comm, optimizer, **options).train(0, 13)
     checkpoint.save(directory, step=13, **subjects(saved))
@@ -53,7 +53,7 @@ def test_resume(comm: MPI.Intracomm, directory: Path, optimizer: str, options: d
 
 
 def test_a_checkpoint_holds_the_global_weights(comm: MPI.Intracomm, directory: Path) -> None:
-    """Loaded without the scheme, or on another number of ranks, the model is the global one and nothing is lost."""
+    """Loaded without the scheme or on another number of ranks, the model has the global weights and nothing is lost."""
     run = Run(comm, "adamw", codec="int8").train(0, 6)
     checkpoint.save(directory, step=6, **subjects(run))
     plain = small()
@@ -74,7 +74,7 @@ def test_a_checkpoint_holds_the_global_weights(comm: MPI.Intracomm, directory: P
 
 
 def test_a_state_belongs_to_its_global_weights(comm: MPI.Intracomm) -> None:
-    """A refusal changes nothing on any rank, also where only one rank's state does not fit."""
+    """A refusal changes nothing on any rank, also if only one rank's state does not fit."""
     run, plain = Run(comm, "adam").train(0, 2), Run(comm, "adam").train(0, 4)
     old = run.sync.state_dict()
     state, before = run.train(2, 4).sync.state_dict(), run.bits()
@@ -91,7 +91,7 @@ def test_a_state_belongs_to_its_global_weights(comm: MPI.Intracomm) -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_saved_and_loaded_inside_global_weights(comm: MPI.Intracomm, directory: Path, optimizer: str) -> None:
-    """The state is the same inside as outside, and what is saved or loaded inside goes on bit by bit."""
+    """The state is the same inside as outside, and a run saved or loaded inside continues with the same bits."""
     whole, saved = Run(comm, optimizer).train(0, 9), Run(comm, optimizer).train(0, 6)
     outside = saved.sync.state_dict()
     with saved.sync.global_weights():
@@ -107,7 +107,7 @@ def test_saved_and_loaded_inside_global_weights(comm: MPI.Intracomm, directory: 
 
 
 def own_bits(state: dict[str, Any]) -> bytes:
-    """What a state holds of the rank's own set, and of which global weights it says that is."""
+    """Return a state's own weights and the digest of the global weights they belong to."""
     own = state["step.own"]
     entries = [v for s in own["state"] for _, v in sorted(s.items()) if isinstance(v, torch.Tensor)]
     return bits([torch.tensor(own["digest"]), *own["weights"], *entries])
@@ -146,7 +146,7 @@ def test_a_noted_loss_counts_once(comm: MPI.Intracomm, directory: Path, saved_at
 
 
 def test_train_ends_its_exchange(comm: MPI.Intracomm, directory: Path) -> None:
-    """When the run is done no thread is left."""
+    """No thread is left when the run is done."""
     stop = StopRequest()
     try:
         code = train.run(Settings(out=str(directory / "run"), scheme="speculative", steps=3, batch_size=4), stop)
@@ -173,7 +173,7 @@ def test_by_hand(comm: MPI.Intracomm) -> None:
 
 
 def test_trouble_of_one_rank_is_all_ranks(comm: MPI.Intracomm) -> None:
-    """It is known a step later, on all ranks together: a value that is not finite, another density, no backward."""
+    """A non-finite value, another density or a missing backward is known a step later, on all ranks together."""
     last = comm.rank == comm.size - 1
     run = Run(comm).train(0, 3)
     run.optimizer.zero_grad()
@@ -202,7 +202,7 @@ def test_trouble_of_one_rank_is_all_ranks(comm: MPI.Intracomm) -> None:
 
 
 def must_be_loaded(run: Run) -> None:
-    """What was sent is lost: neither a step nor the end may follow; collective."""
+    """Check that after a lost message neither a step nor synchronize() is possible; collective."""
     run.sync.density = 0.1
     assert "damaged since an earlier error" in raised(run.comm, GradientError, lambda: run.step(90))
     assert "damaged since an earlier error" in raised(run.comm, GradientError, run.sync.synchronize)
@@ -210,7 +210,7 @@ def must_be_loaded(run: Run) -> None:
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_an_error_in_the_thread_is_raised_by_all(comm: MPI.Intracomm, directory: Path, staleness: int) -> None:
-    """And a checkpoint takes the run back to before it."""
+    """Loading a checkpoint takes the run back to before the error."""
     run = Run(comm, staleness=staleness).train(0, 3)
     checkpoint.save(directory, step=3, **subjects(run))
     delivery = run.sync._step.flight.delivery
@@ -238,7 +238,7 @@ def test_an_error_in_the_thread_is_raised_by_all(comm: MPI.Intracomm, directory:
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("name", ["probe", "confidence"])
 def test_an_error_in_the_users_function_is_raised_by_all(comm: MPI.Intracomm, name: str, staleness: int) -> None:
-    """No rank waits for the one whose function failed, and that one has its own error as the cause."""
+    """No rank waits for the one whose function failed, which raises with its own error as the cause."""
     calls = 0
 
     def fail() -> Any:
@@ -269,9 +269,8 @@ def test_a_policy_without_losses(comm: MPI.Intracomm, staleness: int) -> None:
     run.close()  # twice does no harm
 
 
+@pytest.mark.mpi(min_size=2)
 def test_sums_beyond_float32(comm: MPI.Intracomm) -> None:
-    if comm.size == 1:
-        return
     run = Run(comm)
     run.optimizer.zero_grad()
     loss_of(run.model, seeded(comm.rank, 0)).backward()

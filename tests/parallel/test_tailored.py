@@ -1,4 +1,4 @@
-"""Exchanges tailored to sparse models: the exact mean, from fewer bytes, and only of what is there."""
+"""Exchanges tailored to sparse models: the exact mean with fewer bytes, and only of existing elements."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from torch import nn
 from mpisparse.bench.sparse_models import experts, pruned
 from mpisparse.bench.tailored import Reduction, TailoredSync, by_mask, by_rows, by_use
 
+pytestmark = pytest.mark.mpi
+
 SIZES = {"channels": 1, "height": 3, "width": 4, "classes": 5}
 
 
 class Tables(nn.Module):
-    """Two tables of which a batch looks up some rows, one of them maybe none; and a layer."""
+    """Two tables, of which a batch looks up some rows or none, and a layer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Validation data on several ranks: the same split on all of them, also where there are more ranks than examples."""
+"""Validation data on several ranks: the same split on all, also with more ranks than examples."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from mpi4py import MPI
 from ranks import everywhere
 
@@ -13,9 +14,11 @@ from mpisparse.runtime import train
 from mpisparse.runtime.settings import Settings
 from mpisparse.runtime.signals import StopRequest
 
+pytestmark = pytest.mark.mpi
+
 
 def test_one_validation_example_teaches_all_ranks(comm: MPI.Intracomm, directory: Path) -> None:
-    """And accuracy on it moves k."""
+    """Its accuracy moves k."""
     settings = Settings(
         out=str(directory / "run"), scheme="predictive", validation=0.0005, steps=8, batch_size=4, eval_every=3,
         options={"validate_every": 5, "publish_after": 1}, density=0.01,

@@ -1,4 +1,4 @@
-"""A real Slurm for these tests: bin/slurmlab starts it; where it can't, they are skipped, with the reason."""
+"""A real Slurm for these tests, started by bin/slurmlab; if that fails, they are skipped with the reason."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ NODES, CPUS = 4, 64  # more than the machine has, as the templates ask for them;
 
 @pytest.fixture(scope="session")
 def lab() -> Iterator[None]:
-    """Slurm with four nodes, until the end of the session."""
+    """Start Slurm with four nodes until the end of the session."""
     if os.geteuid() != 0:
         pytest.skip("no Slurm: bin/slurmlab needs root")
-    started = subprocess.run([LAB, "up", str(NODES), str(CPUS)], capture_output=True, text=True, timeout=300, check=False)
+    started = subprocess.run([LAB, "up", str(NODES), str(CPUS)], capture_output=True, text=True, timeout=1200, check=False)
     if started.returncode != 0:
         reason = started.stderr.strip().splitlines() or ["no reason given"]
         pytest.skip(f"no Slurm: {reason[-1]}")
@@ -28,4 +28,4 @@ def lab() -> Iterator[None]:
             patch.delenv(variable)
         patch.setenv(name, value)
         yield
-        subprocess.run([LAB, "down"], timeout=60, check=False)
+        subprocess.run([LAB, "down"], timeout=600, check=False)

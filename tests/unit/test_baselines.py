@@ -1,4 +1,4 @@
-"""What a rank picks, where it takes more elements or stranger ones than the parallel suite has."""
+"""What a rank selects, in cases with more or stranger elements than the parallel suite has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpisparse.select.pickers import HardThreshold, SampledTopK, merged
 
 @pytest.mark.parametrize("k", [20, 500, 5000])
 def test_the_threshold_of_a_sample(k: int) -> None:
-    """What reaches the k-th largest of the sample in proportion; of more than 1.3 k, the k largest."""
+    """Select what reaches the sample's proportional k-th largest; if that is more than 1.3 k, the k largest."""
     picker, cut = SampledTopK(load_backend(), seed=3, warm_up=0), 0
     for step in range(12):
         acc = np.random.default_rng([k, step]).standard_t(3, 50_000).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Every scheme in every bench that takes schemes, on one rank in this process: it runs, or is refused with the reason."""
+"""Every scheme in every benchmark of schemes, on one rank in this process: it runs, or is refused with the reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHORT = ("--seeds", "1", "--steps", "3", "--batch-size", "4")
 
 
 def bench(capsys: pytest.CaptureFixture[str], *words: object) -> list[dict[str, Any]]:
-    """The records that a bench prints, which must end well."""
+    """Return the records that a benchmark prints; it must succeed."""
     assert main(["bench", *map(str, words), "--json"]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 

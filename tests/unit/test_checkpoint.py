@@ -1,4 +1,4 @@
-"""Checkpoints in one process: what they hold, what they notice, and what they leave behind when something fails."""
+"""Checkpoints in one process: their contents, what they detect, and what remains when something fails."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DTYPES = [
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Let one rank open the file for all ranks without HDF5's MPI driver: what is laid out and written is the same."""
+    """Open the common file on one rank without HDF5's MPI driver; its layout and contents are the same."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(onefile, "lacking", lambda: None)
         patch.setattr(onefile, "open_together", lambda path, comm: h5py.File(path, "r+"))
@@ -51,7 +51,7 @@ def alone() -> Iterator[None]:
 
 @pytest.fixture(params=[None, "mpio"], ids=["files", "one-file"])
 def driver(request: pytest.FixtureRequest) -> Iterator[str | None]:
-    """Checkpoints of files for each rank, and of one for all."""
+    """Run with files per rank, and with one file for all."""
     with alone():
         yield request.param
 
@@ -61,7 +61,7 @@ def driver(request: pytest.FixtureRequest) -> Iterator[str | None]:
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
-    """A tensor of any type and shape, of random bits, contiguous or not."""
+    """Draw a tensor of any type and shape, of random bits, contiguous or not."""
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.lists(st.integers(0, 4), max_size=3))
     count = int(np.prod(shape))
@@ -94,7 +94,7 @@ STATES = st.recursive(
 
 
 def same(a: Any, b: Any) -> bool:
-    """Tell whether two states are the same in types, order of keys and bits."""
+    """Tell whether two states have equal types, order of keys and bits."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -178,7 +178,7 @@ def test_tensors_are_stored_or_refused_with_their_place(make: Any) -> None:
 
 @pytest.fixture(params=["numpy", "native"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Files written with either backend's checksum."""
+    """Run with the checksum of either backend."""
     if request.param == "native":
         pytest.importorskip("mpisparse._cpu", exc_type=ImportError)
     backend = device.load_backend(request.param)
@@ -234,7 +234,7 @@ def test_hdf5_itself_accepts_our_checksums(
 
 
 def places_of_data(path: Path) -> list[tuple[str, int, int]]:
-    """Name, first byte and length of every chunk in a file."""
+    """Return the name, first byte and length of every chunk in a file."""
     places = []
     with h5py.File(path) as file:
         for name in [*(f"arrays/{n}" for n in some_arrays()), "texts/state"]:
@@ -303,7 +303,7 @@ def test_cut_and_lengthened_files_are_noticed(tmp_path: Path) -> None:
 
 
 def write_one(place: Path, files: dict[str, tuple[h5file.Arrays, dict[str, str]]]) -> dict[str, h5file.FileRecord]:
-    """Write files' contents as parts of one file; their records by the names of the files."""
+    """Write the contents of files as parts of one file; returns their records by file name."""
     exchange = Exchange()
     with alone():
         records = onefile.write_parts(exchange, place, files)
@@ -377,7 +377,7 @@ def test_one_file_needs_an_h5py_with_mpi(tmp_path: Path, run: Run, monkeypatch: 
             checkpoint.save(tmp_path, step=1, driver="mpio", **subjects)
     with pytest.raises(ConfigurationError, match=r"unknown driver 'mpi'; did you mean 'mpio'\?"):
         run.save(tmp_path, 1, driver="mpi")
-    with pytest.raises(ConfigurationError, match="sends messages while it writes: pass background=False"):
+    with pytest.raises(ConfigurationError, match="communicates while it writes; pass background=False"):
         checkpoint.begin_save(tmp_path, step=1, driver="mpio", **run.subjects)
     assert not list(tmp_path.iterdir())
 
@@ -557,7 +557,7 @@ def test_unfinished_ones_of_another_host_go_when_nothing_is_written(tmp_path: Pa
 
 
 def test_two_that_save_the_same_step_at_once_both_come_through(tmp_path: Path) -> None:
-    """Between one's taking the old checkpoint's name away and giving it to the new, the other gives it back."""
+    """While one renames the old checkpoint away and the new one in, the other restores the old name."""
     complete(tmp_path, 4)
     rename = Path.rename
     given_back = 0
@@ -591,7 +591,7 @@ for step in range(1, 21):
 def test_two_jobs_that_save_into_one_directory_lose_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SAVING, str(tmp_path)]
     jobs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    told = [job.communicate(timeout=120)[1] for job in jobs]
+    told = [job.communicate(timeout=900)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], told
     names = sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith(store.RETIRED))
     assert names[-2:] == ["step-00000019", "step-00000020"]
@@ -680,7 +680,7 @@ class Run:
         return checkpoint.load(directory, **self.subjects)
 
     def state(self) -> Any:
-        """All that a checkpoint restores, as one text and bytes."""
+        """Return all that a checkpoint restores, as a text and bytes."""
         states = {name: subject.state_dict() for name, subject in self.subjects.items()}
         text, arrays = tree.flatten({**states, "random": checkpoint.state.random_state()}, "own")
         return text, {name: array.tobytes() for name, array in arrays.items()}
@@ -809,7 +809,7 @@ def test_another_thread_count_warns(tmp_path: Path, run: Run) -> None:
 def pair(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[tuple[Path, Run, dict[int | None, Any]]]:
-    """Two checkpoints, a run to load them into, and what each restores; None is the state that a test begins with."""
+    """Two checkpoints, a run to load them into, and what each restores; None stands for the initial state."""
     directory = tmp_path_factory.mktemp("pair")
     run = Run()
     states: dict[int | None, Any] = {}
@@ -825,7 +825,7 @@ def pair(
 
 
 def check_load(directory: Path, run: Run, states: dict[int | None, Any]) -> int | None:
-    """Load, and check that what was restored is exactly what was saved; returns the step."""
+    """Load and check that the restored state is exactly the saved one; returns the step."""
     run.train(1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -898,7 +898,7 @@ PAGE = 4096
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own in memory, to be made as small as a test wants."""
+    """Mount a file system in memory, whose size a test can set."""
     place = tmp_path / "disk"
     place.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True, text=True)
@@ -920,7 +920,7 @@ def used(disk: Path) -> int:
     ("driver", "background"), [(None, False), (None, True), ("mpio", False)], indirect=["driver"], ids=str
 )
 def test_a_full_disk_leaves_the_older_ones_intact(disk: Path, background: bool, driver: str | None) -> None:
-    """With any number of free pages, from none to enough: an error and nothing left of it, or a whole checkpoint."""
+    """With any number of free pages there is an error and nothing remains, or the checkpoint is complete."""
     run = Run(width=700)
     run.train()
     before = used(disk)
@@ -967,7 +967,7 @@ SENDING = "bcast|gather|scatter|allgather|alltoall|send|recv|isend|irecv|sendrec
 
 
 def lines_with(pattern: re.Pattern[str], sources: list[Path]) -> list[str]:
-    """The lines of code in which a pattern is found, with their places."""
+    """Return the lines of code that match a pattern, with their positions."""
     return [
         f"{source}:{number}: {line.strip()}"
         for source in sources

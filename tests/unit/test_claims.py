@@ -1,4 +1,4 @@
-"""What README and docs claim: one figure in one place, quoted elsewhere; modules and combinations as they are said to be."""
+"""Claims of README and docs: each figure has one source and equal quotes; modules and combinations are as documented."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = re.compile(r"((?:\d+(?:\.\d+)?(?: and| to)? )+)times\s+the\s+(?:training
 
 
 def rows(page: str, first: str) -> dict[str, list[str]]:
-    """The rows of the table whose head begins so, by their first cell."""
+    """Return the rows of the table with this head, by their first cell."""
     lines = iter(PAGES[page].splitlines())
     assert any(line.startswith(first) for line in lines), f"no table {first!r} in {page}"
     found = {}
@@ -45,7 +45,7 @@ def numbers(text: str) -> list[float]:
 
 
 def ratios() -> list[float]:
-    """By how much a step is faster than Allreduce: on 2 and 4 ranks, then on 2 and 4 hosts."""
+    """Return the speed-ups of a step over Allreduce: on 2 and 4 ranks, then on 2 and 4 hosts."""
     table = rows("performance.md", "| | 2 ranks, shared memory | 4 ranks, shared memory |")
     return [numbers(cell)[0] for cell in table["exdyna faster than Allreduce, topk, cltk"][:4]]
 
@@ -88,7 +88,7 @@ def test_steps_beside_ddp_are_quoted_from_the_one_table(page: str) -> None:
 
 
 def importers(package: str) -> set[str]:
-    """The modules of mpisparse that import a package, as paths from its directory."""
+    """Return the modules of mpisparse that import a package, as relative paths."""
     found = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -134,7 +134,7 @@ def test_names_of_codecs_are_those_of_the_readme() -> None:
 
 
 def going_together() -> set[tuple[str, str]]:
-    """The pairs of scheme and codec that docs say go together."""
+    """Return the documented combinations of scheme and codec."""
     pairs = set()
     for names, (said,) in rows("schemes.md", "| codec | goes with |").items():
         assert said.startswith("every scheme")
@@ -149,7 +149,7 @@ def going_together() -> set[tuple[str, str]]:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.filterwarnings('ignore:scheme "predictive" without validation')
 def test_codecs_go_with_schemes_as_docs_say(scheme: str) -> None:
-    """By two real steps of each pair."""
+    """Each combination runs two real steps."""
     torch.manual_seed(0)
     for codec in CODECS:
         model = torch.nn.Linear(40, 30)

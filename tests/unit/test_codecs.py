@@ -1,4 +1,4 @@
-"""Every codec conserves what it is given exactly, keeps its error bound, and its bytes never change unnoticed."""
+"""Every codec conserves its input exactly and keeps its error bound, and its format does not change unnoticed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def codec(request: pytest.FixtureRequest) -> Codec:
 
 
 def transmit(codec: Codec, kernels: Any, values: Floats) -> tuple[bytes, Floats, Floats]:
-    """The payload of some values, what the receiver reads from it, and what the sender keeps."""
+    """Return the payload of some values, what the receiver decodes, and what the sender keeps."""
     left = values.copy()
     payload = np.full(codec.nbytes(len(values)), 0xAA, dtype=np.uint8)
     codec.encode(kernels, left, payload)
@@ -48,7 +48,7 @@ def transmit(codec: Codec, kernels: Any, values: Floats) -> tuple[bytes, Floats,
 
 
 def assert_conserved(values: Floats, decoded: Floats, left: Floats) -> None:
-    """Sent and kept add up to what was there, as real numbers."""
+    """Assert that sent and kept values add up to the input exactly."""
     assert np.isfinite(decoded).all()
     assert np.isfinite(left).all()
     exact = [Fraction(float(d)) + Fraction(float(r)) for d, r in zip(decoded, left, strict=True)]
@@ -56,7 +56,7 @@ def assert_conserved(values: Floats, decoded: Floats, left: Floats) -> None:
 
 
 def assert_bounded(name: str, values: Floats, left: Floats) -> None:
-    """What is kept is at most half a step; steps of denormals are too coarse for that, and are not asked for it."""
+    """Assert that the error is at most half a step, except for denormals, whose steps are too coarse."""
     for start in range(0, len(values), 256):
         x = np.abs(values[start : start + 256].astype(np.float64))
         most = x.max()
@@ -122,7 +122,7 @@ def test_zeros(codec: Codec, kernels: Any, count: int) -> None:
 
 @pytest.mark.parametrize("share", [1.0, 1 - 2.0**-13, 1 - 2.0**-12, 0.996, 0.5])
 def test_near_the_largest_float(codec: Codec, kernels: Any, share: float) -> None:
-    """No codec overflows, though the nearest fp16, bf16 or whole number of steps may lie beyond float32."""
+    """No codec overflows, though the nearest fp16, bf16 or multiple of a step may exceed float32."""
     values = np.array([LARGEST * share, -LARGEST * share, 1e30, -1.0, 0.0], dtype=np.float32)
     _, decoded, left = transmit(codec, kernels, values)
     assert_conserved(values, decoded, left)
@@ -146,7 +146,7 @@ def test_denormals(codec: Codec, kernels: Any) -> None:
 
 
 def test_groups_do_not_disturb_each_other(codec: Codec, kernels: Any) -> None:
-    """Each 256 values have a scale of their own: a huge one elsewhere changes nothing."""
+    """Each group of 256 values has its own scale: a huge value elsewhere changes nothing."""
     values = np.random.default_rng(0).standard_normal(600).astype(np.float32)
     loud = values.copy()
     loud[256:512] *= 1e20
@@ -192,7 +192,7 @@ def test_golden_payloads(kernels: Any, name: str, values: list[float], payload: 
     ],
 )
 def test_golden_payloads_are_read(kernels: Any, name: str, payload: str, values: list[float]) -> None:
-    """Bytes from elsewhere give what was sent there: decode does not depend on this machine's encode."""
+    """Stored payloads decode to the original values: decode does not depend on this machine's encode."""
     read = np.empty(len(values), dtype=np.float32)
     CODECS[name].decode(kernels, np.array(list(bytes.fromhex(payload)), dtype=np.uint8), read)
     assert read.tolist() == values

@@ -1,4 +1,4 @@
-"""Snippets of README and docs do what they say: each is run as printed, or is listed here with the reason why not.
+"""Snippets of README and docs work: each is run as printed, or is listed here with the reason why not.
 
 README's Python goes on from snippet to snippet and needs nothing else. That of docs has, in a namespace of its own for each
 snippet, the user's names that GIVEN holds. Lines of shell run in this process on one rank, `mpirun -n N` or not, but for
@@ -28,13 +28,13 @@ import mpisparse
 from mpisparse.bench.train import Case
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.cli import COMMANDS, main, parser
-from mpisparse.runtime.settings import resolve
+from mpisparse.runtime.flags import resolve
 from mpisparse.schemes import configure
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-TIMEOUT = 300.0  # seconds, for a job that takes a few
+TIMEOUT = 900.0  # seconds, for a job that takes a few
 
 BIG = "takes minutes on 25 million elements; test_bench.py runs it small"
 LONG = "trains for minutes; test_bench.py runs it short"
@@ -69,18 +69,18 @@ STANDS_FOR = {"RANKS": "2", "RATE": "1gbit", "B": "64", "[settings]": ""}  # in 
 
 
 def snippets(page: str, *kinds: str) -> list[str]:
-    """The fenced blocks of these kinds on a page."""
+    """Return the fenced blocks of these languages on a page."""
     return [text for kind, text in FENCED.findall(PAGES[page]) if kind in kinds]
 
 
 def commands(page: str) -> list[list[str]]:
-    """The lines of shell on a page, as words."""
+    """Return the shell commands on a page, as words."""
     lines = "\n".join(snippets(page, "", "bash", "sh")).replace("\\\n", " ").splitlines()
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
 def ours(words: list[str]) -> list[str] | None:
-    """What follows `mpisparse` in a command, less a redirection; None if it is not one of ours."""
+    """Return the arguments of an mpisparse command without redirection; None for other commands."""
     for at, (word, following) in enumerate(itertools.pairwise(words)):
         if word == "mpisparse" and following in COMMANDS:
             rest = words[at + 1 :]
@@ -89,7 +89,7 @@ def ours(words: list[str]) -> list[str] | None:
 
 
 def check(words: list[str]) -> None:
-    """Parse a command, and look at its settings and cases; raises if it is wrong."""
+    """Parse a command and check its settings and cases; raises if it is wrong."""
     if "--help" in words:
         words = [word for word in words if word != "--help"]
     args = parser().parse_args(words)
@@ -113,7 +113,7 @@ class Net(torch.nn.Sequential):
 
 
 def given() -> dict[str, Any]:
-    """The user's names in snippets of docs."""
+    """Return the user's names in snippets of docs."""
     model = Net()
 
     def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,7 +138,7 @@ def execute(text: str, names: dict[str, Any], where: str) -> None:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory of its own, and the package as after `import mpisparse` alone, without modules that others imported."""
+    """Use a fresh directory, and the package as after `import mpisparse` only."""
     monkeypatch.chdir(tmp_path)
     for name in [name for name, value in vars(mpisparse).items() if isinstance(value, types.ModuleType)]:
         monkeypatch.delattr(mpisparse, name)
@@ -173,7 +173,7 @@ def test_python_of_docs_runs(here: Path, page: str, number: int) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_names_of_the_package_in_python_are_there(page: str, here: Path) -> None:
-    """Also those behind the line at which a snippet ends where there is no GPU."""
+    """Including those after the line at which a snippet ends without a GPU."""
     for text in snippets(page, "python"):
         for node in ast.walk(ast.parse(text)):
             chain: list[str] = []
@@ -206,7 +206,7 @@ def open_sets():
 
 @pytest.fixture
 def workplace(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory with the files that commands name: a text, a package, a run, a script; programs are on PATH."""
+    """Make a directory with the files that commands name: a text, a package, a run, a script; programs are on PATH."""
     (here / "mypackage").mkdir()
     for name, text in (("__init__", ""), ("nets", MODELS), ("files", FILES)):
         (here / "mypackage" / f"{name}.py").write_text(text)
@@ -223,7 +223,7 @@ def workplace(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def mpirun(words: list[str]) -> None:
-    """Run a command as it is, where this environment's mpirun and Python are the first on PATH."""
+    """Run a command unchanged, with this environment's mpirun and Python first on PATH."""
     allowed = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_mpi_yield_when_idle": "1",
@@ -256,7 +256,7 @@ def test_what_is_not_run_is_still_printed() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_are_parsed(page: str) -> None:
-    """Those in blocks, run or not, and those within the text."""
+    """Commands in blocks, run or not, and those within the text."""
     spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", FENCED.sub("", PAGES[page]))]
     inline = [[STANDS_FOR.get(word, word) for word in shlex.split(span)] for span in spans if "mpisparse " in span]
     for words in [*commands(page), *inline]:

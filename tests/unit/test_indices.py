@@ -1,4 +1,4 @@
-"""Indices as compressed rows: they come back as they were, and a damaged message is noticed."""
+"""Indices as compressed rows: they decode unchanged, and a damaged message is detected."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Sent(Exception):  # noqa: N818 - ends a rank's part once its payload is kn
 
 @dataclass
 class Wire:
-    """One rank's end of an all-gather whose payloads are known, or are to be learned."""
+    """One rank of an all-gather, with known payloads or recording them."""
 
     rank: int
     payloads: list[Bytes] | None = None
@@ -54,7 +54,7 @@ class Wire:
 
 
 def send(backend: Any, selected: list[Found], regions: list[Region], workloads: list[int], threshold: float) -> list[Bytes]:
-    """The payload of every rank."""
+    """Return the payload of every rank."""
     payloads = []
     for rank, mine in enumerate(selected):
         with pytest.raises(Sent) as sent:
@@ -104,7 +104,7 @@ def test_full_rows(backend: Any) -> None:
 
 @pytest.mark.parametrize("damaged", [[1, 1], [2, 3], [0, 0], [4, 0], [2**32 - 1, 4], [5, 2**32 - 2]])
 def test_damaged_counts(backend: Any, damaged: list[int]) -> None:
-    """Counts that do not add up to what was announced; also those that would if they were summed in 32 bits."""
+    """Counts that do not add up to the announced number, also those that would in 32 bits."""
     out = np.empty(3, dtype=np.int64)
     columns = np.array([1, 2, 3], dtype=np.uint16)
     assert not backend.expand_rows(np.array(damaged, dtype=np.uint32), columns, 0, ROW, out)
@@ -113,7 +113,7 @@ def test_damaged_counts(backend: Any, damaged: list[int]) -> None:
 
 
 def split(n: int, size: int, step: int) -> list[Region]:
-    """Uneven regions in ascending order, the last one empty, owned as at a later step."""
+    """Return uneven regions in ascending order, the last one empty, with the owners of a later step."""
     bounds = [p * p * n // (size - 1) ** 2 for p in range(size)] + [n]
     return [Region((p - step) % size, bounds[p], bounds[p + 1]) for p in range(size)]
 
@@ -121,7 +121,7 @@ def split(n: int, size: int, step: int) -> list[Region]:
 @pytest.mark.parametrize("step", [0, 1, 2])
 @pytest.mark.parametrize("n", [5, 1000, 5 * ROW + 3])
 def test_unite(backend: Any, n: int, step: int) -> None:
-    """Three ranks, each with candidates below and above the threshold: all get the same sorted union and their span."""
+    """Three ranks with candidates below and above the threshold get the same sorted union and their own span."""
     rng = np.random.default_rng(n)
     chosen = np.sort(rng.permutation(n)[: max(3, n // 50)])
     magnitude = (0.5 + rng.random(len(chosen))).astype(np.float32)
@@ -147,7 +147,7 @@ def test_unite(backend: Any, n: int, step: int) -> None:
 
 
 def test_tags_travel_with_what_is_selected(backend: Any) -> None:
-    """A byte for each, behind the columns; every rank's own count where they differ."""
+    """One byte per selected element follows the columns; ranks may have different counts."""
     n = 3 * ROW + 11
     regions = split(n, 2, 1)
     tags = [np.random.default_rng(rank).integers(0, 255, n).astype(np.uint8) for rank in range(2)]
@@ -174,7 +174,7 @@ def test_unite_reports_the_damaged_rank(backend: Any) -> None:
 
 
 def test_golden_payload(backend: Any) -> None:
-    """Four bytes a row, two a column, padded with zeros to four: the format on the wire."""
+    """The wire format: four bytes per row and two per column, padded with zeros to four."""
     regions = [Region(0, 10, 10 + ROW + 20)]
     selected = [found(np.array([10, 11, 10 + ROW - 1, 10 + ROW, 10 + ROW + 5]))]
     (payload,) = send(backend, selected, regions, [5], 0.5)

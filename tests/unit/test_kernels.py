@@ -54,7 +54,7 @@ def assert_agree(native: Any, kernel: str, *args: Any, writes: tuple[int, ...] =
 
 
 def regions(n: int) -> list[tuple[int, int]]:
-    """Stretches of [0, n] that start and end anywhere."""
+    """Draw regions of [0, n] that start and end anywhere."""
     places = sorted({min(at, n) for at in (0, 1, 63, 64, 65, n // 3, n - n // 5, n)})
     return [(lo, hi) for i, lo in enumerate(places) for hi in places[i:]][:: 1 if n < SPLIT else 7]
 
@@ -202,7 +202,7 @@ def test_accumulate_select_anywhere(
 
 @pytest.mark.parametrize("at", [0, 63, 64, 32_768, SPLIT // 3, SPLIT - 70, SPLIT - 1])
 def test_first_nonfinite_is_found(native: Any, at: int) -> None:
-    """One bad element anywhere, then another behind it: the first is told by every pass that reads it."""
+    """With one or two non-finite elements anywhere, every pass that reads them reports the first."""
     acc, zeros = np.zeros((2, SPLIT), dtype=np.float32)
     for bad in NONFINITE:
         acc[[at, SPLIT - 1]] = bad
@@ -296,7 +296,7 @@ def test_divide(native: Any, n: int) -> None:
 
 @pytest.mark.parametrize("kind", [FP32, FP16, BF16, FP64])
 def test_publish_and_clear(native: Any, kind: int) -> None:
-    """Rounds as torch does, to the nearest finite value; touches nothing but the index; keeps the rest exactly."""
+    """It rounds as torch does, to the nearest finite value, changes only the given indices, and keeps the error exactly."""
     x = np.concatenate([halfway(kind) if kind in (FP16, BF16) else values(np.random.default_rng(0), 999), SPECIAL])
     limit = min(torch.finfo(TYPES[kind]).max, HUGE)
     expected = torch.from_numpy(x).to(TYPES[kind]).double().clamp(-limit, limit)
@@ -332,7 +332,7 @@ def test_encode_and_decode(native: Any, codec: str, count: int) -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 1, 2, 8191, 8192, 8193, 40_001])
 def test_fletcher32(native: Any, nbytes: int) -> None:
-    """Against the checksum's definition: two sums of big-endian words in one's complement, where 65535 stands for 0."""
+    """Compared with the checksum's definition: two one's-complement sums of big-endian words, with 65535 for 0."""
     rng = np.random.default_rng(nbytes)
     for low, high in ((0, 1), (255, 256), (0, 256)):
         data = rng.integers(low, high, nbytes, dtype=np.uint8)
@@ -345,7 +345,7 @@ def test_fletcher32(native: Any, nbytes: int) -> None:
 
 
 def test_indices_beyond_2_24(native: Any) -> None:
-    """Odd indices past 2^24 have no float32: selected, compressed, moved and published they must stay what they are."""
+    """Odd indices beyond 2^24 are not exact in float32; selecting, compressing, sending and publishing must keep them."""
     n, row = 2**24 + 1000, 65_536
     acc = np.zeros(n, dtype=np.float32)
     expected = np.array([5, 2**24 - 1, 2**24, 2**24 + 1, 2**24 + 3, 2**24 + 997, n - 1])

@@ -1,4 +1,4 @@
-"""Parameters of any layout as one flat vector: read in memory order, published through views, refused with reasons."""
+"""Parameters of any layout as one flat vector: read in memory order, published through views, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Model(nn.Module):
 
 
 def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Different values everywhere, small enough for any type."""
+    """Return distinct values that fit any type."""
     return (torch.arange(torch.Size(shape).numel(), dtype=torch.float32) % 251 + 1).to(dtype).reshape(shape)
 
 
@@ -56,7 +56,7 @@ def backend(request: pytest.FixtureRequest) -> Any:
 
 
 def flatten(layout: Layout, tensors: list[torch.Tensor | None]) -> torch.Tensor:
-    """What the flat vector must hold: each parameter's elements in the order of its memory, by indexing alone."""
+    """Return the expected flat vector: each parameter's elements in memory order, by plain indexing."""
     flat = torch.zeros(layout.size, dtype=torch.float64)
     for slot, tensor in zip(layout.slots, tensors, strict=True):
         if tensor is not None:
@@ -67,7 +67,7 @@ def flatten(layout: Layout, tensors: list[torch.Tensor | None]) -> torch.Tensor:
 
 
 def accumulated(backend: Any, layout: Layout, grads: list[torch.Tensor | None]) -> torch.Tensor:
-    """The accumulator after one step from zero, as the step adds dense and sparse gradients."""
+    """Return the accumulator after adding dense and sparse gradients to zero, as a step does."""
     collected = collect(layout, grads)
     acc = torch.zeros(layout.size)
     for slot, grad in collected.sparse:
@@ -78,7 +78,7 @@ def accumulated(backend: Any, layout: Layout, grads: list[torch.Tensor | None]) 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_slots_are_dense(name: str) -> None:
-    """A slot's strides visit each of its elements once, and are the parameter's own where it fills its memory."""
+    """A slot's strides visit each element once, and are the parameter's own if it is dense in memory."""
     tensor = SHAPES[name]
     (slot,) = Layout(Model(tensor, numbered(1))).slots[:1]
     places = [sum(i * s for i, s in zip(at, slot.stride, strict=True)) for at in np.ndindex(*slot.shape)]
@@ -91,7 +91,7 @@ def test_slots_are_dense(name: str) -> None:
 @pytest.mark.parametrize("order", ["own", "contiguous", "reversed", "gaps", "expanded"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_gradients_are_read_in_the_parameters_order(backend: Any, name: str, order: str) -> None:
-    """Whatever the layout of the parameter and of its gradient; the neighbours stay where they are."""
+    """For any layout of the parameter and of its gradient; neighbouring elements do not change."""
     layout = Layout(Model(numbered(3), SHAPES[name], numbered(2)))
     shape = SHAPES[name].shape
     grad = numbered(*shape)
@@ -109,7 +109,7 @@ def test_gradients_are_read_in_the_parameters_order(backend: Any, name: str, ord
 
 @pytest.mark.parametrize("name", ["vector", "scalar", "channels_last", "permuted", "odd_stride_behind", "odd_stride_before"])
 def test_gradients_in_order_are_not_copied(name: str) -> None:
-    """The usual gradient, as torch makes it, is read where it lies."""
+    """A gradient as torch creates it is read in place."""
     model = Model(SHAPES[name].clone(memory_format=torch.preserve_format))
     layout = Layout(model)
     model.p0.square().sum().backward()
@@ -128,14 +128,14 @@ def test_strides_of_size_one_do_not_matter() -> None:
 
 
 def mixed() -> list[torch.Tensor]:
-    """Runs of equal types: float32 twice, float16, bfloat16 twice, float64, float32 again."""
+    """Build runs of equal types: float32 twice, float16, bfloat16 twice, float64, float32 again."""
     types = (torch.float32, torch.float32, torch.float16, torch.bfloat16, torch.bfloat16, torch.float64, torch.float32)
     shapes = ((3, 2), (), (5,), (2, 2), (0,), (4,), (1,))
     return [numbered(*shape, dtype=dtype) for shape, dtype in zip(shapes, types, strict=True)]
 
 
 def test_mixed_types_are_read(backend: Any) -> None:
-    """Each in its own type, float64 through float32; an absent gradient adds nothing."""
+    """Each is read in its own type, float64 through float32; a missing gradient adds nothing."""
     layout = Layout(Model(*mixed()))
     assert layout.kinds.tolist() == [FP32, FP32, FP16, BF16, BF16, FP32, FP32]
     assert layout.ends.tolist() == [6, 7, 12, 16, 16, 20, 21]
@@ -155,7 +155,7 @@ def test_float64_is_rounded_once(backend: Any) -> None:
 
 
 def test_sparse_gradients(backend: Any) -> None:
-    """Of an embedding, with a row twice; and one sparse in all its dimensions; beside dense ones."""
+    """Gradients of an embedding with a repeated row, and one sparse in all dimensions, together with dense ones."""
     rows = torch.sparse_coo_tensor(torch.tensor([[4, 1, 4]]), numbered(3, 2), (5, 2), check_invariants=True)
     points = torch.sparse_coo_tensor(torch.tensor([[0, 2], [1, 0]]), numbered(2), (3, 2), check_invariants=True)
     doubles = torch.sparse_coo_tensor(torch.tensor([[1]]), numbered(1, 3).double(), (2, 3), check_invariants=True)
@@ -194,7 +194,7 @@ def test_nonfinite_sparse_gradients_are_found(backend: Any) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_published_through_views(backend: Any, name: str) -> None:
-    """The mean at some flat positions appears at those elements of the parameters' views, and goes again."""
+    """The mean at some flat positions appears at those elements of the parameters' views, and is cleared again."""
     layout = Layout(Model(numbered(3), SHAPES[name], numbered(2)))
     published = Published(layout, backend)
     assert len(published.runs) == 1
@@ -213,7 +213,7 @@ def test_published_through_views(backend: Any, name: str) -> None:
 
 
 def test_published_in_runs_of_equal_types(backend: Any) -> None:
-    """One buffer a run, each value rounded to its parameter's type, the rest handed back."""
+    """One buffer per run; each value is rounded to its parameter's type, and the rounding error is returned."""
     layout = Layout(Model(*mixed()))
     published = Published(layout, backend)
     assert [(run.begin, run.end) for run in published.runs] == [(0, 7), (7, 12), (12, 16), (16, 20), (20, 21)]
@@ -232,7 +232,7 @@ def test_published_in_runs_of_equal_types(backend: Any) -> None:
 
 
 def test_published_clears_only_what_it_must(backend: Any) -> None:
-    """Its own last union; but everything once someone else has written into a view, or it was filled."""
+    """It clears its last union, or everything after somebody wrote into a view or it was filled."""
     layout = Layout(Model(numbered(4), numbered(3, dtype=torch.float16)))
     published = Published(layout, backend)
     published.write(np.array([1, 5]), np.array([2, 3], dtype=np.float32))
@@ -262,7 +262,7 @@ def test_zeros(count: int) -> None:
 
 
 def test_a_run_without_elements(backend: Any) -> None:
-    """A parameter of size zero whose type differs from its neighbours'."""
+    """A parameter without elements whose type differs from its neighbours'."""
     layout = Layout(Model(numbered(2), numbered(0, dtype=torch.float16), numbered(2)))
     published = Published(layout, backend)
     published.write(np.array([1, 2]), np.array([5, 6], dtype=np.float32))

@@ -1,4 +1,4 @@
-"""One run at a time in a directory: refused, waited for, taken over from the dead, lost by the suspended."""
+"""One run at a time per directory: others are refused or wait, dead runs are replaced, suspended ones lose the lock."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from mpisparse.owner import Owner, start_of, this_process
 from mpisparse.runtime import lock as module
 from mpisparse.runtime.lock import RunLock, StoppedWaitingError, take
 
-TIMEOUT = 60.0
+TIMEOUT = 600.0
 
 
 class Asked:
-    """Stands for a StopRequest."""
+    """A stand-in for StopRequest."""
 
     asked = False
 
@@ -41,7 +41,7 @@ def exchange() -> Iterator[Exchange]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beats and patience of a test's length."""
+    """Shorten heartbeats and time-outs."""
     monkeypatch.setattr(module, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(module, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(module, "GRACE_SECONDS", 1.0)
@@ -61,8 +61,8 @@ def left(directory: Path) -> list[str]:
 def elsewhere(held: RunLock) -> None:
     """Make a lock's owner look like one on another host."""
     held.me = dataclasses.replace(held.me, host="elsewhere", kernel="0" * 16)
-    held._count += 1
-    held.path.write_bytes(held._record())
+    held._beats += 1
+    held.path.write_bytes(held._text())
 
 
 def test_an_owner_is_named_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_of_many_takers_of_a_dead_owners_lock_one_gets_it(tmp_path: Path) -> Non
     for _ in range(20):
         stale = RunLock(tmp_path)
         stale.me = dead
-        (tmp_path / "lock").write_bytes(stale._record())
+        (tmp_path / "lock").write_bytes(stale._text())
         takers = [RunLock(tmp_path) for _ in range(6)]
         together = threading.Barrier(len(takers))
         got = []
@@ -250,7 +250,7 @@ def test_a_lock_that_cannot_be_read_is_watched_and_then_taken_over(
 def test_a_claim_whose_holder_was_killed_is_broken(tmp_path: Path, exchange: Exchange, quick: None) -> None:
     stale = RunLock(tmp_path)
     stale.me = dataclasses.replace(stale.me, start=1)
-    (tmp_path / "lock").write_bytes(stale._record())
+    (tmp_path / "lock").write_bytes(stale._text())
     (tmp_path / f".lock-claim-{stale.token}").touch()
     taken = take(tmp_path, exchange, Asked(), wait=False)
     assert taken is not None
@@ -316,7 +316,7 @@ def test_what_is_no_plain_file_is_refused_and_not_waited_for(tmp_path: Path, exc
         os.mkfifo(path)
     else:
         path.mkdir()
-    with pytest.raises(ConfigurationError, match="lock is no plain file; remove it"):
+    with pytest.raises(ConfigurationError, match="lock is not a regular file; remove it"):
         take(tmp_path, exchange, Asked(), wait=True)
 
 
@@ -324,7 +324,7 @@ def test_a_refused_start_leaves_no_directory(tmp_path: Path, exchange: Exchange,
     def no_room(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("mpisparse.runtime.lock._write_new", no_room)
+    monkeypatch.setattr("mpisparse.runtime.lock.write_new", no_room)
     with pytest.raises(ConfigurationError, match="No space left on device"):
         take(tmp_path / "run", exchange, Asked(), wait=False)
     assert not (tmp_path / "run").exists()

@@ -1,6 +1,6 @@
-"""Checkpoints that nobody of ours wrote, with digests that fit: refused as damaged, or taken for what they say.
+"""Forged checkpoints with valid digests: refused as damaged, or accepted as they are.
 
-Every mutation is of the content, and all digests and sizes are made anew: only looking at the content can tell.
+Every mutation changes the contents and recomputes digests and sizes, so only checks of the contents can find it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Run:
 
 
 class Pair:
-    """Two checkpoints of a run: the second is mutated, the first is what is left then."""
+    """Two checkpoints of a run: the second is mutated, the first remains as a fallback."""
 
     def __init__(self, directory: Path, **options: Any) -> None:
         self.run = Run(**options)
@@ -90,14 +90,14 @@ class Pair:
         self.whole = {p.name: p.read_bytes() for p in self.path.iterdir()}
 
     def restore(self) -> None:
-        """Put the second checkpoint back as it was."""
+        """Restore the second checkpoint."""
         shutil.rmtree(self.path)
         self.path.mkdir()
         for name, content in self.whole.items():
             (self.path / name).write_bytes(content)
 
     def write(self, files: Files) -> None:
-        """Write files with other contents, and a manifest with their digests."""
+        """Write files with new contents, and a manifest with their digests."""
         records = [write_file(self.path / name, *content) for name, content in files.items()]
         self.list_files({record.name: record for record in records})
 
@@ -107,7 +107,7 @@ class Pair:
         self.write_manifest(body)
 
     def body(self) -> dict[str, Any]:
-        """What the manifest says, without its digest."""
+        """Return the manifest without its digest."""
         body: dict[str, Any] = json.loads((self.path / store.MANIFEST).read_text())
         del body["sha256"]
         return body
@@ -116,7 +116,7 @@ class Pair:
         (self.path / store.MANIFEST).write_text(json.dumps({**body, "sha256": store._digest(body)}))
 
     def verdict(self) -> str:
-        """Load, and hold the outcome against that of inspect --verify: taken, refused as another's, or damaged."""
+        """Load and compare the outcome with inspect --verify: accepted, refused as another model's, or damaged."""
         before = self.run.state()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -158,7 +158,7 @@ def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The places of all that is in a JSON value."""
+    """Return the paths to all values in a JSON document."""
     if path:
         yield path
     entries = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
@@ -167,7 +167,7 @@ def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def mutate(body: Any, draw: random.Random) -> None:
-    """Change one value of a JSON document: another value, none, a copy beside it, another name, its neighbour's."""
+    """Change one value of a JSON document: replace, delete, duplicate, rename or swap it."""
     *path, key = draw.choice([p for p in places(body) if len(p) < 9])
     parent = body
     for step in path:
@@ -193,7 +193,7 @@ def in_manifest(pair: Pair, draw: random.Random) -> None:
 
 
 def in_state(pair: Pair, draw: random.Random) -> None:
-    """Change a value in the JSON of a rank's own state, or of the replicated one."""
+    """Change a value in the JSON of a rank's own state or of the replicated state."""
     name = draw.choice(list(pair.files))
     arrays, texts = pair.files[name]
     state = json.loads(texts["state"])
@@ -202,7 +202,7 @@ def in_state(pair: Pair, draw: random.Random) -> None:
 
 
 def in_arrays(pair: Pair, draw: random.Random) -> None:
-    """Change an array: its type, its length, its values, its name; or leave it out, or add one."""
+    """Change an array's type, length, values or name, or remove or add one."""
     name = draw.choice(list(pair.files))
     arrays, texts = dict(pair.files[name][0]), pair.files[name][1]
     key, other = draw.choice(list(arrays)), draw.choice(list(arrays))
@@ -371,7 +371,7 @@ CRAFTED = [
 
 
 def digest_as_read(path: Path) -> str:
-    """The digest of what HDF5 gives for a file, however it comes by it; large ones are left out."""
+    """Return the digest of what HDF5 reads from a file, without large data sets."""
     with h5py.File(path) as file:
         own = file["arrays/own"]
         sets = {f"own/{name}": own[name] for name in own if isinstance(own[name], h5py.Dataset)}
@@ -412,7 +412,7 @@ def test_a_data_set_larger_than_its_file_is_not_allocated(tmp_path: Path) -> Non
             file.create_dataset(
                 "arrays/own/0", shape=(size,), maxshape=(None,) if chunks else None, dtype="f4", chunks=chunks
             )
-        with pytest.raises(Damaged, match=r"own/0 claims [0-9,]+ bytes, more than the file holds"):
+        with pytest.raises(Damaged, match=r"own/0 claims [0-9,]+ bytes, more than the file stores"):
             read_file(tmp_path / "a.h5")
 
 
@@ -430,11 +430,11 @@ def test_paths_that_leave_the_directory_are_not_followed(one: Pair) -> None:
         (one.path / name).rename(away)
         (one.path / name).symlink_to(away)
         assert one.verdict() == "damaged", name
-        assert "is a link that leaves its directory" in one.told[0]
+        assert "is a link to another directory" in one.told[0]
         (one.path / name).unlink()
         os.mkfifo(one.path / name)  # to open it would wait for ever
         assert one.verdict() == "damaged", name
-        assert "is not a plain file" in one.told[0]
+        assert "is not a regular file" in one.told[0]
         (one.path / name).unlink()
         away.rename(one.path / f"within-{name}")
         (one.path / name).symlink_to(f"within-{name}")
@@ -473,7 +473,7 @@ def test_another_order_of_the_optimizer_s_parameters_is_refused(tmp_path: Path) 
 
 
 def test_optimizers_of_torch_and_of_others_come_back(tmp_path: Path) -> None:
-    """What is held against torch's own kinds holds for none that is only named like one."""
+    """Checks for torch's own classes do not apply to others of the same name."""
 
     class AdamW(torch.optim.SGD):
         """Not torch's."""

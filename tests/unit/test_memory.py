@@ -1,4 +1,4 @@
-"""What a rank needs beyond model and gradient, as the operating system counts it, at its peak."""
+"""Peak memory of a rank beyond model and gradient, as the operating system reports it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks, borders and owners: they cover everything, the best is the best, and the paper's rules are the paper's."""
+"""Blocks, borders and owners: they cover everything, "best" is optimal, and "paper" follows the paper's rules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def ints(*values: int) -> Ints:
 
 
 def assert_covers(edges: Ints, n: int) -> None:
-    """From 0 to n, strictly ascending (but for an empty vector's single block)."""
+    """Assert edges from 0 to n, strictly ascending (except for an empty vector's single block)."""
     assert edges.dtype == np.int64
     assert (edges[0], edges[-1]) == (0, n)
     assert len(edges) >= 2
@@ -101,7 +101,7 @@ def test_default_blocks(size: int, blocks: int) -> None:
     ids=str,
 )
 def test_a_part_that_weighs_more_is_shorter(weights: list[int], shares: list[int]) -> None:
-    """Work is even: parts are as long as their weight allows, but four times as long as that of mean weight at most."""
+    """Work is uniform: a part's length is inverse to its weight, at most four times that of mean weight."""
     work, edges = np.ones(60, dtype=np.int64), np.arange(61)
     borders = partition.best_borders([work] * 3, edges, weights=weights)
     assert borders[-1] == 60
@@ -123,7 +123,7 @@ def test_even_borders(blocks: int, size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 def test_owners_rotate(size: int) -> None:
-    """At every step one rank a partition; over any `size` steps each rank visits each partition once."""
+    """Every step assigns one rank per partition; over any `size` steps each rank visits each partition once."""
     for step in range(2 * size):
         mine = [partition.partition_of(rank, step, size) for rank in range(size)]
         assert sorted(mine) == list(range(size))
@@ -144,7 +144,7 @@ def heaviest(work: list[Ints], borders: Ints | tuple[int, ...]) -> int:
 
 
 def cheapest(work: list[Ints], edges: Ints, limit: int) -> int:
-    """The lightest heaviest part over all borders whose parts are no longer than `limit`, by trying all."""
+    """Return the smallest possible maximum load over all borders with parts up to `limit`, by brute force."""
     size, blocks = len(work), len(edges) - 1
     tried = ((0, *inner, blocks) for inner in combinations_with_replacement(range(blocks + 1), size - 1))
     return min(heaviest(work, borders) for borders in tried if np.diff(edges[list(borders)]).max() <= limit)
@@ -182,7 +182,7 @@ def test_best_borders_by_hand() -> None:
 
 
 def test_best_borders_without_work_respect_the_longest() -> None:
-    """18 elements on 2 ranks: at most 9 + 5 are in a part, even if there is nothing to balance."""
+    """With 18 elements on 2 ranks a part has at most 9 + 5, even if there is nothing to balance."""
     edges = ints(0, 5, 10, 15, 16, 17, 18)
     borders = partition.best_borders([ints(0, 0, 0, 0, 0, 0)] * 2, edges, longest=9)
     assert np.diff(edges[borders]).max() <= 14
@@ -192,7 +192,7 @@ def test_best_borders_without_work_respect_the_longest() -> None:
 @pytest.mark.parametrize("blocks", [1, 2, 8])
 @pytest.mark.parametrize("longest", [None, 1, 100])
 def test_best_borders_of_anything(size: int, blocks: int, longest: int | None) -> None:
-    """No work at all, all of it in one block, more than 2^32 of it: still borders, and still the best."""
+    """Borders are optimal also with no work, all of it in one block, or more than 2^32 of it."""
     edges = partition.even_edges(10 * blocks, blocks)
     lone = np.eye(1, blocks, blocks - 1, dtype=np.int64)[0]
     for work in (0 * lone, lone, lone << 40, np.full(blocks, 1 << 40)):
@@ -203,7 +203,7 @@ def test_best_borders_of_anything(size: int, blocks: int, longest: int | None) -
 
 @given(seed=st.integers(0, 1000), size=st.integers(2, 9))
 def test_best_borders_respect_the_longest(seed: int, size: int) -> None:
-    """With twice the mean length allowed, as the selector asks for, no region is longer."""
+    """With twice the mean length allowed, as the selector sets it, no region is longer."""
     rng = np.random.default_rng(seed)
     edges = partition.even_edges(10_000, 256)
     work = (rng.pareto(1, 256) * 100).astype(np.int64)
@@ -258,7 +258,7 @@ def test_paper_borders_shift_loads_before_the_next_pair() -> None:
 
 
 def test_paper_borders_do_not_shift_loads_that_did_not_move() -> None:
-    """The first pair would move, but its donor is at the minimum: the second pair sees the counts as they were."""
+    """The first pair would move a block, but its donor is at the minimum: the second pair sees unchanged counts."""
     assert partition.paper_borders(ints(0, 1, 8, 16), ints(130, 94, 76), EDGES, 16).tolist() == [0, 1, 8, 16]
 
 
@@ -270,7 +270,7 @@ def test_paper_borders_round_a_blocks_load_down() -> None:
 
 
 def test_paper_borders_balance_in_the_end() -> None:
-    """Block by block the sweep leads two ranks with skewed work into the band, by one block a step."""
+    """The sweep leads two ranks with skewed work into the band, one block per step."""
     edges = partition.paper_edges(1024 * 64)
     selected = np.sort((1024 * 64 * np.random.default_rng(0).random(20_000) ** 1.5).astype(np.int64))
     borders = partition.even_borders(1024, 2)

@@ -1,4 +1,4 @@
-"""The parts of scheme predictive by themselves: k by scripted metrics, nets that learn, a thread that keeps its budget."""
+"""The parts of scheme predictive: k by scripted metrics, nets that learn, a thread that keeps its budget."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mpisparse.select.adaptive_k import Demand, with_window
 
 from mpisparse.backends import numpy_backend
 from mpisparse.backends.device import load_backend
@@ -20,14 +21,13 @@ from mpisparse.errors import ConfigurationError
 from mpisparse.schemes.predictive.background import Background, PredictorError
 from mpisparse.schemes.predictive.nets import Job, Lesson, Nets, Slice
 from mpisparse.schemes.predictive.sample import LEAST, draw
-from mpisparse.select.adaptive_k import Demand, with_window
 
 DEPTH = 4
 ENDS = np.array([700, 700, 5000, 20_000])  # a layer of no elements too
 
 
 def after(metrics: list[float], **options: Any) -> list[float]:
-    """The factor on k after each metric."""
+    """Return the factor on k after each metric."""
     demand, scales = Demand(factor=2.0, least=0.25, most=4.0, slow=0.01, fast=0.1, patience=2, **options), []
     for metric in metrics:
         demand = demand.after(metric)
@@ -76,7 +76,7 @@ def test_demand_goes_on_from_its_state() -> None:
 
 
 def test_k_stays_while_the_metric_recovers() -> None:
-    """With the options that a run has unless told otherwise."""
+    """With default options."""
     demand, scales = Demand(), []
     for metric in (0.9, 0.5, 0.6, 0.7, 0.8, 0.85):
         demand = demand.after(metric)
@@ -86,7 +86,7 @@ def test_k_stays_while_the_metric_recovers() -> None:
 
 @given(st.lists(st.floats(0.1, 1.0), min_size=2, max_size=12), st.integers(1, 4))
 def test_a_metric_that_rises_fast_never_raises_k(metrics: list[float], patience: int) -> None:
-    """Whatever came before it: progress is what counts, not the best metric ever."""
+    """Whatever came before: progress counts, not the best metric so far."""
     demand = Demand(patience=patience)
     for metric in metrics:
         demand = demand.after(metric)
@@ -111,7 +111,7 @@ def nets(key: int = PRODUCTS, backend: Any = None) -> Nets:
 
 
 def lesson(number: int) -> Lesson:
-    """Elements whose gain is positive where recent gradients agree with what waits, whatever their magnitude."""
+    """Return elements with positive gain where recent gradients agree with the residual, whatever their magnitude."""
     rng = np.random.default_rng([9, number])
     index = draw(rng, ENDS, 4096, np.empty(0, dtype=np.int64))
     n = len(index)
@@ -126,7 +126,7 @@ def lesson(number: int) -> Lesson:
 
 @pytest.mark.parametrize("key", [PRODUCTS, SCORES])
 def test_nets_learn_to_rank_what_they_have_not_seen(key: int) -> None:
-    """The ranking is measured on each lesson before it is learned from: elements of other layers, drawn anew."""
+    """The ranking is measured on each lesson before training on it: newly drawn elements of other layers."""
     learner = nets(key)
     results = [learner.work(Job(lesson(number), None)) for number in range(8)]
     assert results[0].ranking == pytest.approx(results[0].plain, abs=0.02)  # untrained nets add nothing
@@ -188,7 +188,7 @@ def test_results_come_in_the_order_of_jobs_and_failures_are_told() -> None:
 
 
 def test_the_thread_rests_unless_somebody_waits() -> None:
-    """Two jobs that use CPU time, with a budget that would take a minute: who waits for them gets them at once."""
+    """Two jobs whose CPU budget would take a minute finish at once if somebody waits for them."""
 
     def work(_: int) -> float:
         began = time.thread_time()

@@ -1,4 +1,4 @@
-"""The report: what it reads, the numbers it shows, and pages that stay whole whatever the run went through."""
+"""The report: what it reads, the numbers it shows, and valid pages whatever happened in the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXCHANGE = {"accumulate": 2.1, "agree": 0.6, "unite": 0.8, "reduce": 1.4, "feedb
 
 
 def spread(value: float, width: float = 0.1) -> dict[str, float]:
-    """Minimum, mean and maximum over ranks."""
+    """Return minimum, mean and maximum over ranks."""
     return {"min": round(value * (1 - width), 7), "mean": round(value, 7), "max": round(value * (1 + width), 7)}
 
 
@@ -62,7 +62,7 @@ def steps(count: int, *, ranks: int = 4, density: float = 0.001, seed: int = 0, 
 
 
 def evals(records: list[dict[str, Any]], *, points: int = 25, top: float = 0.97) -> list[dict[str, Any]]:
-    """Evaluate now and then."""
+    """Fabricate evaluations."""
     chosen = records[:: max(1, len(records) // points)]
     return [
         {
@@ -74,7 +74,7 @@ def evals(records: list[dict[str, Any]], *, points: int = 25, top: float = 0.97)
 
 
 def events(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Start, checkpoint, be killed and resume, end."""
+    """Fabricate events: start, checkpoint, kill and resume, end."""
     chosen = {0: "start", len(records) // 2: "signal", len(records) // 2 + 1: "resume", len(records) - 1: "end"}
     chosen |= {i: "checkpoint" for i in range(0, len(records), max(1, len(records) // 12)) if i not in chosen}
     return [
@@ -137,7 +137,7 @@ class Balanced(HTMLParser):
 
 
 class Page:
-    """A page that was read and found whole."""
+    """A parsed and validated page."""
 
     def __init__(self, path: Path) -> None:
         self.html = path.read_text(encoding="utf-8")
@@ -159,18 +159,18 @@ class Page:
             yield picture
 
     def table(self) -> dict[str, list[float | str]]:
-        """The headline: values where there are, else what is shown."""
+        """Return the headline: values if present, else the text shown."""
         rows = self.root.findall(".//section[@id='summary']//tbody/tr")
         return {row.findtext("th", ""): [_value(cell) for cell in row.findall("td")] for row in rows}
 
     def shown(self, label: str) -> list[str]:
-        """What a row of the headline says."""
+        """Return the text of a row of the headline."""
         rows = self.root.findall(".//section[@id='summary']//tbody/tr")
         row = next(row for row in rows if row.findtext("th") == label)
         return ["".join(cell.itertext()) for cell in row.findall("td")]
 
     def lines(self, title: str) -> list[str]:
-        """The names of a chart's lines."""
+        """Return the names of a chart's lines."""
         paths = self.figures[title].iter(f"{SVG}path")
         return [path.get("data-name", "") for path in paths if path.get("class", "").startswith("line ")]
 
@@ -185,7 +185,7 @@ def _value(cell: ET.Element) -> float | str:
 
 
 def check_picture(picture: ET.Element) -> None:
-    """A picture has a title, a description, and nothing but finite numbers in what it draws."""
+    """Assert that a picture has a title, a description, and only finite coordinates."""
     alone = ET.fromstring(ET.tostring(picture))
     assert alone.findtext(f"{SVG}title")
     assert alone.findtext(f"{SVG}desc")
@@ -219,7 +219,7 @@ def test_speculation_has_a_section_where_there_is_any(tmp_path: Path) -> None:
 
 
 def by_hand(step: int, **changes: Any) -> dict[str, Any]:
-    """A step with round numbers."""
+    """Return a step with round numbers."""
     ranks = {"min": 900, "mean": 1000, "max": 1100}
     return {
         "kind": "step", "step": step, "time": step * 0.5, "loss": {"min": 0.5, "mean": 1.0, "max": 1.5}, "lr": 0.1,
@@ -235,7 +235,7 @@ def evaluation(step: int, metric: float, **changes: Any) -> dict[str, Any]:
 
 
 def test_evaluations_are_named_by_their_data(tmp_path: Path) -> None:
-    """Runs of before say nothing of it: their metric has its plain name."""
+    """Earlier runs did not record the data: their metric has its plain name."""
     on = [evaluation(step, metric, data="validation") for step, metric in ((1, 0.7), (2, 0.9), (3, 0.8))]
     steps = [by_hand(step) for step in (1, 2, 3)]
     records = [record for pair in zip(steps, on, strict=True) for record in pair]
@@ -266,17 +266,17 @@ def test_headline_is_what_a_hand_computes(tmp_path: Path) -> None:
         "Final loss": 0.25,
         "Final evaluation loss": 0.5,
         "Steps": 3,
-        "Time of training": 1.5,
-        "Bytes received by a rank": 5000,
-        "Bytes of dense exchange": 120_000,
-        "Fewer bytes than dense": 24,
+        "Training time": 1.5,
+        "Bytes received per rank": 5000,
+        "Bytes of a dense exchange": 120_000,
+        "Reduction against dense": 24,
         "Mean density": pytest.approx(0.010),  # the skipped step has none
         "Mean imbalance": pytest.approx(0.2),
         "Steps skipped": 1,
     }
     assert page.shown("Best accuracy") == ["0.9 at step 2"]
-    assert page.shown("Bytes of dense exchange") == ["120 kB"]
-    assert page.shown("Fewer bytes than dense") == ["24×"]
+    assert page.shown("Bytes of a dense exchange") == ["120 kB"]
+    assert page.shown("Reduction against dense") == ["24×"]
     assert page.shown("Mean imbalance") == ["20 %"]
 
 
@@ -284,8 +284,8 @@ def test_lines_that_stand_for_many_steps(tmp_path: Path) -> None:
     """A line's bytes count for all its steps, and so does its density in the mean."""
     records = [by_hand(10, every=10), by_hand(20, every=10), by_hand(21, density=0.0215)]
     table = render(make_run(tmp_path / "run", records)).table()
-    assert table["Bytes received by a rank"] == [21_000]
-    assert table["Bytes of dense exchange"] == [840_000]
+    assert table["Bytes received per rank"] == [21_000]
+    assert table["Bytes of a dense exchange"] == [840_000]
     assert table["Mean density"] == [pytest.approx((20 * 0.011 + 0.0215) / 21)]
 
 
@@ -304,7 +304,7 @@ def test_overlays_have_a_line_for_each_run(tmp_path: Path) -> None:
     page = render(*runs, out=tmp_path / "page.html")
     overlaid = ["by steps", "by time", "by bytes received"]
     for title in (*(f"{what} {by}" for what in ("Loss", "Accuracy") for by in overlaid), "Deviation of density", "Threshold",
-                  "Bytes of a step", "Imbalance", "Time of a step", "Learning rate"):  # fmt: skip
+                  "Bytes per step", "Imbalance", "Time per step", "Learning rate"):  # fmt: skip
         assert [name for name in page.lines(title) if "," not in name] == names, title
     assert page.lines("Density") == [*(f"{name}, set" for name in names), *names]
     for i, name in enumerate(names):
@@ -320,7 +320,7 @@ def test_overlays_have_a_line_for_each_run(tmp_path: Path) -> None:
 
 
 def last_values(run: Path) -> dict[str, Any]:
-    """What the reader takes from a run."""
+    """Return what the reader takes from a run."""
     (found,) = read.read_runs([run])
     rows = found.evals.get("accuracy")
     return {
@@ -333,7 +333,7 @@ def last_values(run: Path) -> dict[str, Any]:
 
 
 def test_the_later_of_a_step_wins(tmp_path: Path) -> None:
-    """Killed after step 5, resumed after step 2, killed again after step 4: step 5 was never lived again."""
+    """Killed after step 5, resumed after step 2, killed again after step 4: step 5 is not repeated."""
     lost = {"min": 7.0, "mean": 7.0, "max": 7.0}
     first = [
         by_hand(1),
@@ -426,7 +426,7 @@ def test_without_settings(tmp_path: Path) -> None:
 
 
 def test_losses_that_are_not_finite(tmp_path: Path) -> None:
-    """Axes stay where the finite values are; the others are crosses, and break the line."""
+    """Axes cover the finite values; the others are drawn as crosses and interrupt the line."""
     records = steps(90)
     for i, bad in ((30, math.nan), (31, math.inf), (32, -math.inf), (33, 1e300), (89, math.nan)):
         records[i]["loss"] = {"min": bad, "mean": bad, "max": bad}
@@ -617,6 +617,6 @@ def test_numbers_for_people(text: str, said: str) -> None:
 def test_ticks(axis: scale.Axis, labels: list[str]) -> None:
     ticks = axis.ticks()
     assert [label for _, label in ticks] == labels
-    places = axis.place(np.array([value for value, _ in ticks]))
-    assert (places >= -0.01).all()
-    assert (places <= 1.01).all()
+    fractions = axis.fraction(np.array([value for value, _ in ticks]))
+    assert (fractions >= -0.01).all()
+    assert (fractions <= 1.01).all()

@@ -69,5 +69,5 @@ def test_what_is_no_record_is_told(tmp_path: Path) -> None:
         write([bad])
     with pytest.raises(ConfigurationError, match="expected run directories or files of records, got both"):
         write([bad, tmp_path])
-    with pytest.raises(ConfigurationError, match="pictures as files are made of records"):
+    with pytest.raises(ConfigurationError, match="--pictures needs files that mpisparse bench --out wrote"):
         write([tmp_path], None, tmp_path)

@@ -1,6 +1,6 @@
-"""Whole runs of `mpisparse train`: killed, stopped, failed, refused, and resumed to the last bit.
+"""Whole runs of `mpisparse train`: killed, stopped, failed, refused, and resumed bit for bit.
 
-Jobs of two ranks are started under the mpirun beside the running Python; one rank runs inside this process.
+Jobs of two ranks use the mpirun next to the running Python; one rank runs inside this process.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from mpisparse.checkpoint import h5file, store, tree
 from mpisparse.runtime.cli import main
 from mpisparse.runtime.metrics import MetricsFile
 from mpisparse.runtime.report.read import read_runs
+from mpisparse.runtime.run_checkpoints import RunCheckpoints
 from mpisparse.runtime.train import Trainer
 
-TIMEOUT = 120.0  # seconds for a job; one takes about six
+TIMEOUT = 900.0  # seconds for a job; on a quiet machine one takes about six
 STEPS = 120
 OPTIONS = [
     *("--model", "tiny:model", "--data", "tiny:data", "--batch-size", "4", "--accumulation", "2", "--seed", "3"),
@@ -149,7 +150,7 @@ class Job:
 
     @property
     def ranks(self) -> list[int]:
-        """The process ids of the ranks that live, in the order of their ranks."""
+        """Return the process ids of the live ranks, in rank order."""
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -163,16 +164,16 @@ class Job:
         return [found[rank] for rank in sorted(found)]
 
     def signal(self, number: int, pids: list[int]) -> None:
-        """Send a signal to processes; one that has ended is passed over."""
+        """Send a signal to processes; skips those that have ended."""
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def wait(self) -> int:
-        """Wait for the end; fails if there is none, and if a rank outlives mpirun."""
+        """Wait for the end; fails after a time-out, or if a rank outlives mpirun."""
         try:
             code = self.mpirun.wait(TIMEOUT)
-            wait_until(lambda: not self.ranks, self, seconds=20)
+            wait_until(lambda: not self.ranks, self, seconds=120)
             return code
         except subprocess.TimeoutExpired:
             pytest.fail(f"the job hangs: not ended after {TIMEOUT:g} s\n{self.output}")
@@ -180,7 +181,7 @@ class Job:
             self.end()
 
     def end(self) -> None:
-        """End mpirun and its ranks, if they live."""
+        """Kill mpirun and its ranks."""
         if self.mpirun.poll() is None:
             self.mpirun.kill()
             self.mpirun.wait()
@@ -189,12 +190,12 @@ class Job:
 
 @functools.cache
 def mpirun() -> Path:
-    """The mpirun beside the running Python."""
+    """Return the mpirun next to the running Python."""
     return Path(sys.executable).with_name("mpirun")
 
 
 def wait_until(condition: Callable[[], object], job: Job, seconds: float = TIMEOUT) -> None:
-    """Look often until something is so; fails if the time is over."""
+    """Poll until a condition holds; fails after a time-out."""
     until = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > until:
@@ -209,7 +210,7 @@ def wait_for_step(job: Job, step: int) -> None:
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics; raises if one is no JSON, in which NaN is none."""
+    """Return the lines of a run's metrics; raises if one is not strict JSON, which has no NaN."""
     lines = (out / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line, parse_constant=no_constant) for line in lines]
 
@@ -219,7 +220,7 @@ def no_constant(token: str) -> None:
 
 
 def last_step(out: Path) -> int:
-    """The step of the last whole line of a run that is being written."""
+    """Return the step of the last complete line of a run in progress."""
     try:
         lines = (out / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
         return int(json.loads(lines[-1])["step"]) if lines else 0
@@ -228,7 +229,7 @@ def last_step(out: Path) -> int:
 
 
 def contents(checkpoint: Path) -> dict[str, Any]:
-    """All that a checkpoint restores, in bytes and text, without the seconds that a run took."""
+    """Return all that a checkpoint restores, as bytes and text, without the run's seconds."""
     manifest = store.read_manifest(checkpoint)
     arrays: dict[str, Any] = {}
     shared = ""
@@ -250,7 +251,7 @@ def as_bytes(flat: tuple[str, h5file.Arrays]) -> tuple[str, dict[str, bytes]]:
 
 
 def newest(out: Path) -> Path:
-    """A run's newest checkpoint."""
+    """Return a run's newest checkpoint."""
     return store.found(out / "checkpoints")[0]
 
 
@@ -265,7 +266,7 @@ def assert_same_end(out: Path, reference: Path, steps: int = STEPS) -> None:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory with the module `tiny`, on the path of this process and of the jobs."""
+    """Make a directory with the module `tiny`, on the path of this process and of the jobs."""
     if not mpirun().exists():
         pytest.skip(f"there is no mpirun beside {sys.executable}")
     place = tmp_path_factory.mktemp("runs")
@@ -278,7 +279,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def reference(home: Path) -> Path:
-    """A run on two ranks that nothing interrupts and that writes no checkpoint but the last."""
+    """Return an uninterrupted run on two ranks that writes only a final checkpoint."""
     out = home / "reference"
     job = Job(home, out, *OPTIONS, "--steps", str(STEPS))
     assert job.wait() == 0, job.output
@@ -307,7 +308,7 @@ def stop_inside_a_write(job: Job) -> None:
 
 
 def kill(job: Job, how: str, step: int, draw: random.Random) -> None:
-    """End a job as `how` says, at or after a step: the whole of it, or one rank."""
+    """End a job or one of its ranks, as `how` says, at or after a step."""
     if how == "start":
         time.sleep(draw.uniform(0.0, 6.0))
     else:
@@ -381,12 +382,12 @@ def test_a_second_run_in_the_directory_is_refused_or_waits(home: Path, reference
 def test_a_run_whose_directory_was_taken_over_writes_no_more(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], background: bool
 ) -> None:
-    """As if it was suspended for long, and another host took it for dead."""
+    """As if it had been suspended so long that another host took it for dead."""
     one_step = Trainer._one_step
     other = '{"owner": {"host": "node9", "kernel": "x", "pid": 5, "start": 6, "job": "", "restart": 0}, "since": "now"}'
 
     def step(self: Trainer) -> bool:
-        if self.step == 4:
+        if self.state.step == 4:
             (self.out / "lock").unlink()
             (self.out / "lock").write_text(other)
         return one_step(self)
@@ -416,7 +417,7 @@ def test_signals_stop_after_a_checkpoint_and_the_same_command_goes_on(home: Path
     first = store.read_manifest(newest(out)).step
     assert first >= 11
     assert not unfinished(out)
-    assert f"go on from step {first}" in job.output
+    assert f"continue from step {first}" in job.output
 
     job = Job(home, out, *command)
     wait_for_step(job, max(40, first + 1))
@@ -439,7 +440,7 @@ def test_signals_stop_after_a_checkpoint_and_the_same_command_goes_on(home: Path
         ("failing", "OSError: the data of rank 1 is gone"),
         ("no_data_on_rank_1", "FileNotFoundError: rank 1 sees no file"),
         ("refused_on_rank_1", "rank 1 sees no file"),
-        ("more_on_rank_1", "rank 0 has 180, 20, 50 examples, this one 216, 24, 50"),
+        ("more_on_rank_1", "rank 0 has 180, 20, 50 examples, this rank 216, 24, 50"),
     ],
 )
 def test_an_error_on_one_rank_ends_all_and_is_shown(home: Path, data: str, says: str) -> None:
@@ -453,7 +454,7 @@ def test_an_error_on_one_rank_ends_all_and_is_shown(home: Path, data: str, says:
 
 
 class SmallDisk:
-    """A file system of its own in memory; fill() leaves no page of it free."""
+    """A file system in memory; fill() leaves no page free."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -468,7 +469,7 @@ class SmallDisk:
 
 
 class SaidToBeFull:
-    """A directory in which nothing can be written while it is said to be full."""
+    """A directory whose writes fail while it is declared full."""
 
     def __init__(self, place: Path, patch: pytest.MonkeyPatch) -> None:
         self.place, self.patch = place, patch
@@ -503,17 +504,17 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SmallDisk |
 def test_a_full_disk_costs_metrics_and_checkpoints_and_not_the_run(
     home: Path, disk: SmallDisk | SaidToBeFull, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
-    """Full from before step 5 until before step 10."""
+    """The disk is full from before step 5 until before step 10."""
     out, one_step, failing = disk.place / "run", Trainer._one_step, []
 
     def step(self: Trainer) -> bool:
-        self._finish_saving()
+        self.checkpoints.finish()
         for thread in threading.enumerate():
             if thread.name == store.REMOVER:
                 thread.join()
-        if 4 <= self.step < 9:
+        if 4 <= self.state.step < 9:
             disk.fill()
-        if self.step == 9:
+        if self.state.step == 9:
             failing.extend(path.name for path in (out / "checkpoints").iterdir() if path.name.startswith("."))
             disk.empty()
         return one_step(self)
@@ -538,7 +539,7 @@ def test_a_full_disk_costs_metrics_and_checkpoints_and_not_the_run(
 
 
 def test_the_first_rank_stops_and_heartbeats_go_by_files(home: Path) -> None:
-    """Who collects heartbeats is silent himself: the others find each other in the run's directory."""
+    """Rank 0, which collects heartbeats, is silent: the others use files in the run's directory."""
     job = Job(home, home / "stopping", *OPTIONS, "--data", "tiny:stopping", "--steps", "1000000", "--timeout", "4", ranks=3)
     assert job.wait() == 87, job.output
     assert "r1 | watchdog: waits in " in job.output
@@ -558,7 +559,7 @@ def train(out: Path, *options: str) -> int:
 
 @pytest.fixture
 def resized(home: Path, reference: Path) -> Path:
-    """A copy of the reference run, to be gone on with."""
+    """Return a copy of the reference run, to be resumed."""
     out = home / "resized"
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(reference, out)
@@ -584,7 +585,7 @@ def test_two_ranks_then_one_then_two(home: Path, resized: Path) -> None:
 
 @pytest.fixture(scope="module")
 def single(home: Path) -> Path:
-    """A run of a few steps on one rank."""
+    """Return a run of a few steps on one rank."""
     out = home / "single"
     assert train(out, *OPTIONS, "--steps", "6", "--checkpoint-every", "2", "--keep", "3") == 0
     return out
@@ -592,14 +593,14 @@ def single(home: Path) -> Path:
 
 @pytest.fixture
 def copied(single: Path, tmp_path: Path) -> Path:
-    """A copy of it that a test may spoil."""
+    """Return a copy that a test may change."""
     return Path(shutil.copytree(single, tmp_path / "copied"))
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--resume", "never"], ["holds a run already", "--resume auto"]),
+        (["--resume", "never"], ["already contains a run", "--resume auto"]),
         (["--scheme", "dense", "--density", "1.0"], ["saved with scheme 'exdyna'", "this is scheme 'dense'"]),
         (["--model", "tiny:wide"], ["is of another model", "body.0.weight [16, 12]", "body.0.weight [17, 12]"]),
         (["--codec", "int8"], ["saved with codec='fp32'", "codec='int8'"]),
@@ -607,7 +608,7 @@ def copied(single: Path, tmp_path: Path) -> Path:
         (["--momentum", "0.5"], ["was written with momentum 0.9, this run has 0.5", "--momentum 0.9", "--resume force"]),
         (["--weight-decay", "0.5"], ["with weight_decay 0.01, this run has 0.5", "--weight-decay 0.01"]),
         (["--seed", "4", "--momentum", "0.5"], ["with seed 3, this run has 4", "--seed 3"]),
-        (["--batch-size", "1000"], ["a step takes 2000 examples, the data has 200", "--batch-size"]),
+        (["--batch-size", "1000"], ["a step needs 2000 examples, the data has 200", "--batch-size"]),
     ],
     ids=["never", "scheme", "model", "codec", "nowhere", "momentum", "weight_decay", "seed", "batch"],
 )
@@ -623,7 +624,7 @@ def test_refused(copied: Path, capsys: pytest.CaptureFixture[str], options: list
 
 
 def optimizer_group(out: Path) -> dict[str, Any]:
-    """What the optimizer of a run's newest checkpoint was set to."""
+    """Return the optimizer's settings in a run's newest checkpoint."""
     manifest = store.read_manifest(newest(out))
     arrays: h5file.Arrays = {}
     text = ""
@@ -664,7 +665,7 @@ def test_forced_settings_of_the_optimizer_hold(
 
 
 def losses_and_weights(out: Path) -> tuple[float, bytes]:
-    """The loss of the last step, which was taken before its update, and the newest checkpoint's replicated state."""
+    """Return the loss of the last step, before its update, and the newest checkpoint's replicated state."""
     loss = [line["loss"]["mean"] for line in metrics(out) if line["kind"] == "step"][-1]
     return loss, b"".join(contents(newest(out))["shared"][1].values())
 
@@ -676,7 +677,7 @@ def test_a_forced_seed_holds_and_is_resumed_to_the_last_bit(copied: Path, tmp_pa
     assert train(copied, *options, "--resume", "force") == 0
     assert said_of_settings(copied) == [
         "from step 6 on: seed 4, before 3",
-        "from step 6 on: other validation data, of which some was trained on before",
+        "from step 6 on: different validation data, some of which was trained on before",
     ]
     shutil.rmtree(newest(Path(shutil.copytree(copied, parts))))
     assert train(parts, *options) == 0
@@ -710,29 +711,29 @@ def test_a_run_that_has_ended_takes_no_new_settings(copied: Path) -> None:
 
 def test_a_forced_split_is_said(copied: Path) -> None:
     assert train(copied, *OPTIONS, "--steps", "7", "--validation", "0.2", "--resume", "force") == 0
-    assert "from step 6 on: other validation data, of which some was trained on before" in said_of_settings(copied)
+    assert "from step 6 on: different validation data, some of which was trained on before" in said_of_settings(copied)
 
 
 def test_a_new_run_beside_old_checkpoints_is_refused(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (copied / "metrics.jsonl").unlink()
     assert train(copied, *OPTIONS, "--steps", "3", "--resume", "never") == 2
-    assert "holds a run already" in capsys.readouterr().err
+    assert "already contains a run" in capsys.readouterr().err
 
 
 def test_a_stop_without_its_checkpoint_does_not_promise_its_step(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(self: Trainer, *, wait: bool) -> None:
+    def fail(self: RunCheckpoints, *_: Any, wait: bool) -> None:
         self.failed = True
 
-    monkeypatch.setattr(Trainer, "_checkpoint", fail)
+    monkeypatch.setattr(RunCheckpoints, "save", fail)
     monkeypatch.setattr(Trainer, "_one_step", lambda self: True)
     assert train(tmp_path / "run", *OPTIONS, "--steps", "9") == 1
-    assert "to go on from the last checkpoint that was written" in capsys.readouterr().out
+    assert "to continue from the last checkpoint that was written" in capsys.readouterr().out
 
 
 def test_who_reads_no_more_ends_nothing(home: Path, tmp_path: Path) -> None:
-    """As with `mpisparse train ... | head -1`."""
+    """As in `mpisparse train ... | head -1`."""
     command = [sys.executable, "-m", "mpisparse", "train", "--out", "run", *OPTIONS, "--steps", "40", "--log-every", "1"]
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(home)}
     run = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE)
@@ -834,7 +835,7 @@ def test_resume_of_speculation_and_what_its_metrics_tell(home: Path, tmp_path: P
 
 
 def test_prediction_on_two_ranks_and_what_its_metrics_tell(home: Path, tmp_path: Path) -> None:
-    """Before the first lesson there is no ranking; accuracies move k, which is told."""
+    """Before the first lesson there is no ranking; accuracies move k, which the metrics show."""
     out = tmp_path / "predictive"
     options = ["--model", "tiny:model", "--data", "tiny:data", "--batch-size", "8", "--scheme", "predictive"]
     options += ["--density", "0.1", "--option", "validate_every=6", "--eval-every", "8", "--steps", "48"]

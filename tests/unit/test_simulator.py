@@ -1,4 +1,4 @@
-"""Simulated workers beyond what can be run for real, against plain NumPy; and what messages weigh."""
+"""Simulated workers, more than can really run, against plain NumPy; and the bytes of messages."""
 
 from __future__ import annotations
 

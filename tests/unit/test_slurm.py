@@ -1,4 +1,4 @@
-"""What is known of Slurm, without one: scripts, times, variables of jobs, output of ranks."""
+"""Slurm support without Slurm: scripts, times, variables of jobs, output of ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from mpisparse.errors import ConfigurationError
-from mpisparse.runtime import cli, sbatch, slurm
+from mpisparse.runtime import cli, launcher, slurm
 from mpisparse.runtime.cli import main, parser
+from mpisparse.runtime.flags import resolve
 from mpisparse.runtime.output import RankOutput
-from mpisparse.runtime.settings import resolve
 
 FOLDER = Path(__file__).parents[2] / "slurm"
 COMMON = "--nodes 4 --time 12:00:00 --account ACCOUNT --setup '. ~/mpisparse/.venv/bin/activate  # where mpisparse is'"
@@ -34,14 +34,14 @@ TEMPLATES = {  # what `mpisparse slurm` prints for these words is what the folde
 
 
 def printed(words: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """The script that `mpisparse slurm` prints."""
+    """Return the script that `mpisparse slurm` prints."""
     assert main(["slurm", *shlex.split(words)]) == 0
     return capsys.readouterr().out
 
 
 @pytest.fixture
 def no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A directory that alone is on PATH, in an environment without a job."""
+    """Make a directory the only one on PATH, in an environment without a job."""
     for name in [name for name in os.environ if name.startswith(("SLURM_", "CRAY_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -49,7 +49,7 @@ def no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def program(folder: Path, name: str, text: str) -> None:
-    """Put a program into a folder that prints a text."""
+    """Create a program in a folder that prints a text."""
     path = folder / name
     path.write_text(f"#!/bin/sh\n/bin/cat <<'END'\n{text}\nEND\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -97,7 +97,7 @@ def test_mpirun_gets_usr1_for_term() -> None:
 
 def test_a_gpu_script_leaves_gpu_memory_to_mpi(capsys: pytest.CaptureFixture[str]) -> None:
     """Open MPI's variables end in MPI_Init where it was built without CUDA, Cray's where its GPU library is not linked."""
-    for kind in sbatch.NAMES:
+    for kind in launcher.MPI_NAMES:
         text = printed(f"--gpus-per-node 2 --mpi {kind} --launcher srun -- train", capsys)
         assert not re.search(r"^[^#]*\b(OMPI_|PRTE_|MPIR_|MPICH_)", text, re.MULTILINE), text
         assert ("# export MPICH_GPU_SUPPORT_ENABLED=1" in text) == (kind == "cray")
@@ -136,8 +136,8 @@ def test_whether_a_job_waits_for_the_lock_can_be_said(capsys: pytest.CaptureFixt
     [
         ("-- bench sync", "end with -- train"),
         ("--time tomorrow -- train", "--time is MINUTES"),
-        ("--time 0:30 -- train", "at least a minute"),
-        ("--gpus-per-node 4 --ranks-per-node 2 -- train", "a rank has a GPU of its own: got 2 ranks and 4 GPUs"),
+        ("--time 0:30 -- train", "at least one minute"),
+        ("--gpus-per-node 4 --ranks-per-node 2 -- train", "each rank needs one GPU: got 2 ranks and 4 GPUs"),
         ("--sweep /nowhere -- train", "cannot read the settings in /nowhere"),
         ("-- train --density 2", "density must be in (0, 1]"),
     ],
@@ -167,7 +167,7 @@ def test_needs_no_mpi_and_no_torch(tmp_path: Path) -> None:
 
 
 def exported(script: str, folder: Path) -> dict[str, str]:
-    """What a script's export and unset lines make of this environment, less what is as before."""
+    """Return the changes that a script's export and unset lines make to this environment."""
     program(folder, "squeue", "2030-01-01T00:00:00")
     lines = [line for line in script.splitlines() if line.startswith(("export ", "unset "))]
     before = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "1"}
@@ -179,9 +179,9 @@ def exported(script: str, folder: Path) -> dict[str, str]:
 
 
 def test_mpi_starts_with_what_each_script_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """GPU scripts for every MPI too. Scripts that export the same are started once."""
+    """Includes GPU scripts for every MPI. Scripts with the same exports are started once."""
     scripts = {path.name: path.read_text() for path in FOLDER.glob("*.sbatch")}
-    for kind in sbatch.NAMES:
+    for kind in launcher.MPI_NAMES:
         words = f"{COMMON} --gpus-per-node 2 --mpi {kind} --launcher srun {TRAIN}"
         scripts[f"GPUs, {kind}"] = printed(words, capsys)
     named: dict[frozenset[tuple[str, str]], list[str]] = {}
@@ -196,7 +196,7 @@ def test_mpi_starts_with_what_each_script_exports(tmp_path: Path, capsys: pytest
         for python in pythons:
             words = [str(Path(python).with_name("mpirun")), "-n", "2", python, "-c", check]
             environment = {**os.environ, **allowed, **dict(variables)}
-            done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300, check=False)
+            done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=900, check=False)
             said = f"{python} with the environment of {', '.join(names)}: {done.stdout + done.stderr}"
             assert done.returncode == 0, said
             assert "2 ranks" in done.stdout, said
@@ -237,7 +237,7 @@ def test_the_launcher_fits_what_is_found(
 
 def test_cray_is_known_by_its_variable(no_slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CRAY_MPICH_VERSION", "8.1.25")
-    assert sbatch.choose().launcher == "srun --mpi=cray_shasta"
+    assert launcher.choose_launcher().command == "srun --mpi=cray_shasta"
 
 
 # Time
@@ -365,8 +365,8 @@ def test_kinds_of_pmi() -> None:
     assert slurm.pmi({}) == "none"
     assert slurm.pmi({**SRUN, "PMI_FD": "11", "PMI_RANK": "0"}) == "pmi2"
     assert slurm.pmi({"PMIX_NAMESPACE": "slurm.pmix.5.0", "PMIX_VERSION": "4.2.2"}) == "pmix 4.2.2"
-    assert slurm.launcher({**DAEMON, "MPI_LOCALNRANKS": "2"}) == "mpirun"
-    assert slurm.launcher(SRUN) == "srun"
+    assert slurm.started_by({**DAEMON, "MPI_LOCALNRANKS": "2"}) == "mpirun"
+    assert slurm.started_by(SRUN) == "srun"
 
 
 # Output

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from mpisparse.schemes.speculative.wire import pack, unpack
 from numpy.typing import NDArray
 from torch import nn
 
@@ -22,7 +23,6 @@ from mpisparse.schemes.speculative.influence import Influence, Probe
 from mpisparse.schemes.speculative.local import LocalUpdate, check_elementwise
 from mpisparse.schemes.speculative.policy import Learned, Policy, Rule, Schedule, Seen
 from mpisparse.schemes.speculative.weights import Tolerance, TwoSets
-from mpisparse.schemes.speculative.wire import pack, unpack
 
 Floats = NDArray[np.float32]
 
@@ -47,7 +47,7 @@ def probe_of(model: nn.Module, loss: Any, epsilon: float = 1e-2) -> Probe:
 
 
 def test_curvature_of_a_quadratic() -> None:
-    """One probe gives z (H z); the average of many comes to the diagonal of H, as fast as chance allows."""
+    """One probe gives z (H z); the average of many converges to the diagonal of H."""
     model = Quadratic()
     probe = probe_of(model, model)
     rolling = Influence(24, rate=1.0, epsilon=1e-2)
@@ -66,7 +66,7 @@ def test_curvature_of_a_quadratic() -> None:
 
 
 def test_influence_is_what_the_loss_gains() -> None:
-    """epsilon |g| + epsilon^2 h / 2 is the loss difference when one weight of the quadratic moves by epsilon uphill."""
+    """epsilon |g| + epsilon^2 h / 2 is the change of loss when one weight of the quadratic moves uphill by epsilon."""
     model, epsilon = Quadratic(), 0.05
     gradient = (model.hessian @ model.w).detach()
     influence = Influence(24, rate=1.0, epsilon=epsilon)
@@ -141,7 +141,7 @@ def test_fine_takes_the_most_influential_weights() -> None:
 
 
 def test_fine_by_a_sample() -> None:
-    """Of a million weights the threshold comes from one in a hundred: about k pass, the same ones again."""
+    """For a million weights the threshold comes from a sample of 1 %: about k pass, reproducibly."""
     scores = np.random.default_rng(0).exponential(size=1_000_000).astype(np.float32)
     passed = filter_of(400_000, 600_000).run(scores, 10_000, 1.0, 3)
     assert 7_000 < len(passed.index) <= 13_000
@@ -208,7 +208,7 @@ def test_schedule_and_rule() -> None:
 
 
 def play(policy: Policy, steps: int, start: int = 0, loss: float = 100.0) -> tuple[list[float], float]:
-    """Losses that fall the faster the finer, at the same bytes, but ten times as slowly in seconds."""
+    """Simulate losses that fall faster per byte with finer granularity, but ten times slower per second."""
     shares = []
     for step in range(start, start + steps):
         shares.append(policy.share(step))
@@ -249,7 +249,7 @@ def test_the_learned_policy_needs_a_loss() -> None:
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_losses_that_are_not_finite_teach_nothing(bad: float) -> None:
-    """A window with one is as it is without; the policy's state stays one that can be loaded."""
+    """They do not count in a window, and the policy's state remains loadable."""
     policy, twin = (Learned(seed=1, per_second=False, patience=100) for _ in range(2))
     for step in range(60):
         loss = 10.0 - 0.1 * step
@@ -289,7 +289,7 @@ def states_of(layout: Layout, optimizer: torch.optim.Optimizer) -> dict[str, tor
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_only_the_filtered_weights_move(name: str) -> None:
-    """As the whole optimizer moves them, with their state; all others keep value and state, also under decay."""
+    """They and their state change as with the whole optimizer; all others keep value and state, also with decay."""
     layout, twin = Layout(make_parameters()), Layout(make_parameters())
     optimizer, whole = OPTIMIZERS[name](layout.params), OPTIMIZERS[name](twin.params)
     local = LocalUpdate(layout, optimizer)
@@ -322,7 +322,7 @@ def test_optimizers_that_are_not_elementwise_are_refused() -> None:
 @pytest.mark.parametrize("relative", [False, True])
 @pytest.mark.parametrize("value", [0.0, 0.02, math.inf])
 def test_correction(per: str, relative: bool, value: float) -> None:
-    """Own weights beyond the tolerance, and only they, return to the global ones and their state; then none is beyond."""
+    """Exactly the own weights beyond the tolerance return to the global values and state; then none is beyond."""
     layout = Layout(make_parameters())
     optimizer = torch.optim.Adam(layout.params, lr=0.01)
     sets = TwoSets(layout, optimizer)
@@ -367,7 +367,7 @@ def test_correction(per: str, relative: bool, value: float) -> None:
 @pytest.mark.parametrize("per", ["weight", "layer"])
 @pytest.mark.parametrize(("mine", "shared"), [(math.nan, 0.5), (-math.inf, 0.5), (0.5, math.inf), (math.inf, math.inf)])
 def test_what_is_not_finite_returns(mine: float, shared: float, per: str, relative: bool) -> None:
-    """It is farther than any tolerance but infinity, beside which nothing returns."""
+    """A non-finite weight exceeds every tolerance but infinity, with which nothing returns."""
     layout = Layout(make_parameters())
     sets = TwoSets(layout, torch.optim.SGD(layout.params, lr=0.1))
     sets.weights[1][0, 1, 0, 1] = shared
@@ -397,7 +397,7 @@ def test_the_own_set_whichever_the_model_holds() -> None:
 
 
 def test_two_sets_are_two() -> None:
-    """Swapping copies nothing, and no third copy of weights or state is held."""
+    """Swapping copies nothing, and there is no third copy of weights or state."""
     layout = Layout(make_parameters())
     optimizer = torch.optim.Adam(layout.params)
     sets = TwoSets(layout, optimizer)

@@ -1,4 +1,4 @@
-"""A live bar where a person sees it, plain lines elsewhere: under mpirun its own output decides, not the rank's."""
+"""A progress bar on a terminal, plain lines elsewhere; under mpirun its output decides, not the rank's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpisparse.runtime import progress
 from mpisparse.runtime.terminal import LAUNCHED, LAUNCHERS
 
 MPIRUN = Path(sys.executable).with_name("mpirun")
-TIMEOUT = 300.0  # seconds, for a job that takes a few
+TIMEOUT = 900.0  # seconds, for a job that takes a few
 ESCAPE = "\x1b"
 ALLOWED = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1",
@@ -23,13 +23,13 @@ ALLOWED = {
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This one, without what tells of a job or overrides what is found."""
+    """Return this environment without variables of jobs and overrides."""
     kept = {name: value for name, value in os.environ.items() if name not in (*LAUNCHED, "MPISPARSE_PROGRESS")}
     return {**kept, **ALLOWED, **more}
 
 
 def on_a_terminal(command: list[str]) -> str:
-    """What a command prints to a pseudo-terminal; fails if it does not end well."""
+    """Return what a command prints to a pseudo-terminal; it must succeed."""
     ours, theirs = pty.openpty()
     job = subprocess.Popen(command, env=environment(), stdin=subprocess.DEVNULL, stdout=theirs, stderr=subprocess.STDOUT)
     os.close(theirs)

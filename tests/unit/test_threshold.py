@@ -1,4 +1,4 @@
-"""Density control: the ladder, the choice of a rung, and whole runs of it over accumulators that are hard to control."""
+"""Density control: the ladder, the choice of a rung, and whole runs over difficult accumulators."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from mpisparse.core.agree import Inputs
 from numpy.typing import NDArray
 
 from mpisparse.backends import numpy_backend
-from mpisparse.core.agree import Inputs
 from mpisparse.select.candidates import Found
 from mpisparse.select.scorers import Magnitude
 from mpisparse.select.search import Settled, Settlement
@@ -63,7 +63,7 @@ class Alone:
 
 @dataclass
 class Bounded:
-    """A controller that may be asked only so often in a step."""
+    """A controller with a limit on calls per step."""
 
     controller: Controller
     rounds: int = 0
@@ -78,7 +78,7 @@ class Bounded:
 
 
 def settle(acc: Floats, controller: Controller, k: int) -> tuple[Settled, int]:
-    """Find a step's threshold as SparseStep does, on one rank; also the number of rounds that it took."""
+    """Find a step's threshold on one rank as a real step does; also returns the number of rounds."""
     ladder = controller.ladder(k)
     lo, hi, floor = (0, len(acc), float(ladder[0])) if len(ladder) else (0, 0, 0.0)
     bounded: Any = Bounded(controller)
@@ -91,7 +91,7 @@ def settle(acc: Floats, controller: Controller, k: int) -> tuple[Settled, int]:
 
 
 def control(series: Iterator[Floats] | list[Floats], ks: list[int]) -> Iterator[tuple[int, int]]:
-    """Run the tail-aware controller over accumulators; yields how many each step selects, and in how many rounds."""
+    """Run the tail-aware controller over accumulators; yields the number selected and of rounds per step."""
     controller: Controller = TailAware()
     for acc, k in zip(series, ks, strict=True):
         settled, rounds = settle(acc, controller, k)
@@ -154,14 +154,14 @@ def test_density_is_met(make: Any, k: int) -> None:
 @pytest.mark.parametrize("k", [1, 2, 10, 100])
 @pytest.mark.parametrize("make", [heavy, layered, jumping, mostly_zero])
 def test_few_are_met(make: Any, k: int) -> None:
-    """For small k one more or fewer is as near as control aims for."""
+    """For small k control aims for k plus or minus one."""
     rng = np.random.default_rng(1)
     run = list(control([make(rng, step) for step in range(14)], [k] * 14))
     assert all(abs(count - k) <= 1 for count, _ in run[2:])
 
 
 def test_density_may_change() -> None:
-    """A warm-up from 25 % to 1 % and back, on layers: met at every step."""
+    """A warm-up from 25 % to 1 % and back, on layers, is met at every step."""
     ks = [25_000, 25_000, 6000, 6000, 1500, 1000, 1000, 25_000, 1000, 30_000]
     rng = np.random.default_rng(2)
     run = list(control([layered(rng, step) for step in range(len(ks))], ks))
@@ -170,7 +170,7 @@ def test_density_may_change() -> None:
 
 @pytest.mark.parametrize("make", [heavy, drifting, layered, gaussian])
 def test_prediction_saves_messages(make: Any) -> None:
-    """Where steps resemble each other the first ladder holds k, so that control costs no further message."""
+    """If steps are similar the first ladder contains k, so that control needs no further message."""
     rng = np.random.default_rng(3)
     run = list(control([make(rng, step) for step in range(20)], [1000] * 20))
     assert [rounds for _, rounds in run[2:]] == [1] * 18
@@ -179,7 +179,7 @@ def test_prediction_saves_messages(make: Any) -> None:
 @pytest.mark.parametrize("k", [1, 10, 1000, 60_000])
 @pytest.mark.parametrize("value", [0.3, TINY, 1e-40, HUGE])
 def test_equal_values(value: float, k: int) -> None:
-    """All or nothing: no rung gives k, and the search still ends."""
+    """A rung selects all or nothing: none gives k, and the search still ends."""
     run = list(control([np.full(N, value, dtype=np.float32)] * 4, [k] * 4))
     assert all(count in (0, N) for count, _ in run)
 
@@ -195,13 +195,13 @@ def clipped(rng: np.random.Generator, step: int) -> Floats:
 @pytest.mark.parametrize("k", [1, 1000])
 @pytest.mark.parametrize("make", [equal, clipped, heavy, layered, jumping])
 def test_something_is_always_selected(make: Any, k: int) -> None:
-    """None is never near enough to k: gradients that tie at the top would wait in the residual for ever."""
+    """Zero is never close enough to k: gradients tied at the top would wait in the residual forever."""
     rng = np.random.default_rng(4)
     assert all(count for count, _ in control([make(rng, step) for step in range(14)], [k] * 14))
 
 
 def test_ties_in_the_middle() -> None:
-    """Half of the elements tie at the threshold: all of them reach it, and those beyond k are dropped later."""
+    """Half of the elements tie at the threshold: all reach it, and those beyond k are dropped later."""
     acc = heavy(np.random.default_rng(5), 0)
     acc[::2] = 0.5
     above, reach = int((np.abs(acc) > 0.5).sum()), int((np.abs(acc) >= 0.5).sum())
@@ -211,7 +211,7 @@ def test_ties_in_the_middle() -> None:
 
 @pytest.mark.parametrize("nonzero", [0, 1, 7, 800])
 def test_fewer_than_k(nonzero: int) -> None:
-    """Every element that is not zero is selected, however small, and no zero is."""
+    """Every nonzero element is selected, however small, and no zero."""
     rng = np.random.default_rng(6)
     series = np.zeros((5, N), dtype=np.float32)
     for step in range(5):
@@ -220,7 +220,7 @@ def test_fewer_than_k(nonzero: int) -> None:
 
 
 def test_the_largest_floats() -> None:
-    """Magnitudes up to the largest float32 are located and told apart."""
+    """Magnitudes up to the largest float32 are located and distinguished."""
     acc = np.linspace(0.9 * HUGE, HUGE, 2000).astype(np.float32)
     assert [count for count, _ in control([acc] * 3, [1000] * 3)] == pytest.approx([1000] * 3, rel=0.01)
 
@@ -309,7 +309,7 @@ def test_located_ladders_end_at_the_largest_float(bin_: int) -> None:
 
 
 def test_tail_aware_learns_the_slope() -> None:
-    """On a Pareto tail, count = threshold ** -slope: it foretells the threshold of another density."""
+    """On a Pareto tail (count = threshold ** -slope) it predicts the threshold of another density."""
     controller, slope = TailAware(), 2.5
     for _ in range(12):
         ladder = controller.ladder(1000) if controller.threshold else spread(0.01, 1.0)
@@ -354,7 +354,7 @@ def test_paper_factor(ratio: float, factor: float) -> None:
 
 
 def test_paper_sequence() -> None:
-    """It starts at 1 / (2 sqrt(k)), and each count scales it once, whatever it finds."""
+    """It starts at 1 / (2 sqrt(k)), and each count scales it once."""
     controller, k = Paper(), 400
     threshold = 1 / 40
     for count, factor in (
@@ -376,7 +376,7 @@ def test_paper_sequence() -> None:
 
 
 def test_paper_settles_in_one_round_and_in_the_band() -> None:
-    """From a start that selects too few, one rung a step leads into the band around k."""
+    """From a start that selects too few, one rung per step leads into the band around k."""
     acc, controller = heavy(np.random.default_rng(7), 0) * np.float32(0.001), Paper()
     for _ in range(400):
         settled, rounds = settle(acc, controller, 1000)

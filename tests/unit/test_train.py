@@ -1,4 +1,4 @@
-"""What a run is made of, apart from running: settings, schedules, the order of data, metrics, signals, the command line."""
+"""The parts of a run: settings, schedules, the order of data, metrics, signals, the command line."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ from hypothesis import strategies as st
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.board import Board
 from mpisparse.runtime.cli import main, parser
+from mpisparse.runtime.flags import resolve
 from mpisparse.runtime.metrics import MetricsFile, spread, write_whole
 from mpisparse.runtime.output import SteadyOutput
 from mpisparse.runtime.schedule import Order, Position, density_at, lr_factor
-from mpisparse.runtime.settings import OPTIMIZERS, SCHEDULES, Settings, read_file, resolve, to_toml
+from mpisparse.runtime.settings import OPTIMIZERS, SCHEDULES, Settings
+from mpisparse.runtime.settings_file import read_file, to_toml
 from mpisparse.runtime.workloads import MODELS
 
 COUNTS = ("epochs", "steps", "batch_size", "accumulation", "eval_every", "log_every", "checkpoint_every", "keep")
@@ -39,7 +41,7 @@ COUNTS = ("epochs", "steps", "batch_size", "accumulation", "eval_every", "log_ev
 
 
 def parse(*words: str) -> Settings:
-    """Settings as the command line gives them."""
+    """Parse settings from a command line."""
     return resolve(vars(parser().parse_args(["train", *words])))
 
 
@@ -160,8 +162,8 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         ({"driver": "mpi"}, "unknown driver 'mpi'; did you mean 'mpio'?"),
         ({"driver": "mpio", "background": True}, "driver mpio does not write in the background"),
         ({"model": "vgg17"}, "unknown model 'vgg17'; did you mean 'vgg1"),
-        ({"options": {"density": 0.5}}, "density is no option of a scheme; pass --density"),
-        ({"options": {"comm": 5}}, "comm is no option of a scheme"),
+        ({"options": {"density": 0.5}}, "density is not an option of a scheme; pass --density"),
+        ({"options": {"comm": 5}}, "comm is not an option of a scheme"),
         ({"density": "abc"}, "density must be in (0, 1], got 'abc'"),
         ({"seed": 2**64}, "seed must be below 2^40"),
         ({"schedule": "cosin"}, "unknown schedule 'cosin'; did you mean 'cosine'?"),
@@ -169,7 +171,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         *[({name: -1}, f"{name} must be at least 0, got -1") for name in ("warmup", "density_warmup", "seed")],
         *[({name: -0.5}, f"{name} must be at least 0, got -0.5") for name in ("lr", "momentum", "weight_decay")],
         *[({name: math.nan}, f"{name} must be at least 0, got nan") for name in ("lr", "momentum", "weight_decay")],
-        ({"epochs": 1, "steps": 1}, "give epochs or steps, not both"),
+        ({"epochs": 1, "steps": 1}, "got both epochs and steps"),
         *[({"density": value}, "density must be in (0, 1]") for value in (0.0, -0.1, 1.5, math.nan)],
         *[({"density_from": value}, "density_from must be in (0, 1]") for value in (0.0, -0.1, 1.5, math.nan)],
         ({"clip": 0.0}, "clip must be above 0, got 0.0"),
@@ -186,16 +188,16 @@ def test_values_that_cannot_be_are_refused(given: dict[str, Any], words: str) ->
 
 LONG = "x" * 256
 WHOLE = (*COUNTS, "warmup", "density_warmup")
-SHARES = "drop_at must be shares of the run in [0, 1]"
+SHARES = "drop_at must be fractions of the run in [0, 1]"
 ABSURD: list[tuple[str, Any, str]] = [
     *((n, v, f"{n} must be at") for n in ("lr", "momentum", "weight_decay", "stop_before") for v in (math.nan, -math.inf)),
     *((n, v, f"{n} must be at most") for n in ("lr", "weight_decay", "stop_before") for v in (math.inf, 1e30)),
     *(("momentum", v, "momentum must be below 1") for v in (1.0, 5.0, 1e300, math.inf)),
-    *(("target", v, "target must be a finite number") for v in (math.nan, math.inf, -math.inf)),
+    *(("target", v, "target must be finite") for v in (math.nan, math.inf, -math.inf)),
     *(("drop_at", (0.5, v), SHARES) for v in (math.nan, math.inf, -0.1, 50.0)),
     *((n, v, f"{n} must be below 2^53") for n in WHOLE for v in (2**53, 10**4000)),
     *((n, "", f"{n} must not be empty") for n in ("out", "data", "resume")),
-    *((n, f"a{chr(0)}b:f", f"{n} must not have NUL characters") for n in ("out", "data", "resume", "model")),
+    *((n, f"a{chr(0)}b:f", f"{n} must not contain NUL characters") for n in ("out", "data", "resume", "model")),
     *((n, v, f"{n} is too long") for n in ("out", "data", "resume") for v in (LONG, "y/" * 3000, "é" * 200)),
     ("out", "run\udcff", "out must be text in UTF-8"),
 ]
@@ -304,7 +306,7 @@ def test_density_falls_geometrically_to_the_set_one() -> None:
 
 
 def walk(order: Order, position: Position, share: int, size: int, batches: int) -> list[list[int]]:
-    """The global batches that `size` ranks take together; moves the position on."""
+    """Return the global batches that `size` ranks take together; advances the position."""
     taken = []
     for _ in range(batches):
         places = [Position(position.epoch, position.offset) for _ in range(size)]
@@ -319,7 +321,7 @@ def walk(order: Order, position: Position, share: int, size: int, batches: int) 
 @given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 4), st.integers(0, 3))
 def test_an_epoch_has_each_example_at_most_once(count: int, share: int, size: int, seed: int) -> None:
     order = Order(count, seed)
-    batches = order.steps_an_epoch(share, size)
+    batches = order.steps_per_epoch(share, size)
     if batches == 0:
         return
     position = Position()
@@ -384,7 +386,7 @@ def test_a_file_without_a_whole_line_begins_anew(tmp_path: Path, left: str) -> N
 
 
 class Full:
-    """A file on a disk that fills up: the first bytes of a line are written, then there is no room."""
+    """A file on a disk that fills up: only the first bytes of a line are written."""
 
     def __init__(self, file: Any, room: int) -> None:
         self.file, self.room = file, room
@@ -524,7 +526,7 @@ def run_python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=900,
         check=False,
     )
 
@@ -582,10 +584,10 @@ sys.exit(code)
 
 
 def run_command(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line where there is no MPI library; its last line tells which heavy modules it loaded."""
+    """Run the command line without an MPI library; its last line lists the heavy modules it loaded."""
     environment = {**os.environ, "MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
     return subprocess.run(
-        [sys.executable, "-c", COMMAND, *words], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", COMMAND, *words], env=environment, capture_output=True, text=True, timeout=900, check=False
     )
 
 
@@ -608,7 +610,7 @@ def test_help_needs_no_mpi(words: list[str], told: str) -> None:
 
 def test_python_m_is_the_same_command() -> None:
     command = [sys.executable, "-m", "mpisparse", "train", "--batch-size", "0"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert ended.returncode == 2
     assert "batch_size must be at least 1" in ended.stderr
 
@@ -622,7 +624,7 @@ def test_python_m_is_the_same_command() -> None:
         (["train", "--optimizer", "sdg"], "did you mean 'sgd'?"),
         (["train", "--config", "/nowhere.toml"], "/nowhere.toml"),
         (["train", "--density", "3"], "density must be in (0, 1]"),
-        (["train", "--epochs", "1", "--steps", "1"], "epochs or steps"),
+        (["train", "--epochs", "1", "--steps", "1"], "epochs and steps"),
         (["frobnicate"], "frobnicate"),
         ([], "COMMAND"),
     ],

@@ -1,4 +1,4 @@
-"""Validation data: held out of the training data by the seed, to steer by; test data judge the end."""
+"""Validation data: held out of the training data by the seed and used to steer; test data judge the result."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from hypothesis import strategies as st
 
 from mpisparse import checkpoint
 from mpisparse.errors import ConfigurationError
-from mpisparse.runtime import train as training
 from mpisparse.runtime.cli import main
 from mpisparse.runtime.settings import Settings
 from mpisparse.runtime.workloads import Data, Examples, build, hold_out
 from mpisparse.runtime.workloads.data.ratings import rating_data
 from mpisparse.runtime.workloads.data.text import MaskedTokens, NextTokens
-from mpisparse.runtime.workloads.split import Part, difference, split_of
+from mpisparse.runtime.workloads.split import Subset, difference, split_of
 
 # Splits
 
@@ -43,7 +42,7 @@ class Numbered:
 
 
 def numbers(examples: Examples | None, **changes: Any) -> list[int]:
-    """The inputs of all examples."""
+    """Return the inputs of all examples."""
     assert examples is not None
     options: dict[str, Any] = {"seed": 0, "epoch": 0, "train": False, **changes}
     return examples.batch(np.arange(len(examples)), **options)[0].flatten().tolist()
@@ -75,18 +74,18 @@ def test_nothing_is_held_out_unless_asked_and_needed() -> None:
     own = Data(Numbered(10), Numbered(3), "classes", {}, Numbered(4))
     assert hold_out(own, 0.5, seed=0) is own
     assert split_of(own, 3) == split_of(whole, 3) == {"share": 0.0}
-    with pytest.raises(ConfigurationError, match="the validation data has no example"):
+    with pytest.raises(ConfigurationError, match="the validation data is empty"):
         hold_out(Data(Numbered(10), Numbered(3), "classes", {}, Numbered(0)), 0.1, seed=0)
     with pytest.raises(ConfigurationError, match="of 1 training examples leaves none"):
         hold_out(Data(Numbered(1), Numbered(3), "classes", {}), 0.1, seed=0)
 
 
 def test_augmentation_follows_the_example_and_validation_has_none() -> None:
-    """Whatever its number among those that are left."""
+    """Whatever its index among the remaining examples."""
     data = build("resnet20", None, seed=0)[1]
     split = hold_out(data, 0.1, seed=5)
-    assert isinstance(split.train, Part)
-    assert isinstance(split.validation, Part)
+    assert isinstance(split.train, Subset)
+    assert isinstance(split.validation, Subset)
     own = split.train._indices[[3, 70]]
     ours, theirs = (
         split.train.batch(np.array([3, 70]), seed=1, epoch=2, train=True),
@@ -98,7 +97,7 @@ def test_augmentation_follows_the_example_and_validation_has_none() -> None:
 @pytest.mark.parametrize("tokens", [500, 501, 509, 510, 511])
 @pytest.mark.parametrize("kind", [NextTokens, MaskedTokens])
 def test_windows_of_a_text_do_not_reach_into_those_held_out(tokens: int, kind: type[NextTokens]) -> None:
-    """Windows start anywhere in training, so that a window drawn by lot would overlap its neighbours."""
+    """Training windows start anywhere, so a randomly held-out window would overlap its neighbours."""
     more = (10_000,) if kind is MaskedTokens else ()
     whole = Data(kind(np.arange(tokens), 10, *more), Numbered(1), "tokens", {})
     split = hold_out(whole, 0.1, seed=0)
@@ -230,7 +229,7 @@ EVERY = ["--eval-every", "4"]
 
 @pytest.fixture
 def spied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[tuple[str, int, bool]]]:
-    """Module `spies`; returns what was taken of its data sets since the last call."""
+    """Create the module `spies`; returns a function that lists the examples read since its last call."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPISPARSE_PROGRESS", "plain")
     monkeypatch.syspath_prepend(tmp_path)
@@ -359,7 +358,7 @@ def test_a_split_stays_as_it_was(spied: Callable[[], Any], capsys: pytest.Captur
 def test_a_run_of_an_earlier_version_goes_on_as_it_was(
     spied: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its checkpoints say nothing of validation data, for there was none."""
+    """Its checkpoints have no validation data, which did not exist then."""
 
     save = checkpoint.begin_save
 
@@ -368,12 +367,12 @@ def test_a_run_of_an_earlier_version_goes_on_as_it_was(
 
     as_it_was = ["--validation", "0", "--evaluate-on", "test"]
     with monkeypatch.context() as patched:
-        patched.setattr(training.checkpoint, "begin_save", begin)
+        patched.setattr(checkpoint, "begin_save", begin)
         assert train("run", *as_it_was) == 0
     assert train("run", "--steps", "20") == 2
     said = capsys.readouterr().err
     assert "was trained on all training data" in said
-    assert "go on with --validation 0" in said
+    assert "continue with --validation 0" in said
     assert train("run", "--steps", "20", *as_it_was) == 0
     assert evals("run") == [(12, "test"), (20, "test")]
 

@@ -1,23 +1,28 @@
-"""The watchdog with its ranks in one process: real threads, sockets and files, and an end of the job that is only noted."""
+"""The watchdog with all ranks in one process: real threads, sockets and files; the end of the job is only recorded."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
+import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpisparse
+from mpisparse.comm.exchange import Exchange
+from mpisparse.comm.place import Place, Wait
 from mpisparse.comm.watchdog import beat, transport, watching
 from mpisparse.comm.watchdog.beat import Beat
-from mpisparse.comm.watchdog.place import Place, Wait
-from mpisparse.comm.watchdog.transport import Files, Seen
-from mpisparse.comm.watchdog.words import table
+from mpisparse.comm.watchdog.transport import Files, LastBeat
+from mpisparse.comm.watchdog.words import rank_table
 from mpisparse.runtime.cli import main
 
 KEY = bytes(range(32))
@@ -32,8 +37,18 @@ class Rank:
         self.spot = self.place.spot()
 
 
+@contextlib.contextmanager
+def waiting(rank: Rank, call: str) -> Iterator[None]:
+    """Mark a call as Exchange does."""
+    rank.spot.wait = call, time.monotonic(), threading.get_ident()
+    try:
+        yield
+    finally:
+        rank.spot.wait = None
+
+
 class Job:
-    """The watchdogs of a few ranks; `ended` notes which of them ended the job, and how."""
+    """The watchdogs of a few ranks; `ended` records which of them ended the job, and how."""
 
     def __init__(self, size: int, timeout: float, directory: Path | None = None, *, sockets: bool = True) -> None:
         self.ranks = [Rank(rank, size) for rank in range(size)]
@@ -47,7 +62,7 @@ class Job:
             dog.end_job = lambda code, rank=dog.rank: self._end(rank, code)
 
     def _end(self, rank: int, code: int) -> None:
-        """Return as late as MPI's own end would: never, while the job lasts."""
+        """Block like MPI's Abort until the test is over."""
         self.ended.append((rank, code))
         self.over.wait()
 
@@ -62,7 +77,7 @@ class Job:
             dog.close()
         for dog in self.dogs:
             if dog.thread.ident is not None:
-                dog.thread.join(60)
+                dog.thread.join(600)
                 assert not dog.thread.is_alive()
             elif dog.mail is not None:
                 dog.mail.close()
@@ -82,9 +97,9 @@ def make() -> Iterator[Callable[..., Job]]:
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 600
     while not condition():
-        assert time.monotonic() < until, "waited for a minute"
+        assert time.monotonic() < until, "waited for ten minutes"
         time.sleep(0.01)
 
 
@@ -98,7 +113,7 @@ def test_a_rank_that_closed_early_is_named_and_the_others_show_where_they_are(
     for rank in job.ranks:
         rank.place.steps = 120
     job.dogs[3].close()
-    with job.ranks[1].spot("Allgather"), job.ranks[2].spot("Allgather"):
+    with waiting(job.ranks[1], "Allgather"), waiting(job.ranks[2], "Allgather"):
         wait_until(lambda: job.ended)
     assert job.ended == [(0, 87)]
     told = capsys.readouterr().err
@@ -112,11 +127,11 @@ def test_a_rank_that_closed_early_is_named_and_the_others_show_where_they_are(
 
 def test_an_exempt_phase_of_any_rank_holds_the_clock_of_all(make: Callable[..., Job]) -> None:
     job = make(3, 0.5).start()
-    with job.ranks[2].spot("Allgather"), job.ranks[1].place.exempt("evaluating"):
+    with waiting(job.ranks[2], "Allgather"), job.ranks[1].place.exempt("evaluating"):
         wait_until(lambda: job.dogs[2].line.answer is not None and job.dogs[2].line.answer.excused)
         time.sleep(2.0)  # four times the timeout
         assert not job.ended
-        with job.ranks[1].spot("Allreduce"):  # whoever waits is in nobody's way, in a phase or not
+        with waiting(job.ranks[1], "Allreduce"):  # whoever waits is in nobody's way, in a phase or not
             wait_until(lambda: job.ended)
     assert job.ended == [(0, 87)]
 
@@ -128,7 +143,7 @@ def test_the_word_of_a_rank_that_fell_silent_in_an_exempt_phase_does_not_hold_fo
     job.dogs[0].start()
     with job.ranks[1].place.exempt("evaluating"):
         job.dogs[1]._tell()  # and never again: its thread was not started
-        with job.ranks[0].spot("Allgather"):
+        with waiting(job.ranks[0], "Allgather"):
             wait_until(lambda: job.ended)
     assert "evaluating, after 0 steps" in capsys.readouterr().err
 
@@ -137,9 +152,9 @@ def test_the_word_of_a_rank_that_fell_silent_in_an_exempt_phase_does_not_hold_fo
 def test_without_sockets(
     make: Callable[..., Job], tmp_path: Path, capsys: pytest.CaptureFixture[str], with_files: bool
 ) -> None:
-    """By files the ranks know of each other; without them each knows of itself alone, and says so."""
+    """With files the ranks know of each other; without them each knows only itself, and says so."""
     job = make(3, 0.5, tmp_path / "heartbeats" if with_files else None, sockets=False).start()
-    with job.ranks[1].spot("Allgather"):
+    with waiting(job.ranks[1], "Allgather"):
         if with_files:
             with job.ranks[0].place.exempt("saving"):
                 wait_until(lambda: job.dogs[1].counted or job.ended)
@@ -156,7 +171,7 @@ def test_without_sockets(
         job.close()
         assert not (tmp_path / "heartbeats").exists()
     else:
-        assert "r1 |   ranks 0, 2: no heartbeat of it is known here" in told
+        assert "r1 |   ranks 0, 2: no heartbeat received" in told
         assert "there is no run directory for files" in told
 
 
@@ -177,14 +192,103 @@ def test_a_process_that_was_stopped_itself_does_not_count_that_time(make: Callab
     assert sum(dog.counted.values()) < 1.0, "another wait begins anew"
 
 
+# Marks
+
+
+class Comm:
+    """A communicator whose collectives record what the watchdog sees meanwhile; Bcast fails."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange, self.comm, self.seen = exchange, exchange.comm, []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(*buffers: object, **options: object) -> Request | None:
+            if name.startswith("I"):
+                return Request(self.see)
+            self.see()
+            if name == "Bcast":
+                raise RuntimeError("no broadcast")
+            getattr(self.comm, name)(*buffers, **options)
+            return None
+
+        return call
+
+    def see(self) -> None:
+        self.seen.append([(wait.call, wait.thread == threading.get_ident()) for wait in self.exchange.place.waits()])
+
+
+class Request:
+    """A request that is done at its second test."""
+
+    def __init__(self, see: Callable[[], None]) -> None:
+        self.see, self.tests = see, 0
+
+    def Test(self) -> bool:  # noqa: N802 - mpi4py's name
+        self.see()
+        self.tests += 1
+        return self.tests > 1
+
+
+def collectives(exchange: Exchange) -> dict[str, Callable[[], object]]:
+    payload = np.arange(8, dtype=np.uint8)
+    return {
+        "Allgather": lambda: exchange.allgather(payload),
+        "Allreduce": lambda: exchange.allreduce_(payload),
+        "Allgatherv": lambda: exchange.allgatherv(payload, [8], [0]),
+        "Alltoallv": lambda: exchange.alltoallv(payload, [8], [0]),
+    }
+
+
+@pytest.mark.parametrize("kind", ["blocking", "polling"])
+def test_collectives_are_marked_while_they_last(kind: str) -> None:
+    exchange = Exchange(MPI.COMM_SELF)
+    used = exchange if kind == "blocking" else exchange.polling()
+    own = used.comm
+    used.comm = comm = Comm(used)
+    for name, call in collectives(used).items():
+        comm.seen.clear()
+        call()
+        assert comm.seen == [[(name, True)]] * (1 if kind == "blocking" else 2)
+        assert not exchange.place.waits()
+    if kind == "blocking":
+        with pytest.raises(RuntimeError, match="no broadcast"):
+            used.broadcast_(np.zeros(1, dtype=np.uint8))
+        assert comm.seen[-1] == [("Bcast", True)]
+        assert not exchange.place.waits(), "a failed call is left too"
+    used.comm = own
+    for each in {used, exchange}:
+        each.close()
+
+
+def test_a_collective_of_host_arrays_calls_into_no_other_module() -> None:
+    exchange = Exchange(MPI.COMM_SELF)
+    called: list[str] = []
+    home = Exchange.allgather.__code__.co_filename
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename != home:
+            called.append(f"{frame.f_code.co_filename}:{frame.f_code.co_name}")
+
+    for name, call in collectives(exchange).items():
+        call()  # what is imported on first use is imported now
+        sys.setprofile(note)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+        called = [where for where in called if not where.startswith(__file__)]
+        assert not called, name
+    exchange.close()
+
+
 # Heartbeats
 
 
 def test_a_beat_survives_its_way(tmp_path: Path) -> None:
-    assert beat.unpack(KEY, beat.pack(KEY, BEAT), 3) == BEAT
+    assert beat.decode(KEY, beat.encode(KEY, BEAT), 3) == BEAT
     longest = Beat(2, 10**12, 10**12, beat.WAITS, "\N{GRINNING FACE}\udcff" * 4000, 1e9, "\N{GRINNING FACE}" * 4000, 10**9)
-    assert len(beat.pack(KEY, longest)) <= beat.LARGEST
-    assert beat.unpack(KEY, beat.pack(KEY, longest), 3) is not None
+    assert len(beat.encode(KEY, longest)) <= beat.LARGEST
+    assert beat.decode(KEY, beat.encode(KEY, longest), 3) is not None
     files = Files(tmp_path / "heartbeats", KEY, 3)
     files.put(BEAT)
     assert files.seen()[2].beat == BEAT
@@ -192,18 +296,18 @@ def test_a_beat_survives_its_way(tmp_path: Path) -> None:
 
 
 def test_what_is_no_beat_of_the_job_is_dropped() -> None:
-    good = beat.pack(KEY, BEAT)
+    good = beat.encode(KEY, BEAT)
     draw = random.Random(5)
     for _ in range(300):
         spoilt = bytearray(good)
         spoilt[draw.randrange(len(spoilt))] ^= 1 << draw.randrange(8)
-        assert beat.unpack(KEY, bytes(spoilt), 3) is None
-    for packet in (b"", good[:20], good[:-1], good + b" " * beat.LARGEST, beat.pack(KEY[::-1], BEAT), b"\0" * 400):
-        assert beat.unpack(KEY, packet, 3) is None
+        assert beat.decode(KEY, bytes(spoilt), 3) is None
+    for packet in (b"", good[:20], good[:-1], good + b" " * beat.LARGEST, beat.encode(KEY[::-1], BEAT), b"\0" * 400):
+        assert beat.decode(KEY, packet, 3) is None
     fields = vars(BEAT)
     for odd in ({**fields, "rank": 3}, {**fields, "rank": -1}, {**fields, "steps": "1"}, {**fields, "rank": True},
                 {**fields, "state": "sleeps"}, {**fields, "more": 1}, {}, {**fields, "seconds": [[]]}):  # fmt: skip
-        assert beat.unpack(KEY, beat.seal(KEY, odd), 3) is None
+        assert beat.decode(KEY, beat.seal(KEY, odd), 3) is None
     nested = b"[" * 1000
     assert beat.unseal(KEY, beat.hmac.digest(KEY, nested, "sha256") + nested) is None
 
@@ -214,7 +318,7 @@ def test_stray_datagrams_change_nothing(make: Callable[..., Job]) -> None:
     number = job.dogs[0].hub.newest[1][0].number
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         for port in (dog.mail.port for dog in job.dogs):
-            for packet in (b"", b"x" * 60000, beat.pack(KEY[::-1], BEAT), beat.seal(KEY, {"beat": 1, "ending": True})):
+            for packet in (b"", b"x" * 60000, beat.encode(KEY[::-1], BEAT), beat.seal(KEY, {"beat": 1, "ending": True})):
                 with contextlib.suppress(OSError):
                     stranger.sendto(packet, ("127.0.0.1", port))
     wait_until(lambda: job.dogs[0].hub.newest[1][0].number > number)
@@ -239,12 +343,12 @@ def test_a_forked_process_does_not_speak_for_the_rank(make: Callable[..., Job], 
 
 def test_the_table_puts_ranks_together_and_those_that_wait_last() -> None:
     waits = Beat(**{**vars(BEAT), "state": beat.WAITS, "where": "Allgather"})
-    seen = {rank: Seen(waits, 1.0) for rank in range(1000)}
+    seen = {rank: LastBeat(waits, 1.0) for rank in range(1000)}
     del seen[7]
-    seen[500] = Seen(BEAT, 605.0)
-    seen[999] = Seen(Beat(**{**vars(BEAT), "state": beat.EXITS}), 605.0)
-    assert table(seen, 1000, 17.0) == [
-        "  rank 7: no heartbeat of it is known here",
+    seen[500] = LastBeat(BEAT, 605.0)
+    seen[999] = LastBeat(Beat(**{**vars(BEAT), "state": beat.EXITS}), 605.0)
+    assert rank_table(seen, 1000, 17.0) == [
+        "  rank 7: no heartbeat received",
         "  rank 500: stopped or gone: last heartbeat 605 s ago from node-3, process 4711, "
         "at loop.py:31 in train, after 120 steps",
         "  rank 999: left its loop after 120 steps: its interpreter is at exit",

@@ -1,4 +1,4 @@
-"""Built-in and custom workloads: each learns or at least steps, batches depend on nothing but what they may."""
+"""Built-in and custom workloads: each learns or at least steps, and batches depend only on what they should."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def images(count: int, *shape: int) -> NDArray[np.uint8]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with small data of every kind."""
+    """Make a working directory with small data of every kind."""
     monkeypatch.chdir(tmp_path)
     labels = np.arange(12) % 3
     np.savez("images.npz", x_train=images(12, 8, 8, 3), y_train=labels, x_test=images(6, 8, 8, 3), y_test=labels[:6])
@@ -66,7 +66,7 @@ def small_data(model: str) -> str:
 
 @pytest.mark.parametrize("name", [pytest.param(m, marks=[pytest.mark.slow] * (m in LARGE)) for m in MODELS])
 def test_model_steps(name: str, folder: Path) -> None:
-    """The loss is near that of guessing, every parameter gets a gradient, and a step along it lowers the loss."""
+    """The initial loss is near that of guessing, every parameter gets a gradient, and a step lowers the loss."""
     model, data, task = build(name, small_data(name), seed=0)
     inputs, targets = batch(data.train, 0, 1, 2, 3)
     model.eval()  # no dropout; batch norm by its initial statistics would be wrong, so its modules stay in training
@@ -142,7 +142,7 @@ def batch_labels(data: Data) -> torch.Tensor:
 
 
 def test_seed_decides_the_model(folder: Path) -> None:
-    """And nothing else: the global generators neither matter nor change."""
+    """Nothing else does: the global generators neither matter nor change."""
     torch.manual_seed(5), random.seed(5), np.random.seed(5)
     expected = torch.rand(3), random.random(), np.random.rand()
     first = build("lstm", "text.txt", seed=3)[0].state_dict()
@@ -165,7 +165,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches(kind: str, folder: Path) -> None:
-    """A batch is its examples, each alone; seed and epoch matter where something is random, but never in testing."""
+    """A batch equals its examples one by one; seed and epoch matter only for random training data."""
     model, path, chance = KINDS[kind]
     data = build(model, path, seed=0)[1]
     for train in (True, False):
@@ -202,7 +202,7 @@ def test_images_are_normalised() -> None:
 
 
 def test_windows(folder: Path) -> None:
-    """Test windows lie side by side; training windows are anywhere in the text; targets are one token later."""
+    """Test windows are adjacent, training windows start anywhere, targets are one token later."""
     data = build("lstm", "text.txt", seed=0)[1]
     assert data.sizes["vocabulary"] == 256
     training = PROSE.encode()[: -len(PROSE) // 20]
@@ -222,12 +222,12 @@ def test_windows_of_another_length(folder: Path) -> None:
     assert bytes(batch(data.train, 0, 1, train=False)[0].flatten().tolist()) == PROSE.encode()[:20]
     masked = build("bert-mini", "text.txt:words:10", seed=0)[1]
     assert (batch(masked.train, 0, 1, 2)[1] != IGNORED).sum(1).tolist() == [2, 2, 2]
-    with pytest.raises(ConfigurationError, match="expected windows of 4 words or more, got 3"):
+    with pytest.raises(ConfigurationError, match="expected windows of at least 4 words, got 3"):
         build("lstm", "text.txt:words:3", seed=0)
 
 
 def test_masks(folder: Path) -> None:
-    """Ten of 64 tokens are to be guessed: 80 % masked, 10 % as they were, the rest (10 % and its lucky draws) others."""
+    """Ten of 64 tokens are targets: 80 % masked, 10 % unchanged, 10 % replaced at random."""
     data = build("bert-mini", "text.txt:characters", seed=0)[1]
     plain = build("lstm", "text.txt", seed=0)[1]
     count = len(data.train)
@@ -254,7 +254,7 @@ def test_words_are_numbered_by_frequency(folder: Path) -> None:
 
 
 def test_text_files(folder: Path) -> None:
-    """A file, its .xz and a directory of its halves give the same; train… and test… are used as named."""
+    """A file, its .xz and a directory of its halves give the same data; train… and test… are used as named."""
     half = len(PROSE) // 2
     Path("parts").mkdir()
     Path("parts/a.txt").write_text(PROSE[: half - 1])
@@ -286,7 +286,7 @@ def test_text_files(folder: Path) -> None:
 )
 @pytest.mark.parametrize("kind", [np.uint8, np.float64])
 def test_npz(keys: tuple[str, ...], layout: tuple[int, ...], kind: type, folder: Path) -> None:
-    """Every spelling, layout and type gives the same images; without a test set one in six is held out."""
+    """Every naming, layout and type gives the same images; without a test set one in six is held out."""
     x, y = images(60, 3, 7, 9), (np.arange(60) % 4)[:, None]
     arrays = [x.transpose(layout).astype(kind), y, x[:6].transpose(layout).astype(kind), y[:6]]
     np.savez("any.npz", **dict(zip(keys, arrays, strict=False)))
@@ -306,7 +306,7 @@ def test_npz_without_channels(folder: Path) -> None:
 
 @pytest.mark.parametrize("header", ["", "userId,movieId,rating,timestamp\n", "a,b,c,d\n"])
 def test_csv(header: str, folder: Path) -> None:
-    """The last by time is for testing, a pair that comes twice counts once, a user with one item only trains."""
+    """The latest item is for testing, repeated pairs count once, and users with one item are only for training."""
     rows = (
         "ann,tea,1,30\nann,milk,5,10\nann,rum,3,20\nbob,rum,4,0.5\n\nbob,tea,4,1\ncid,gin,1,1\nbob,rum,1,3\nann,milk,5,11\n"
     )
@@ -327,7 +327,7 @@ def test_csv_of_names_has_no_header(folder: Path) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), unique=True), st.integers(0, 99))
 def test_negatives_are_unseen(pairs: list[tuple[int, int]], seed: int) -> None:
-    """And every unseen item can be drawn."""
+    """Every unseen item can be drawn."""
     users, items = np.array(pairs, np.int64).reshape(-1, 2).T
     unseen = Unseen(users, items, 4, 7)
     for user in range(4):
@@ -367,7 +367,7 @@ def test_synthetic_images_can_be_told_apart() -> None:
 
 
 def test_synthetic_ratings_can_be_learned() -> None:
-    """Items met by those who met the same items are met more often than chance."""
+    """Users with common items share further items more often than by chance."""
     data = build("ncf", "synthetic-ratings", seed=0)[1]
     pairs, _ = data.train.batch(np.arange(len(data.train)), seed=0, epoch=0, train=True)
     met = torch.zeros(2000, 1000)
@@ -380,12 +380,12 @@ def test_synthetic_ratings_can_be_learned() -> None:
 
 BAD_FILES = {
     "keys.npz": ({"pixels": images(3, 2, 2)}, r"keys\.npz: expected arrays x_train.* got pixels"),
-    "labels.npz": ({"images": images(3, 2, 2), "labels": ints(0, 1)}, r"label for each image; got images \(3, 2, 2\)"),
+    "labels.npz": ({"images": images(3, 2, 2), "labels": ints(0, 1)}, r"one label per image; got images \(3, 2, 2\)"),
     "negative.npz": ({"images": images(3, 2, 2), "labels": ints(0, -1, 1)}, "must be class numbers"),
     "flat.npz": ({"images": images(3, 4), "labels": ints(0, 1, 1)}, r"must be numbers \(N, H, W\).* got \(3, 4\)"),
     "nan.npz": ({"images": np.full((2, 2, 2), np.nan), "labels": ints(0, 1)}, "NaN"),
     "huge.npz": ({"images": np.full((2, 2, 2), 1e300), "labels": ints(0, 1)}, "infinite values"),
-    "label.npz": ({"images": images(2, 2, 2), "labels": ints(0, 2**40)}, r"below 1,048,576; got 1099511627776; number the"),
+    "label.npz": ({"images": images(2, 2, 2), "labels": ints(0, 2**40)}, r"below 1,048,576, got 1099511627776; number the"),
     "unsigned.npz": (
         {"images": images(2, 2, 2), "labels": np.array([0, 2**64 - 1], np.uint64)},
         "must be class numbers below",
@@ -394,7 +394,7 @@ BAD_FILES = {
     "object.npz": ({"images": np.array([None, {}]), "labels": ints(0, 1)}, "plain arrays"),
     "shapes.npz": (
         {"x_train": images(2, 2, 2), "y_train": ints(0, 1), "x_test": images(2, 3, 2), "y_test": ints(0, 1)},
-        r"one shape, got .* \(1, 2, 2\) and \(1, 3, 2\)",
+        r"the same shape, got .* \(1, 2, 2\) and \(1, 3, 2\)",
     ),
     "no.npz": (b"not a zip", "expected an .npz of plain arrays"),
     "empty.txt": (b"", r"empty\.txt: .* \(the text is empty\)"),
@@ -407,9 +407,9 @@ BAD_FILES = {
     "never.csv": (b"1,2,3,4\n1,3,3,inf\n", r"never\.csv, line 2: the timestamp must be finite, got 'inf'"),
     "order.csv": (b"item,user\n1,2\n", "the header says item,user; reorder"),
     "none.csv": (b"user,item\n", "the file has none"),
-    "single.csv": (b"1,1\n2,2\n", "users with two items"),
-    "all.csv": (b"1,1\n1,2\n2,2\n", "1 users met all 2 items"),
-    "picture.png": (b"", "cannot tell what is in 'picture.png'; expected a path: images.npz"),
+    "single.csv": (b"1,1\n2,2\n", "users with at least two items"),
+    "all.csv": (b"1,1\n1,2\n2,2\n", "1 users have all 2 items"),
+    "picture.png": (b"", "unknown type of file 'picture.png'; expected a path: images.npz"),
 }
 
 
@@ -472,7 +472,7 @@ error = Task("squared error", False, lambda o, t: ((o - t) ** 2).mean(), lambda 
 
 @pytest.fixture
 def custom(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A module `wl` in the working directory, which is not on the path (as for a console script)."""
+    """Create a module `wl` in the working directory, which is not on the path (as for a console script)."""
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     monkeypatch.delitem(sys.modules, "wl", raising=False)
     Path("wl.py").write_text(CUSTOM)
@@ -499,7 +499,7 @@ def test_custom_factories(custom: Path) -> None:
 
 
 def test_custom_randomness_follows_the_example(custom: Path) -> None:
-    """A dataset that draws from the global generators gives the same example in any batch, and leaves them alone."""
+    """A dataset that uses the global generators gives the same example in any batch, and leaves them unchanged."""
     data = build("wl:linear", "wl:pair", seed=0)[1]
     torch.manual_seed(1)
     state = torch.get_rng_state(), random.getstate()
@@ -522,7 +522,7 @@ def test_custom_randomness_follows_the_example(custom: Path) -> None:
         ("ncf", "text.txt", "needs data with the sizes users, items"),
         ("wl:linear", None, "model 'wl:linear' has no data of its own; choose from: digits"),
         ("wl:liner", "digits", "no 'liner'; did you mean 'linear'"),
-        ("wl:many", "digits", "one argument, sizes, or of none, got one of 2"),
+        ("wl:many", "digits", "one argument, sizes, or none; this one requires 2"),
         ("wl:wrong", "digits", "must return a torch.nn.Module, got int"),
         ("wl:ready", "digits", "expected a function or class to call, got an object of Linear"),
         ("wl.py:linear", "digits", "no module 'wl.py'.* for the file wl.py write wl:"),
@@ -562,7 +562,7 @@ def test_classes_metric() -> None:
 
 @pytest.mark.parametrize("name", ["tokens", "masked-tokens"])
 def test_token_metric(name: str) -> None:
-    """Ignored targets count nowhere; of evenly likely tokens the perplexity is their number."""
+    """Ignored targets do not count; the perplexity of equally likely tokens is their number."""
     task = TASKS[name]
     outputs, targets = torch.zeros(2, 3, 8), torch.tensor([[1, -100, 2], [7, 0, -100]])
     outputs[0, 1] = torch.arange(8.0)
@@ -574,7 +574,7 @@ def test_token_metric(name: str) -> None:
 
 
 def test_rating_metric() -> None:
-    """Tenth is a hit, eleventh is not; ties and NaN are none."""
+    """Rank ten is a hit, eleven is not; ties and NaN are not hits."""
     outputs = torch.zeros(4, 100)
     outputs[0, 0], outputs[0, 1:10] = 1, 2
     outputs[1, 0], outputs[1, 1:11] = 1, 2
@@ -595,7 +595,7 @@ def mix(word: int) -> int:
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40), st.integers(0, 2**40))
 def test_draws(seed: int, epoch: int, index: int) -> None:
-    """The vector is what the hash is in whole numbers."""
+    """The vectorized hash equals the one in Python integers."""
     step = 0x9E3779B97F4A7C15
     row = mix((index * step + mix(mix((seed + step) % 2**64) ^ epoch)) % 2**64)
     assert draw(ints(0, index), 3, seed=seed, epoch=epoch)[1].tolist() == [mix((row + i * step) % 2**64) for i in (1, 2, 3)]
@@ -609,7 +609,7 @@ def test_draws_are_even() -> None:
 
 
 def test_names_need_no_torch() -> None:
-    """Nor MPI: the names and their descriptions are for --help on a login node."""
+    """Nor MPI: --help shows the names and descriptions on a login node."""
     code = (
         "import sys, mpisparse.runtime.workloads as w; print([m for m in ('torch', 'numpy', 'mpi4py') if m in sys.modules])"
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import mpisparse
 from mpisparse.backends.cuda.launcher import BLOCK, SCAN
 from mpisparse.errors import ConfigurationError
 
@@ -14,7 +13,7 @@ EXACT = ("-ftz=false", "-fmad=false", "-prec-div=true")
 
 def directory() -> Path:
     """Find the sources: inside the package, or next to it in a checkout."""
-    package = Path(mpisparse.__file__).parent
+    package = Path(__file__).parents[2]
     for place in (package / "kernels", package.parent / "kernels"):
         if (place / "common.cu").is_file():
             return place

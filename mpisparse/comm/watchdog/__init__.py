@@ -1,7 +1,7 @@
-"""The watchdog: ends a job in which a rank waits for others that do not come, and tells where each rank was last.
+"""The watchdog: ends a job that hangs, and prints where each rank was last.
 
-Every rank has a thread that looks how long the rank has been inside one call of MPI, and tells rank 0 by heartbeats outside
-MPI. Time counts only while no rank says that it is in an exempt phase (saving, evaluating, probing, or the user's own).
+A thread of every rank measures how long the rank has been inside one collective call, and reports to rank 0 by heartbeats
+outside MPI. The clock stops while any rank is in an exempt phase (saving, evaluating, probing, or one of the user's own).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ DIRECTORY = "heartbeats"  # in the run's directory
 
 
 def check_timeout(timeout: object) -> float:
-    """Return the timeout in seconds, or say what is wrong with it."""
+    """Return the timeout in seconds; raise ConfigurationError if it is not one."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout < math.inf:
         raise ConfigurationError(f"timeout must be a number of seconds >= 0 (0: no watchdog), got {timeout!r}")
     return float(timeout)
 
 
 def watch(exchange: Any, timeout: float, directory: Path | None = None) -> Watchdog | None:
-    """Start to watch an exchange, unless it has one rank or the timeout is 0; collective.
+    """Start watching an exchange, unless it has one rank or the timeout is 0; collective.
 
-    directory: the run's, for heartbeats as files where datagrams do not get through; rank 0's counts.
+    `directory` is the run's: heartbeats go there as files if datagrams do not get through. Rank 0's is used.
     """
     if exchange.size == 1 or timeout == 0:
         return None

@@ -1,4 +1,4 @@
-"""A heartbeat: what a rank says of itself, sealed with the job's key so that nothing else is taken for one."""
+"""Heartbeats: the state of one rank, authenticated with the job's key so that stray packets are ignored."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, get_type_hints
 
-LARGEST = 1200  # bytes: a datagram that no network cuts in two
-LONGEST = {"where": 160, "host": 60}  # characters, of up to four bytes
+LARGEST = 1200  # bytes: fits in one packet of any network
+MOST_CHARACTERS = {"where": 160, "host": 60}  # characters, of up to four bytes
 SEAL = hashlib.sha256().digest_size
 
 RUNS, WAITS, EXEMPT, CLOSED, EXITS = "runs", "waits", "exempt", "closed", "exits"
@@ -18,10 +18,11 @@ STATES = (RUNS, WAITS, EXEMPT, CLOSED, EXITS)
 
 @dataclass(frozen=True)
 class Beat:
-    """Where a rank is. `where`: a line of code, the call that it waits in for `seconds`, or the name of a phase.
+    """What a rank is doing.
 
-    number: counts a rank's beats, so that a late one does not replace a newer. struck: it has waited too long. reported:
-    it has printed its stack.
+    `where` is a line of code, the collective call that it has been in for `seconds`, or the name of a phase. `number`
+    increases from beat to beat of a rank, so that a late packet does not replace a newer one. `struck`: the rank has waited
+    longer than the timeout. `reported`: it has printed its stack.
     """
 
     rank: int
@@ -36,12 +37,12 @@ class Beat:
     reported: bool = False
 
     def __post_init__(self) -> None:
-        for name, longest in LONGEST.items():
+        for name, longest in MOST_CHARACTERS.items():
             object.__setattr__(self, name, getattr(self, name)[-longest:])
 
     @property
     def left(self) -> bool:
-        """Whether the rank will not come back."""
+        """Whether the rank has left for good."""
         return self.state in (CLOSED, EXITS)
 
     def __str__(self) -> str:
@@ -58,13 +59,13 @@ TYPES = get_type_hints(Beat)
 
 
 def seal(key: bytes, value: dict[str, Any]) -> bytes:
-    """A record as bytes that only holders of the key can make."""
+    """Encode a record with a message authentication code."""
     text = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
     return hmac.digest(key, text, "sha256") + text
 
 
 def unseal(key: bytes, packet: bytes) -> dict[str, Any] | None:
-    """The record in a packet, or None if it is no record, too long, or of somebody without the key."""
+    """Decode a packet; None if it is too long, not a record, or not authenticated with the key."""
     text = packet[SEAL:]
     if len(packet) > LARGEST or not hmac.compare_digest(packet[:SEAL], hmac.digest(key, text, "sha256")):
         return None
@@ -75,19 +76,19 @@ def unseal(key: bytes, packet: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def pack(key: bytes, beat: Beat) -> bytes:
-    """A beat as a packet."""
+def encode(key: bytes, beat: Beat) -> bytes:
+    """Encode a beat as a packet."""
     return seal(key, asdict(beat))
 
 
-def unpack(key: bytes, packet: bytes, ranks: int) -> Beat | None:
-    """The beat in a packet, or None if it is not one of this job's."""
+def decode(key: bytes, packet: bytes, ranks: int) -> Beat | None:
+    """Decode a packet; None if it is not a beat of this job."""
     value = unseal(key, packet)
     return None if value is None else read(value, ranks)
 
 
 def read(value: object, ranks: int) -> Beat | None:
-    """The beat in a record, or None if there is none of these ranks."""
+    """Build a beat from a record; None if a field is missing, of another type or out of range."""
     if not isinstance(value, dict) or set(value) != set(TYPES):
         return None
     if any(type(value[name]) is not kind for name, kind in TYPES.items()):

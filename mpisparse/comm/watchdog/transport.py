@@ -1,7 +1,7 @@
-"""Ways for heartbeats outside MPI: datagrams to rank 0, and files in the run's directory where those do not get through.
+"""How heartbeats travel outside MPI: as datagrams to rank 0, or as files in the run's directory if those do not get through.
 
-Datagrams need no connection, so that one socket of rank 0 serves any number of ranks. Beats are sent again and again: one
-that is lost does no harm.
+Datagrams need no connection, so one socket of rank 0 serves any number of ranks. Beats are repeated, so losing one is
+harmless.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from mpisparse.comm.watchdog.beat import LARGEST, Beat, pack, read, seal, unpack, unseal
+from mpisparse.comm.watchdog.beat import LARGEST, Beat, decode, encode, read, seal, unseal
 
-SIOCGIFADDR = 0x8915  # asks Linux for an interface's address
-BUFFER_NBYTES = 4 << 20  # for the beats of thousands of ranks that come at once
+SIOCGIFADDR = 0x8915  # Linux: address of an interface
+BUFFER_NBYTES = 4 << 20  # room for the beats of thousands of ranks at once
 MOST_NAMES = 8
 
 
-class Seen(NamedTuple):
+class LastBeat(NamedTuple):
     """A rank's newest beat, and its age in seconds."""
 
     beat: Beat
@@ -33,7 +33,7 @@ class Seen(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What rank 0 answers: whether some rank is in an exempt phase, whether the job is ending, and its own beat."""
+    """Rank 0's answer to a beat: whether any rank is in an exempt phase, whether the job is ending, and its own beat."""
 
     excused: bool
     ending: bool
@@ -41,7 +41,7 @@ class Answer(NamedTuple):
 
 
 def open_socket() -> socket.socket | None:
-    """A socket for datagrams from anywhere, or None where there are none."""
+    """Open a socket that receives datagrams from anywhere; None if the system allows none."""
     with contextlib.suppress(OSError), contextlib.ExitStack() as undo:
         made = undo.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
         made.setblocking(False)
@@ -53,7 +53,7 @@ def open_socket() -> socket.socket | None:
 
 
 def own_names() -> list[str]:
-    """The IPv4 addresses of this host's interfaces; its name if there are none but loopback."""
+    """List the IPv4 addresses of this host, and its name if only loopback addresses exist."""
     found = []
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
@@ -66,7 +66,7 @@ def own_names() -> list[str]:
 
 
 class Mailbox:
-    """A socket with its key; take() waits for packets, and wake() ends that from another thread."""
+    """A socket and the job's key; take() waits for packets, and wake() interrupts it from another thread."""
 
     def __init__(self, made: socket.socket, key: bytes) -> None:
         self.socket = made
@@ -76,23 +76,23 @@ class Mailbox:
         self.poll.register(made, select.POLLIN)
 
     def post(self, packet: bytes, addresses: Iterable[tuple[str, int]]) -> None:
-        """Send a packet; one that cannot be sent is as good as lost."""
+        """Send a packet; failures count as lost packets."""
         for address in addresses:
             with contextlib.suppress(OSError):
                 self.socket.sendto(packet, address)
 
     def take(self, seconds: float, more: float = 0.0) -> list[tuple[bytes, tuple[str, int]]]:
-        """The packets that are there, or the first that comes within some seconds and those so many seconds after it."""
+        """Wait up to `seconds` for a packet, then `more` seconds for others; return all that arrived."""
         if self.poll.poll(1000 * max(0.0, seconds)):
             time.sleep(more)
         packets: list[tuple[bytes, tuple[str, int]]] = []
-        with contextlib.suppress(OSError):  # no more of them
+        with contextlib.suppress(OSError):  # the queue is empty
             while len(packets) < 1000:
                 packets.append(self.socket.recvfrom(LARGEST + 1))
         return packets
 
     def wake(self) -> None:
-        """Let take() return."""
+        """Make take() return."""
         self.post(b"", [("127.0.0.1", self.port)])
 
     def close(self) -> None:
@@ -101,9 +101,9 @@ class Mailbox:
 
 
 class Hub:
-    """On rank 0: takes the beats of all ranks and answers each.
+    """Rank 0's end: receives the beats of all ranks and answers each.
 
-    pause: seconds in which more beats may come after one, so that many ranks do not wake it one by one.
+    `pause`: seconds to wait for more beats after the first, so that many ranks do not wake it one by one.
     """
 
     def __init__(self, mail: Mailbox, ranks: int, pause: float) -> None:
@@ -114,49 +114,49 @@ class Hub:
         self.addresses: dict[int, tuple[str, int]] = {}
 
     def put(self, beat: Beat) -> None:
-        """Take a beat, unless a newer one is here."""
+        """Store a beat unless a newer one of its rank is known."""
         known = self.newest.get(beat.rank)
         if known is None or known[0].number < beat.number:
             self.newest[beat.rank] = beat, time.monotonic()
 
     def listen(self, seconds: float, answer: Answer) -> None:
-        """Take and answer beats that are there, or come within some seconds."""
+        """Receive beats for up to `seconds`, and answer each."""
         for packet, address in self.mail.take(seconds, self.pause):
-            beat = unpack(self.mail.key, packet, self.ranks)
+            beat = decode(self.mail.key, packet, self.ranks)
             if beat is not None:
                 self.put(beat)
                 self.addresses[beat.rank] = address
                 self._tell(answer, [address])
 
     def tell_all(self, answer: Answer) -> None:
-        """Answer before being asked."""
+        """Send the answer to all ranks without waiting for their beats."""
         self._tell(answer, self.addresses.values())
 
     def _tell(self, answer: Answer, addresses: Iterable[tuple[str, int]]) -> None:
         record = {"excused": answer.excused, "ending": answer.ending, "beat": asdict(answer.beat)}
         self.mail.post(seal(self.mail.key, record), addresses)
 
-    def seen(self) -> dict[int, Seen]:
-        """The newest beat of every rank that was heard of."""
+    def seen(self) -> dict[int, LastBeat]:
+        """Return the newest beat of every rank that has sent one."""
         now = time.monotonic()
-        return {rank: Seen(beat, now - at) for rank, (beat, at) in self.newest.items()}
+        return {rank: LastBeat(beat, now - at) for rank, (beat, at) in self.newest.items()}
 
 
 class Line:
-    """On other ranks: the way to rank 0, by whichever of its names answers."""
+    """The other ranks' end: sends beats to rank 0, at first to all of its addresses, then to the one that answered."""
 
     def __init__(self, mail: Mailbox, names: list[str], port: int) -> None:
         self.mail = mail
         self.addresses = [(name, port) for name in names]
         self.answer: Answer | None = None
-        self.answered = time.monotonic()  # or when the first question was asked
+        self.answered = time.monotonic()  # until the first answer: when this was made
 
     def send(self, beat: Beat) -> None:
-        """Tell rank 0."""
-        self.mail.post(pack(self.mail.key, beat), self.addresses)
+        """Send a beat to rank 0."""
+        self.mail.post(encode(self.mail.key, beat), self.addresses)
 
     def listen(self, seconds: float) -> None:
-        """Take answers for some seconds, or until one comes."""
+        """Wait up to `seconds` for an answer."""
         for packet, address in self.mail.take(seconds):
             value = unseal(self.mail.key, packet) or {}
             beat = read(value.get("beat"), 1)
@@ -167,7 +167,7 @@ class Line:
 
 
 class Files:
-    """Beats as files in a directory that all ranks see: each rank writes its own and may read those of the others."""
+    """Beats as files in a directory that all ranks see, one file per rank."""
 
     def __init__(self, directory: Path, key: bytes, ranks: int) -> None:
         self.directory = directory
@@ -175,24 +175,24 @@ class Files:
         self.ranks = ranks
 
     def put(self, beat: Beat) -> None:
-        """Write a beat; where that fails there is none."""
+        """Write a beat; failures are ignored."""
         path = self._path(beat.rank)
         with contextlib.suppress(OSError):
             self.directory.mkdir(exist_ok=True)
             unfinished = path.with_suffix(f".{beat.pid}")
-            unfinished.write_bytes(pack(self.key, beat))
+            unfinished.write_bytes(encode(self.key, beat))
             os.replace(unfinished, path)
 
-    def seen(self) -> dict[int, Seen]:
-        """The beats of this job that can be read. Their age is by the clocks of this host and the file's."""
-        found: dict[int, Seen] = {}
+    def seen(self) -> dict[int, LastBeat]:
+        """Read the beats of this job. Ages compare this host's clock with that of the file system."""
+        found: dict[int, LastBeat] = {}
         for rank in range(self.ranks) if self.directory.is_dir() else ():
             with contextlib.suppress(OSError):
                 with self._path(rank).open("rb") as file:
                     packet, written = file.read(LARGEST + 1), os.fstat(file.fileno()).st_mtime
-                beat = unpack(self.key, packet, self.ranks)
+                beat = decode(self.key, packet, self.ranks)
                 if beat is not None and beat.rank == rank:
-                    found[rank] = Seen(beat, max(0.0, time.time() - written))
+                    found[rank] = LastBeat(beat, max(0.0, time.time() - written))
         return found
 
     def remove(self, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""The thread of a rank that counts how long exchanges are waited in, talks to the others, and ends the job."""
+"""The watchdog's thread: measures how long its rank waits, exchanges heartbeats, and ends a job that hangs."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mpisparse.comm.place import Place, Wait
 from mpisparse.comm.watchdog.beat import CLOSED, EXEMPT, EXITS, RUNS, WAITS, Beat
-from mpisparse.comm.watchdog.place import Place, Wait
-from mpisparse.comm.watchdog.transport import Answer, Files, Hub, Line, Mailbox, Seen
-from mpisparse.comm.watchdog.words import HUNG, own_report, say, table
+from mpisparse.comm.watchdog.transport import Answer, Files, Hub, LastBeat, Line, Mailbox
+from mpisparse.comm.watchdog.words import HUNG, own_report, print_lines, rank_table
 
-LONGEST_BEAT = 5.0  # seconds between heartbeats of a rank
-MOST_BEATS = 50  # a second that rank 0 takes
-LAST_RESORT = 20.0  # seconds that MPI has to end the job
+LONGEST_BEAT = 5.0  # seconds between heartbeats of one rank
+MOST_BEATS = 50  # that rank 0 receives per second
+LAST_RESORT = 20.0  # seconds after which the process exits by itself if MPI has not ended the job
 
 
 class Watchdog:
-    """The thread of one rank, and what it knows. Ends with close(), and with the interpreter."""
+    """The watchdog of one rank. Its thread ends with close() or with the interpreter."""
 
     def __init__(self, exchange: Any, timeout: float, made: socket.socket | None, agreed: dict[str, Any]) -> None:
         self.place: Place = exchange.place
         self.rank, self.size, self.timeout = exchange.rank, exchange.size, timeout
         self.tick = min(max(LONGEST_BEAT, self.size / MOST_BEATS), timeout / 10)
-        self.silent = 3 * self.tick + 2.0  # a rank that is not heard of for so long is stopped or gone
-        self.grace = 2 * self.tick + 3.0  # for other ranks to report, once one has waited too long
+        self.silent = 3 * self.tick + 2.0  # seconds without a heartbeat after which a rank counts as stopped or gone
+        self.grace = 2 * self.tick + 3.0  # seconds that other ranks get to report once one has timed out
         self.end_job: Callable[[int], None] = _end_job
         key = bytes.fromhex(agreed["key"])
         self.mail = Mailbox(made, key) if made is not None else None
@@ -39,26 +39,26 @@ class Watchdog:
         reachable = self.mail is not None and self.rank > 0 and agreed["port"] is not None
         self.line = Line(self.mail, agreed["names"], agreed["port"]) if self.mail is not None and reachable else None
         self.files = Files(Path(agreed["directory"]), key, self.size) if agreed["directory"] is not None else None
-        self.counted: dict[Wait, float] = {}  # seconds of each wait in which nobody was excused
+        self.counted: dict[Wait, float] = {}  # seconds of each wait during which no rank was exempt
         self.number = 0
-        self.final = ""  # the state in which this rank has left
-        self.struck = 0.0  # when this rank had waited too long
-        self.ending = 0.0  # when rank 0 heard of one that had
+        self.final = ""  # how this rank left, once it has
+        self.struck = 0.0  # when this rank timed out
+        self.ending = 0.0  # when rank 0 learnt of a rank that timed out
         self.reported = False
         self.left = threading.Event()
         self.pid = os.getpid()
         self.thread = threading.Thread(target=self._run, name="mpisparse-watchdog", daemon=True)
 
     def start(self) -> Watchdog:
-        """Begin to watch."""
-        self._tell()  # host and process are known from now on
+        """Start the thread."""
+        self._tell()  # from now on rank 0 knows this host and process
         self.thread.start()
         _LIVE.add(self)
         return self
 
     def close(self, state: str = CLOSED) -> None:
-        """Say that this rank has left, and end the thread; local. Rank 0's goes on until the others have left too."""
-        if self.final or os.getpid() != self.pid:  # a forked process has no word in this
+        """Report that this rank has left, and end the thread; local. Rank 0's thread runs until all others have left."""
+        if self.final or os.getpid() != self.pid:  # a forked process does not speak for the rank
             return
         self.final = state
         for _ in range(2):  # a datagram may be lost
@@ -72,7 +72,7 @@ class Watchdog:
     # The thread
 
     def _run(self) -> None:
-        self.left.wait(self.tick * (0.5 + 0.5 * self.rank / self.size))  # not all at once
+        self.left.wait(self.tick * (0.5 + 0.5 * self.rank / self.size))  # spread the ranks' beats
         try:
             last = due = time.monotonic()
             while not self._done():
@@ -84,21 +84,21 @@ class Watchdog:
                 self._listen(due - now)
                 self._act()
         finally:
-            if self.final and self.files is not None:  # a beat may have been on its way to a file when this rank left
+            if self.final and self.files is not None:  # the thread may have written one more beat after close()
                 self.files.remove(self.rank)
             if self.mail is not None:
                 self.mail.close()
 
     def _done(self) -> bool:
-        """Whether this rank has left and, on rank 0, none is left that would ask."""
+        """Whether this rank has left and, on rank 0, no other rank still sends beats."""
         if not self.final or self.hub is None:
             return bool(self.final)
         return all(beat.left or age > self.silent for beat, age in self.hub.seen().values())
 
     def _count(self, elapsed: float) -> None:
-        """Add the time since the last look to waits that still last, unless somebody is excused.
+        """Add the time since the last tick to the current waits, unless some rank is exempt.
 
-        A process that was stopped itself for a while counts two ticks of it at most.
+        If this process was suspended meanwhile, at most two ticks count.
         """
         now, elapsed = time.monotonic(), 0.0 if self._excused() else min(elapsed, 2 * self.tick)
         self.counted = {wait: self.counted.get(wait, 0.0) + min(elapsed, now - wait.since) for wait in self.place.waits()}
@@ -110,7 +110,7 @@ class Watchdog:
             self.struck = now
 
     def _excused(self) -> bool:
-        """Whether some rank is in an exempt phase. What a rank said last holds until it has been silent for the timeout."""
+        """Whether some rank is in an exempt phase. A rank's last beat is valid until it is older than the timeout."""
         if self.place.phase():
             return True
         if self.hub is not None:
@@ -119,17 +119,17 @@ class Watchdog:
             return False
         return self.line.answer.excused
 
-    def _any_exempt(self, seen: dict[int, Seen]) -> bool:
+    def _any_exempt(self, seen: dict[int, LastBeat]) -> bool:
         return any(beat.state == EXEMPT and age < self.timeout for beat, age in seen.values())
 
     def _lost(self) -> bool:
-        """Whether heartbeats do not get through to rank 0, or no answers from it."""
+        """Whether heartbeats do not reach rank 0, or its answers do not arrive."""
         if self.rank == 0:
             return self.hub is None
         return self.line is None or time.monotonic() - self.line.answered > self.silent
 
     def _tell(self) -> None:
-        """Send a heartbeat, as a file too if datagrams do not get through."""
+        """Send a heartbeat, also as a file if datagrams do not get through."""
         beat = self._beat()
         if self.hub is not None:
             self.hub.put(beat)
@@ -171,7 +171,7 @@ class Watchdog:
     # The end
 
     def _act(self) -> None:
-        """Report and end the job, if it is time for that."""
+        """Report, and end the job, when a rank has timed out."""
         now = time.monotonic()
         if self.hub is not None:
             seen = self.hub.seen()
@@ -181,11 +181,11 @@ class Watchdog:
             late = [beat for beat, age in seen.values() if age <= self.silent and not (beat.left or beat.reported)]
             if self.ending and self.reported and (not late or now - self.ending > self.grace):
                 self._end({**(self.files.seen() if self.files is not None else {}), **seen}, "")
-        told = self.line is not None and self.line.answer is not None and self.line.answer.ending
-        if (self.struck or self.ending or told) and not self.reported:
+        ending = self.line is not None and self.line.answer is not None and self.line.answer.ending
+        if (self.struck or self.ending or ending) and not self.reported:
             self.reported = True
             if not self.final:
-                say(self.rank, own_report(self.place))
+                print_lines(self.rank, own_report(self.place))
             self._tell()
         if self.struck and self.hub is None and now - self.struck > 2 * self.grace:
             self._end_alone()
@@ -193,37 +193,37 @@ class Watchdog:
     def _end_alone(self) -> None:
         """End the job without rank 0."""
         seen = self.files.seen() if self.files is not None else {}
-        seen[self.rank] = Seen(self._beat(), 0.0)
+        seen[self.rank] = LastBeat(self._beat(), 0.0)
         lost = "datagrams to rank 0 do not get through"
         if self.line is not None and self.line.answer is not None:
-            seen[0] = Seen(self.line.answer.beat, time.monotonic() - self.line.answered)
+            seen[0] = LastBeat(self.line.answer.beat, time.monotonic() - self.line.answered)
             lost = "rank 0, which collects heartbeats, does not answer"
         way = f"these are from {self.files.directory}" if self.files is not None else "there is no run directory for files"
         self._end(seen, f"{lost}; {way}; an exempt phase of another rank may not be known here")
 
-    def _end(self, seen: dict[int, Seen], remark: str) -> None:
-        """Say where each rank was last, and end the job."""
-        say(
+    def _end(self, seen: dict[int, LastBeat], remark: str) -> None:
+        """Print where each rank was last, and end the job."""
+        print_lines(
             self.rank,
             [
-                f"watchdog: an exchange was waited in for more than {self.timeout:g} s; the ranks were last seen so:",
-                *table(seen, self.size, self.silent),
+                f"watchdog: a rank has waited in an exchange for more than {self.timeout:g} s; where the ranks were last:",
+                *rank_table(seen, self.size, self.silent),
                 *([remark] if remark else []),
-                f"watchdog: ending all ranks with exit code {HUNG}; docs/sharp-bits.md tells more",
+                f"watchdog: ending all ranks with exit code {HUNG}; see docs/sharp-bits.md",
             ],
         )
         self.end_job(HUNG)
 
 
 def _end_job(code: int) -> None:
-    """End all ranks through MPI, or this one if MPI does not."""
+    """End all ranks through MPI; if that fails, end at least this process."""
     from mpisparse.comm.exchange import end_job
 
     resort = threading.Timer(LAST_RESORT, os._exit, (code,))
     resort.daemon = True
-    with contextlib.suppress(RuntimeError):  # no new threads at the interpreter's exit
+    with contextlib.suppress(RuntimeError):  # the interpreter starts no threads while it exits
         resort.start()
-    time.sleep(0.5)  # mpirun forwards what was printed before it hears of the end
+    time.sleep(0.5)  # let mpirun forward the output first
     end_job(code)
 
 
@@ -232,7 +232,7 @@ _LIVE: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 
 @atexit.register
 def _leave() -> None:
-    """At the interpreter's exit: say so. Rank 0, which would wait in MPI_Finalize for the others, answers them meanwhile."""
+    """Report the interpreter's exit. Rank 0, which MPI_Finalize would block, first answers the others until they leave."""
     live = list(_LIVE)
     for watchdog in live:
         watchdog.close(EXITS)

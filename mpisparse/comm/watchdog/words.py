@@ -1,4 +1,4 @@
-"""What is printed before a job that hangs is ended."""
+"""What the watchdog prints before it ends a job."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 
-from mpisparse.comm.watchdog.place import Place
-from mpisparse.comm.watchdog.transport import Seen
+from mpisparse.comm.place import Place
+from mpisparse.comm.watchdog.transport import LastBeat
 
 HUNG = 87  # exit code of a job in which ranks waited too long for others
 
 
-def say(rank: int, lines: Iterable[str]) -> None:
-    """Print lines with the rank before each, all at once, so that those of other ranks do not come between them."""
-    with contextlib.suppress(Exception):  # nothing that happens here may keep the job from ending
+def print_lines(rank: int, lines: Iterable[str]) -> None:
+    """Print lines prefixed with the rank, in one write so that the output of other ranks does not mix in."""
+    with contextlib.suppress(Exception):  # no failure here may keep the job from ending
         sys.stdout.flush()
         sys.stderr.write("".join(f"r{rank} | {line}\n" for line in lines))
         sys.stderr.flush()
 
 
 def own_report(place: Place) -> list[str]:
-    """Where this rank is: the calls of MPI that it waits in, and the stack of its training loop."""
+    """Describe this rank: the collective calls that it waits in, and the stack of its training loop."""
     now, lines = time.monotonic(), []
     for wait in place.waits():
         seconds = now - wait.since
@@ -33,18 +33,18 @@ def own_report(place: Place) -> list[str]:
     return [f"watchdog: {what}, after {place.steps} steps; its training loop is here:", *place.stack(place.thread)]
 
 
-def table(seen: Mapping[int, Seen], ranks: int, silent: float) -> list[str]:
-    """Where each rank was last, those that wait after all others; ranks of which the same can be said share a line."""
-    told: dict[str, list[int]] = {}
+def rank_table(seen: Mapping[int, LastBeat], ranks: int, silent: float) -> list[str]:
+    """List where each rank was last, waiting ranks at the end; ranks with the same description share a line."""
+    groups: dict[str, list[int]] = {}
     for rank in range(ranks):
-        told.setdefault(_last(seen.get(rank), silent), []).append(rank)
-    waiting = {text for text in told if text.startswith("waiting")}
-    return [f"  {_ranks(told[text])}: {text}" for text in sorted(told, key=lambda text: (text in waiting, told[text]))]
+        groups.setdefault(_last(seen.get(rank), silent), []).append(rank)
+    waiting = {text for text in groups if text.startswith("waiting")}
+    return [f"  {_ranks(groups[text])}: {text}" for text in sorted(groups, key=lambda text: (text in waiting, groups[text]))]
 
 
-def _last(known: Seen | None, silent: float) -> str:
+def _last(known: LastBeat | None, silent: float) -> str:
     if known is None:
-        return "no heartbeat of it is known here"
+        return "no heartbeat received"
     beat, age = known
     if beat.left or age <= silent:
         return str(beat)
@@ -52,7 +52,7 @@ def _last(known: Seen | None, silent: float) -> str:
 
 
 def _ranks(ranks: list[int]) -> str:
-    """As in "rank 3" or "ranks 0-2, 5"."""
+    """Format as "rank 3" or "ranks 0-2, 5"."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:

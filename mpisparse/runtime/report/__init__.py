@@ -1,4 +1,4 @@
-"""report: one self-contained page of pictures from run directories, runs overlaid; or from records of benchmarks."""
+"""mpisparse report: one self-contained HTML page of charts, from runs or from records of benchmarks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.report.bench import bench_page, figures, read_records, standalone
-from mpisparse.runtime.report.bench_figures import Record
+from mpisparse.runtime.report.bench_figures import BenchRecord
 from mpisparse.runtime.report.page import asset, page
 from mpisparse.runtime.report.read import read_runs
 
@@ -17,10 +17,10 @@ __all__ = ["write"]
 
 
 def write(runs: Sequence[Path], out: Path | None = None, pictures: Path | None = None) -> Path:
-    """Write the page of these runs, or of these files of records, and return where it is.
+    """Write the page of these runs, or of these files of records, and return its path.
 
-    By default that is RUN/report.html for one run, FILE.html beside one FILE.jsonl, else ./report.html. With `pictures`,
-    those of records are written there too, a file each. Files are written beside and renamed: whole or not there.
+    The default is RUN/report.html for one run, FILE.html next to one FILE.jsonl, else ./report.html. With `pictures`,
+    each chart of records is also written there as an SVG file. Files are written atomically.
     """
     runs = [Path(run) for run in runs]
     try:
@@ -36,9 +36,9 @@ def write(runs: Sequence[Path], out: Path | None = None, pictures: Path | None =
 
 
 def _page(runs: Sequence[Path], files: Sequence[bool], pictures: Path | None) -> str:
-    """The page's text; pictures are written."""
+    """Return the HTML of the page; write the pictures."""
     if any(files) and not all(files):
-        raise ConfigurationError("expected run directories or files of records, got both; make a page of each")
+        raise ConfigurationError("expected run directories or files of records, got both; make a page for each kind")
     if all(files) and runs:
         records = [record for run in runs for record in read_records(run)]
         text = bench_page(records, asset("page.css"))
@@ -46,11 +46,13 @@ def _page(runs: Sequence[Path], files: Sequence[bool], pictures: Path | None) ->
             _write_pictures(records, pictures)
         return text
     if pictures is not None:
-        raise ConfigurationError("pictures as files are made of records that mpisparse bench --out FILE.jsonl wrote")
+        raise ConfigurationError(
+            "--pictures needs files that mpisparse bench --out wrote, got run directories; leave it out"
+        )
     return page(read_runs(runs))
 
 
-def _write_pictures(records: Sequence[Record], directory: Path) -> None:
+def _write_pictures(records: Sequence[BenchRecord], directory: Path) -> None:
     style = asset("page.css")
     directory.mkdir(parents=True, exist_ok=True)
     for bench in dict.fromkeys(record["bench"] for record in records):
@@ -61,13 +63,13 @@ def _write_pictures(records: Sequence[Record], directory: Path) -> None:
 
 def _write_whole(out: Path, text: str) -> None:
     try:
-        beside = out.with_name(f".{out.name}.{os.getpid()}")
+        draft = out.with_name(f".{out.name}.{os.getpid()}")
         try:
-            beside.write_text(text, encoding="utf-8")
-            beside.replace(out)
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(out)
         except OSError:
             with contextlib.suppress(OSError):  # a read-only file system may refuse this too
-                beside.unlink(missing_ok=True)
+                draft.unlink(missing_ok=True)
             raise
     except (OSError, ValueError) as error:  # ValueError: a path without a name
         why = error.strerror if isinstance(error, OSError) else error

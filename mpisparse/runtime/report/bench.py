@@ -1,4 +1,4 @@
-"""Pages and pictures from the records of benchmarks: JSON lines that `mpisparse bench ... --out FILE.jsonl` wrote."""
+"""Pages and pictures from records of benchmarks: JSON lines written by `mpisparse bench ... --out FILE.jsonl`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from mpisparse import __version__
 from mpisparse.arrays import Doubles
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.report import svg
-from mpisparse.runtime.report.bench_figures import FIGURES, Bars, Plot, Record
+from mpisparse.runtime.report.bench_figures import FIGURES, Bars, BenchRecord, Plot
 from mpisparse.runtime.report.chart import figure, run_classes
 from mpisparse.runtime.report.scale import fit
 from mpisparse.runtime.report.svg import HEIGHT, RIGHT, WIDTH, Frame, Look
 from mpisparse.runtime.report.thin import thin
 from mpisparse.runtime.report.units import number, say
+from mpisparse.version import __version__
 
 COLUMNS = 220
-BAR, NAMED, NAME_LETTER = 17.0, 200.0, 6.6  # the height of a bar, the most room for its name, and that of a letter of it
-LONGEST = 28  # letters of a name that are shown
+BAR, NAMED, NAME_LETTER = 17.0, 200.0, 6.6  # height of a bar, maximum width of its name, width of a letter
+LONGEST = 28  # letters of a name, before it is shortened
 LEGEND_LINE, LEGEND_LETTER = 15.0, 6.1
 HIDDEN = ("bench", "elements", "rounds", "ms_by_phase")
 
@@ -39,8 +39,8 @@ class Series:
     y: Doubles
 
 
-def read_records(path: Path) -> list[Record]:
-    """Read the records of a file; raises ConfigurationError where a line is none of ours."""
+def read_records(path: Path) -> list[BenchRecord]:
+    """Read the records of a file; raise ConfigurationError if a line is not a record."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -54,7 +54,7 @@ def read_records(path: Path) -> list[Record]:
             known = False
         if not known:
             raise ConfigurationError(
-                f"expected a record of mpisparse bench in line {at} of {path}, got {line[:60]!r}; name what its --out wrote"
+                f"expected a record of mpisparse bench in line {at} of {path}, got {line[:60]!r}; pass what its --out wrote"
             )
         records.append(record)
     if not records:
@@ -62,8 +62,8 @@ def read_records(path: Path) -> list[Record]:
     return records
 
 
-def figures(records: Sequence[Record]) -> list[tuple[str, str, str]]:
-    """All pictures of the records: title, note, and the picture; those that nothing can be drawn in are left out."""
+def figures(records: Sequence[BenchRecord]) -> list[tuple[str, str, str]]:
+    """Return the pictures of the records as (title, note, SVG), without those that would be empty."""
     drawn = []
     for bench in dict.fromkeys(record["bench"] for record in records):
         mine = [record for record in records if record["bench"] == bench]
@@ -75,8 +75,8 @@ def figures(records: Sequence[Record]) -> list[tuple[str, str, str]]:
     return drawn
 
 
-def bench_page(records: Sequence[Record], style: str) -> str:
-    """A page of tables and pictures."""
+def bench_page(records: Sequence[BenchRecord], style: str) -> str:
+    """Return a page of pictures and tables."""
     benches = list(dict.fromkeys(record["bench"] for record in records))
     body = [f"<header><h1>bench {escape(', '.join(benches))}</h1></header><main>"]
     shown = "".join(figure(title, note, picture) for title, note, picture in figures(records))
@@ -91,7 +91,7 @@ def bench_page(records: Sequence[Record], style: str) -> str:
 
 
 def standalone(picture: str, style: str) -> str:
-    """A picture as a file of its own, on a card's background, with that part of the page's style inside that is about it."""
+    """Make a picture a file of its own: add a background and the part of the page's style that it needs."""
     colours, _, others = style.partition("* {")
     style = colours + "svg text" + others.partition("svg text")[2].partition("#tip")[0]
     opening, rest = picture.split(">", 1)
@@ -100,8 +100,8 @@ def standalone(picture: str, style: str) -> str:
     return f"{opening}><style>{escape(style, quote=False)}{font}</style>{ground}{rest}\n"
 
 
-def _values(record: Record, shape: Plot | Bars) -> Any:
-    """What is drawn of a record, in the axis's own unit."""
+def _values(record: BenchRecord, shape: Plot | Bars) -> Any:
+    """Return the values of a record to draw, in the base unit of the axis."""
     factor = {"ms": 1e-3, "MB": 1e6}.get(shape.kind, 1.0)
     return np.asarray(record[shape.y], dtype=np.float64) * factor
 
@@ -110,7 +110,7 @@ def _kind(shape: Plot | Bars) -> str:
     return {"ms": "seconds", "MB": "bytes"}.get(shape.kind, shape.kind)
 
 
-def _series(plot: Plot, records: Sequence[Record]) -> list[Series]:
+def _series(plot: Plot, records: Sequence[BenchRecord]) -> list[Series]:
     if not plot.by_ranks:
         made = [(plot.name(r), _values(r, plot)) for r in records]
         return [Series(name, np.arange(1.0, len(y) + 1), y) for name, y in made if y.ndim == 1 and len(y)]
@@ -122,8 +122,8 @@ def _series(plot: Plot, records: Sequence[Record]) -> list[Series]:
     return series
 
 
-def _lines(plot: Plot, records: Sequence[Record]) -> str:
-    """Lines, with their names below."""
+def _lines(plot: Plot, records: Sequence[BenchRecord]) -> str:
+    """Draw lines with a legend below."""
     series = _series(plot, records)
     x, y = fit([s.x for s in series], log=plot.by_ranks), fit([s.y for s in series], log=plot.log, pad=0.05)
     if not series or x is None or y is None:
@@ -133,7 +133,7 @@ def _lines(plot: Plot, records: Sequence[Record]) -> str:
     frame = Frame(x, replace(y, kind=_kind(plot)))
     drawn = []
     for i, s in enumerate(series):
-        thinned = thin(frame.x.place(s.x), s.y, s.y, s.y, COLUMNS)
+        thinned = thin(frame.x.fraction(s.x), s.y, s.y, s.y, COLUMNS)
         drawn.append(svg.draw_line(frame, thinned, Look(run_classes(i), s.name)))
     picture = svg.picture(plot.title, _describe(plot, series), frame, drawn)
     size = f"0 0 {WIDTH:g} {HEIGHT:g}"
@@ -141,7 +141,7 @@ def _lines(plot: Plot, records: Sequence[Record]) -> str:
 
 
 def _legend(names: Sequence[str]) -> tuple[str, float]:
-    """The names in their colours, as many in a line as fit; and how high that is."""
+    """Draw the names with their colours, as many per line as fit; return them and their height."""
     parts, across, down = [], 8.0, HEIGHT + 8
     for i, name in enumerate(names):
         width = 26 + LEGEND_LETTER * len(name)
@@ -154,13 +154,13 @@ def _legend(names: Sequence[str]) -> tuple[str, float]:
 
 
 def _short(name: str) -> str:
-    """A name that fits: names mostly differ at their ends, so that what is left out is in the middle."""
+    """Shorten a name in the middle, as names mostly differ at their ends."""
     half = LONGEST // 2
     return name if len(name) <= LONGEST else f"{name[: half - 1]}…{name[-half:]}"
 
 
-def _bars(bars: Bars, records: Sequence[Record]) -> str:
-    """A bar for each record, its name before and its value behind it."""
+def _bars(bars: Bars, records: Sequence[BenchRecord]) -> str:
+    """Draw a bar per record, between its name and its value."""
     values = [float(_values(r, bars)) for r in records]
     most = max((v for v in values if math.isfinite(v)), default=0.0)
     if most <= 0:
@@ -191,7 +191,7 @@ def _describe(plot: Plot, series: Sequence[Series]) -> str:
     return " ".join(parts)
 
 
-def _table(bench: str, records: Sequence[Record]) -> str:
+def _table(bench: str, records: Sequence[BenchRecord]) -> str:
     keys = [k for k in dict.fromkeys(k for r in records for k in r) if k not in HIDDEN and not k.endswith("_by_step")]
     head = "".join(f"<th>{escape(key.replace('_', ' '))}</th>" for key in keys)
     rows = "".join("<tr>" + "".join(f"<td>{_cell(r.get(key))}</td>" for key in keys) + "</tr>" for r in records)

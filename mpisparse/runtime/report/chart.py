@@ -1,4 +1,4 @@
-"""A chart: runs overlaid against one axis, each in its colour, with what happened as thin marks."""
+"""A chart: runs overlaid along one axis, each in its colour, with events as thin marks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from mpisparse.runtime.report.svg import Frame, Look
 from mpisparse.runtime.report.thin import Thinned, thin
 from mpisparse.runtime.report.units import say
 
-COLOURS = 8  # runs beyond them repeat the colours with broken lines
-QUIET = ("start", "checkpoint", "end")  # events that are marked by a short tick; others over the whole height
-TALL, OFTEN = 1.6, 98  # a peak is so many times this percentile of all
+COLOURS = 8  # further runs repeat them with broken lines
+QUIET = ("start", "checkpoint", "end")  # events shown as a short tick; others span the whole height
+TALL, OFTEN = 1.6, 98  # a rare peak is more than TALL times the OFTENth percentile
 BYTES_X, STEPS_X, TIME_X = "bytes", "steps", "time"
-NAMES = {
+AXES = {
     STEPS_X: ("count", "steps"),
-    TIME_X: ("seconds", "time of training"),
-    BYTES_X: ("bytes", "bytes received by a rank"),
+    TIME_X: ("seconds", "training time"),
+    BYTES_X: ("bytes", "bytes received per rank"),
 }
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One series of one run: points, and where given how far around them the ranks lie. Style: run, eval or other."""
+    """One series of one run, optionally with its range over ranks. `style` is run, evaluation, set or dense."""
 
     run: int
     name: str
@@ -48,9 +48,10 @@ class Trace:
 
 @dataclass(frozen=True)
 class Chart:
-    """What one chart shows. log None: the y axis is a log scale where values range widely; crosses: mark the non-finite.
+    """What one chart shows.
 
-    cut: rare peaks end at the frame, lest they flatten all else.
+    log: use a log scale for y; None: only if values range widely. crosses: mark non-finite values. cut: let rare peaks
+    exceed the frame, so that they do not flatten the rest.
     """
 
     title: str
@@ -67,7 +68,7 @@ class Chart:
 
 @dataclass
 class Sheet:
-    """The runs of a page, and what every chart of theirs shares: places along the axes, and how finely to draw."""
+    """The runs of a page, and what all their charts share: the horizontal axes and the resolution."""
 
     runs: Sequence[Run]
     columns: int = field(init=False)
@@ -76,17 +77,17 @@ class Sheet:
         self.columns = min(220, max(60, 900 // len(self.runs)))
 
     def extent(self, axis: str) -> list[Doubles]:
-        """Say how far each run reaches along an axis, lest charts side by side differ in it."""
+        """Return the first and last value of each run along an axis, so that all charts share its range."""
         return [self.along(run, axis, run.steps["step"], run.steps["time"])[[0, -1]] for run in self.runs]
 
     def along(self, run: Run, axis: str, step: Doubles, time: Doubles) -> Doubles:
-        """Say where steps of a run, taken at these times, lie along an axis."""
+        """Return the values along an axis of steps of a run that were done at these times."""
         if axis == BYTES_X:
             return np.interp(step, run.steps["step"], run.received())
         return step if axis == STEPS_X else time
 
     def traces(self, axis: str, name: str, *, spread: bool = False, exchanged: bool = False) -> list[Trace]:
-        """Take a column of every run's steps that has any value, with its minimum and maximum over ranks if it spreads."""
+        """Return a column of every run that has values in it; `spread` adds minimum and maximum over ranks."""
         traces = []
         for i, run in enumerate(self.runs):
             column = f"{name}.mean" if spread else name
@@ -121,15 +122,15 @@ class Sheet:
 
     def _thin(self, frame: Frame, trace: Trace) -> Thinned:
         low, high = (trace.y if v is None else v for v in (trace.low, trace.high))
-        return thin(frame.x.place(trace.x), trace.y, low, high, self.columns)
+        return thin(frame.x.fraction(trace.x), trace.y, low, high, self.columns)
 
     def _marks(self, frame: Frame, axis: str) -> str:
         return "".join(event_marks(self, run, frame, axis, Look(run_classes(i))) for i, run in enumerate(self.runs))
 
 
 def x_axis(axis: str, reach: Sequence[Doubles], more: Sequence[Doubles] = ()) -> Axis | None:
-    """Fit a horizontal axis from zero on to where the runs reach; one of bytes is a log scale where they differ widely."""
-    kind, name = NAMES[axis]
+    """Fit a horizontal axis from zero to the end of the runs; log scale for bytes if runs differ widely."""
+    kind, name = AXES[axis]
     ends = [float(part[-1]) for part in reach if part[-1] > 0]
     log = axis == BYTES_X and bool(ends) and max(ends) / min(ends) > WIDE
     fitted = fit([*reach, *more] if log else [*reach, *more, np.zeros(1)], log=log)
@@ -138,23 +139,24 @@ def x_axis(axis: str, reach: Sequence[Doubles], more: Sequence[Doubles] = ()) ->
 
 
 def event_marks(sheet: Sheet, run: Run, frame: Frame, axis: str, look: Look) -> str:
-    """Draw a run's events along an axis."""
+    """Mark a run's events along an axis."""
     parts = []
     for tall in (False, True):
         events = [event for event in run.events if (event.kind in QUIET) != tall]
         step = np.array([event.step for event in events], dtype=np.float64)
-        places = frame.x.place(sheet.along(run, axis, step, np.array([event.time for event in events], dtype=np.float64)))
-        parts.append(svg.draw_marks(frame, places, replace(look, classes=look.classes + " tall" * tall), tall=tall))
+        time = np.array([event.time for event in events], dtype=np.float64)
+        fractions = frame.x.fraction(sheet.along(run, axis, step, time))
+        parts.append(svg.draw_marks(frame, fractions, replace(look, classes=look.classes + " tall" * tall), tall=tall))
     return "".join(parts)
 
 
 def run_classes(run: int) -> str:
-    """Give the CSS classes of a run: its colour, how its lines are broken, and itself, to be hidden by."""
+    """Return the CSS classes of a run: its own, by which it is hidden, its colour, and how its lines are broken."""
     return f"r{run} c{run % COLOURS}" + (f" b{run // COLOURS % 4}" if run >= COLOURS else "")
 
 
 def figure(title: str, note: str, picture: str, classes: str = "") -> str:
-    """Put a picture under its caption."""
+    """Return a figure with its caption."""
     caption = f"<figcaption><b>{escape(title)}</b> <span>{escape(note)}</span></figcaption>"
     return (
         f'<figure class="{classes}">{caption}{picture}</figure>\n' if classes else f"<figure>{caption}{picture}</figure>\n"
@@ -162,8 +164,8 @@ def figure(title: str, note: str, picture: str, classes: str = "") -> str:
 
 
 def describe(chart: Chart) -> str:
-    """Say in words what a chart shows: each series from its first value to its last, and between what it lies."""
-    parts = [f"{chart.note}. Horizontal: {NAMES[chart.along][1]}."]
+    """Describe a chart in words: first, last, minimum and maximum of each series."""
+    parts = [f"{chart.note}. Horizontal: {AXES[chart.along][1]}."]
     for trace in chart.traces:
         values = trace.y[np.isfinite(trace.y)]
         if len(values):
@@ -175,7 +177,7 @@ def describe(chart: Chart) -> str:
 
 
 def peak(values: Doubles) -> float:
-    """Give the height of a frame around values: all of them, unless few lie far above all others."""
+    """Return the highest value to fit into the frame: the maximum, unless it is a rare peak."""
     finite = values[np.isfinite(values)]
     if not len(finite):
         return math.inf
@@ -184,6 +186,6 @@ def peak(values: Doubles) -> float:
 
 
 def ratio(above: Doubles, below: Doubles) -> Doubles:
-    """Divide, NaN where there is nothing to divide by."""
+    """Divide; NaN where the divisor is zero or not finite."""
     divided: Doubles = np.divide(above, below, out=np.full(len(above), math.nan), where=(below > 0) & (below < math.inf))
     return divided

@@ -16,7 +16,7 @@ def loss(sheet: Sheet) -> list[str]:
     evaluated = any(run.metric and np.isfinite(run.evals[run.metric]["loss"]).any() for run in sheet.runs)
     on = sorted({run.data[run.metric] for run in sheet.runs if run.metric and run.data[run.metric]})
     dashed = "; dashed: evaluation" + (f" on {' or '.join(on)} data" if on else "")
-    note = "training, mean; band: all ranks" + (dashed if evaluated else "")
+    note = "training, mean; band: range over ranks" + (dashed if evaluated else "")
     figures = []
     for axis, against in AGAINST.items():
         traces = [*sheet.traces(axis, "loss", spread=True), *_evals(sheet, axis, "loss", "evaluation")]
@@ -41,7 +41,7 @@ def metrics(sheet: Sheet) -> list[str]:
 
 
 def density(sheet: Sheet) -> list[str]:
-    """Draw actual and set density, how far they are apart, and the threshold."""
+    """Draw actual and set density, the deviation between them, and the threshold."""
     actual = sheet.traces(STEPS_X, "density", exchanged=True)
     chosen = [_styled(trace, "set") for trace in sheet.traces(STEPS_X, "set_density")]
     apart = [
@@ -51,10 +51,10 @@ def density(sheet: Sheet) -> list[str]:
     threshold = [_positive(trace) for trace in sheet.traces(STEPS_X, "threshold", exchanged=True)]
     threshold = [trace for trace in threshold if np.isfinite(trace.y).any()]
     charts = (
-        Chart("Density", "selected share of all elements; dashed: set", STEPS_X, "number", [*chosen, *actual], log=None),
-        Chart("Deviation of density", "actual over set, less one", STEPS_X, "percent", apart, levels=((0.0, ""),)),
+        Chart("Density", "share of elements selected; dashed: set", STEPS_X, "number", [*chosen, *actual], log=None),
+        Chart("Deviation of density", "actual over set, minus one", STEPS_X, "percent", apart, levels=((0.0, ""),)),
         Chart(
-            "Threshold", "magnitude from which elements are selected; log scale", STEPS_X, "number", threshold, log=True,
+            "Threshold", "smallest magnitude that is selected; log scale", STEPS_X, "number", threshold, log=True,
             empty="no scheme with a threshold",
         ),
     )  # fmt: skip
@@ -62,7 +62,7 @@ def density(sheet: Sheet) -> list[str]:
 
 
 def traffic(sheet: Sheet) -> list[str]:
-    """Draw bytes of a step and so far against those of a dense exchange, and how unevenly the work is spread."""
+    """Draw bytes per step and in total, compared with a dense exchange, and the imbalance."""
     per_step = [_positive(trace) for trace in sheet.traces(STEPS_X, "bytes_received", spread=True)]
     per_step = [trace for trace in per_step if np.isfinite(trace.y).any()]
     dense = _dense(sheet)
@@ -80,20 +80,20 @@ def traffic(sheet: Sheet) -> list[str]:
     none = "nothing was received"
     charts = (
         Chart(
-            "Bytes of a step", "received by a rank; log scale", STEPS_X, "bytes", per_step, log=True, empty=none,
+            "Bytes per step", "received per rank; log scale", STEPS_X, "bytes", per_step, log=True, empty=none,
             levels=dense,
         ),
         Chart(
-            "Bytes so far", "received by a rank; dashed: dense; log scale", STEPS_X, "bytes", [*dense_so_far, *so_far],
+            "Total bytes", "received per rank; dashed: dense; log scale", STEPS_X, "bytes", [*dense_so_far, *so_far],
             log=True, empty=none,
         ),
-        Chart("Imbalance", "busiest rank over the mean, less one", STEPS_X, "percent", balance),
+        Chart("Imbalance", "busiest rank over the mean, minus one", STEPS_X, "percent", balance),
     )  # fmt: skip
     return [sheet.figure(chart) for chart in charts]
 
 
 def speculation(sheet: Sheet) -> list[str]:
-    """Draw how finely rank 0 filtered, what it moved ahead and took back, and its drift; nothing where no run speculates."""
+    """Draw granularity, corrections and drift on rank 0; nothing if no run uses scheme speculative."""
     fine, moved, back, drift, after = (
         [trace for trace in sheet.traces(STEPS_X, f"speculation.{name}") if np.isfinite(trace.y).any()]
         for name in ("fine", "updated", "corrected", "drift", "drift_after")
@@ -103,7 +103,7 @@ def speculation(sheet: Sheet) -> list[str]:
     charts = (
         Chart("Granularity", "share of layers filtered weight by weight, on rank 0", STEPS_X, "percent", fine),
         Chart(
-            "Corrections", "weights that returned to the global ones, on rank 0; dashed: moved ahead", STEPS_X, "number",
+            "Corrections", "weights reset to the global ones, on rank 0; dashed: weights moved ahead", STEPS_X, "number",
             [*(_styled(trace, "set") for trace in moved), *back],
         ),
         Chart(
@@ -115,7 +115,7 @@ def speculation(sheet: Sheet) -> list[str]:
 
 
 def details(sheet: Sheet) -> list[str]:
-    """Draw each number that schemes report beyond those common to all; nothing where there is none."""
+    """Draw each number that only some schemes report; nothing if there is none."""
     charts = []
     for name in details_in_order(name for run in sheet.runs for name in run.details):
         about = detail(name)
@@ -125,7 +125,7 @@ def details(sheet: Sheet) -> list[str]:
 
 
 def _dense(sheet: Sheet) -> tuple[tuple[float, str], ...]:
-    """Give the bytes of a dense exchange, at most three different ones; named where there is room."""
+    """Return the bytes of a dense exchange, at most three different values, labelled where there is room."""
     values = sorted({float(v) for run in sheet.runs for v in np.unique(run.steps["bytes_dense"]) if v > 0}, reverse=True)[:3]
     return tuple(
         (value, "" if i and values[i - 1] < 2 * value else f"dense {nbytes(value)}") for i, value in enumerate(values)
@@ -138,9 +138,9 @@ def _evals(sheet: Sheet, axis: str, column: str, style: str, name: str | None = 
         metric = run.metric if name is None else name
         if metric is None or metric not in run.evals:
             continue
-        rows = run.evals[metric]
-        x = sheet.along(run, axis, rows["step"], rows["time"])
-        traces.append(Trace(i, run.name, x, rows[column], style=style))
+        evals = run.evals[metric]
+        x = sheet.along(run, axis, evals["step"], evals["time"])
+        traces.append(Trace(i, run.name, x, evals[column], style=style))
     return [trace for trace in traces if np.isfinite(trace.y).any()]
 
 

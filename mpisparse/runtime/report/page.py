@@ -1,4 +1,4 @@
-"""The page: headline and settings in tables, then the charts, in one HTML file that needs nothing else."""
+"""The page of runs: summary and settings in tables, then the charts, in one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from datetime import datetime
 from html import escape
 from importlib.resources import files
 
-from mpisparse import __version__
 from mpisparse.runtime.report import overlays, partitions, phases, summary
 from mpisparse.runtime.report.chart import QUIET, Sheet, run_classes
 from mpisparse.runtime.report.read import Event, Run
 from mpisparse.runtime.report.units import number, seconds
+from mpisparse.version import __version__
 
-CROWD = 4  # more runs than that have fainter bands
-LISTED = 40  # events of a run that are listed
+CROWD = 4  # with more runs, bands are fainter
+LISTED = 40  # events per run that are listed
 
 
 def page(runs: Sequence[Run]) -> str:
-    """Write the page of these runs as HTML."""
+    """Return the page of these runs as HTML."""
     sheet = Sheet(runs)
     title = f"{runs[0].name if len(runs) == 1 else f'{len(runs)} runs'} · mpisparse"
     body = [
@@ -64,7 +64,7 @@ def _shared(runs: Sequence[Run], name: str) -> str:
 
 
 def _legend(runs: Sequence[Run]) -> str:
-    """List the runs with their colours; a box hides a run, by style alone."""
+    """List the runs with their colours; a checkbox hides a run, by CSS alone."""
     keys = "".join(
         f'<label class="{run_classes(i)}" title="{escape(run.name)}">'
         f'<input type="checkbox" id="show-{i}" checked="checked"/>'
@@ -93,10 +93,10 @@ def _tables(runs: Sequence[Run]) -> str:
 
 
 def _data(cell: summary.Cell) -> str:
-    aside = f" <small>{escape(cell.aside)}</small>" if cell.aside else ""
+    note = f" <small>{escape(cell.note)}</small>" if cell.note else ""
     if math.isnan(cell.value):
-        return escape(cell.text) + aside
-    return f'<data value="{cell.value!r}">{escape(cell.text)}</data>{aside}'
+        return escape(cell.text) + note
+    return f'<data value="{cell.value!r}">{escape(cell.text)}</data>{note}'
 
 
 def _settings(runs: Sequence[Run], names: Iterable[str]) -> list[tuple[str, list[str], bool]]:
@@ -113,7 +113,7 @@ def _shown(value: object) -> str:
 
 
 def _table(runs: Sequence[Run], rows: Iterable[tuple[str, list[str], bool]]) -> str:
-    """Make a table with a column a run; rows marked as different stand out."""
+    """Make a table with a column per run; marked rows stand out."""
     heads = "".join(f'<th scope="col" class="{run_classes(i)}">{_name(run)}</th>' for i, run in enumerate(runs))
     lines = []
     for label, cells, marked in rows:
@@ -134,7 +134,7 @@ def _section(title: str, mark: str, figures: Sequence[str]) -> str:
 
 
 def _each(sheet: Sheet) -> str:
-    """Give every run a row of its own: phases, borders, workloads."""
+    """Draw phases, borders and workloads, one row of charts per run."""
     keys = "".join(map(phases.key, phases.all_phases(sheet)))
     rows = []
     for i, run in enumerate(sheet.runs):
@@ -146,7 +146,7 @@ def _each(sheet: Sheet) -> str:
 
 def _events(runs: Sequence[Run]) -> str:
     lists = "".join(_event_list(i, run) for i, run in enumerate(runs) if run.events)
-    note = "Short ticks at the foot of a chart are checkpoints, starts and ends; upright lines are all other events."
+    note = "Short ticks at the bottom of a chart are starts, checkpoints and ends; vertical lines are all other events."
     return f'<section id="events"><h2>Events</h2><p>{note}</p>{lists}</section>\n' if lists else ""
 
 
@@ -168,7 +168,7 @@ def _event_list(index: int, run: Run) -> str:
 
 
 def _listed(events: Sequence[Event]) -> list[Event]:
-    """Choose the events to list: all if they are few, else the rare ones, else the first and last of those."""
+    """Choose the events to list: all if they are few, else the rare kinds, else the first and last of these."""
     if len(events) <= LISTED:
         return list(events)
     rare = [event for event in events if event.kind not in QUIET]
@@ -176,5 +176,5 @@ def _listed(events: Sequence[Event]) -> list[Event]:
 
 
 def asset(name: str) -> str:
-    """Read a file that lies beside this one."""
+    """Read a file from this package's directory."""
     return files(__package__).joinpath(name).read_text(encoding="utf-8")

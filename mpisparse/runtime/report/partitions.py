@@ -1,4 +1,4 @@
-"""Who has what: a run's partition borders over time, and how much of the selection lies in each partition."""
+"""Partitions of a run: their borders over time, and how many elements are selected in each."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from mpisparse.runtime.report.thin import Thinned, thin
 from mpisparse.runtime.report.units import number, percent
 
 COLUMNS, LINES, BORDERS, CELLS = 110, 16, 32, 128
-ABOVE, BELOW = (222, 107, 20), (37, 110, 214)  # colours of more and less than the mean, on light and dark alike
-Stretch = tuple[Doubles, Doubles]  # steps, and a row of as many values each
+ABOVE, BELOW = (222, 107, 20), (37, 110, 214)  # colours above and below the mean, readable on light and dark
+Stretch = tuple[Doubles, Doubles]  # steps, and a matrix with a row per step
 
 
 def borders(sheet: Sheet, index: int) -> str:
@@ -34,13 +34,13 @@ def borders(sheet: Sheet, index: int) -> str:
     along = x_axis(STEPS_X, [run.steps["step"]])
     if not stretches or along is None:
         return figure(title, "elements", svg.nothing(title, "no partitions"))
-    most = max(rows.shape[1] - 1 for _, rows in stretches)
-    frame = Frame(along, Axis(0.0, max(float(rows.max()) for _, rows in stretches) or 1.0, kind="count"))
+    most = max(matrix.shape[1] - 1 for _, matrix in stretches)
+    frame = Frame(along, Axis(0.0, max(float(matrix.max()) for _, matrix in stretches) or 1.0, kind="count"))
     drawn = []
-    for steps, rows in stretches:
-        count = rows.shape[1] - 1
-        shown = rows[:, _chosen(count)] if count > LINES else rows
-        drawn += _bands(frame, thin(along.place(steps), shown, shown, shown, COLUMNS), lined=count <= LINES)
+    for steps, matrix in stretches:
+        count = matrix.shape[1] - 1
+        shown = matrix[:, _chosen(count)] if count > LINES else matrix
+        drawn += _bands(frame, thin(along.fraction(steps), shown, shown, shown, COLUMNS), lined=count <= LINES)
     drawn.append(event_marks(sheet, run, frame, STEPS_X, Look("ink")))
     note = f"first element of each of {most} partitions"
     if most > LINES:
@@ -51,50 +51,50 @@ def borders(sheet: Sheet, index: int) -> str:
 
 
 def workloads(sheet: Sheet, index: int) -> str:
-    """Draw how much is selected in each partition beside the mean: lines, or for many partitions a heat map."""
+    """Draw the selected elements of each partition relative to their mean: as lines, or as a heat map if there are many."""
     run, title = sheet.runs[index], "Workload of each partition"
-    stretches = [(steps, _beside_mean(rows)) for steps, rows in _stretches(run, run.workloads)]
+    stretches = [(steps, _relative_to_mean(matrix)) for steps, matrix in _stretches(run, run.workloads)]
     along = x_axis(STEPS_X, [run.steps["step"]])
-    values = [rows[np.isfinite(rows)] for _, rows in stretches]
+    values = [matrix[np.isfinite(matrix)] for _, matrix in stretches]
     if along is None or not any(len(part) for part in values):
         return figure(title, "selected elements", svg.nothing(title, "no partitions"))
     least, greatest = min(float(v.min()) for v in values if len(v)), max(float(v.max()) for v in values if len(v))
     described = f"Between {percent(least)} and {percent(greatest)} of the mean."
-    most = max(rows.shape[1] for _, rows in stretches)
+    most = max(matrix.shape[1] for _, matrix in stretches)
     if most > LINES:
         limit = max(0.1, float(np.percentile(np.abs(np.concatenate(values) - 1), 99)))
         frame = Frame(along, Axis(0.0, float(most), kind="count"))
-        drawn = [_heat(frame, along.place(steps), rows, limit) for steps, rows in stretches]
+        drawn = [_heat(frame, along.fraction(steps), matrix, limit) for steps, matrix in stretches]
         note = f"orange above, blue below the mean of {most}; full colour at {percent(limit)}"
     else:
         axis = fit([np.array([1.0]), *values], pad=0.05) or Axis(0.0, 2.0)
         frame = Frame(along, replace(axis, kind="percent"))
-        drawn = [_lines(frame, along.place(steps), rows) for steps, rows in stretches]
-        note = "selected, of the mean; grey: least to most" + ("; first partition blue, last red" if most > 1 else "")
+        drawn = [_lines(frame, along.fraction(steps), matrix) for steps, matrix in stretches]
+        note = "selected, relative to the mean; grey: range" + ("; first partition blue, last red" if most > 1 else "")
     drawn.append(event_marks(sheet, run, frame, STEPS_X, Look("ink")))
     return figure(title, note, svg.picture(f"{title}: {run.name}", f"{note}. {described}", frame, drawn))
 
 
 def _stretches(run: Run, lists: Sequence[array[float]]) -> list[Stretch]:
-    """Split steps where the number of ranks changes (a run resumed on others); steps without a list are left out."""
+    """Split the steps where the number of ranks changes, as after a resume; leave out steps without a list."""
     steps, stretches, at = run.steps["step"], [], 0
     for width, group in groupby(lists, key=len):
-        rows = list(group)
+        same = list(group)
         if width:
-            matrix = np.frombuffer(b"".join(rows), dtype=np.float64).reshape(len(rows), width)
-            stretches.append((steps[at : at + len(rows)], matrix))
-        at += len(rows)
+            matrix = np.frombuffer(b"".join(same), dtype=np.float64).reshape(len(same), width)
+            stretches.append((steps[at : at + len(same)], matrix))
+        at += len(same)
     return stretches
 
 
-def _beside_mean(rows: Doubles) -> Doubles:
-    mean = rows.mean(axis=1, keepdims=True)
-    beside: Doubles = np.divide(rows, mean, out=np.full(rows.shape, math.nan), where=mean > 0)
-    return beside
+def _relative_to_mean(matrix: Doubles) -> Doubles:
+    mean = matrix.mean(axis=1, keepdims=True)
+    relative: Doubles = np.divide(matrix, mean, out=np.full(matrix.shape, math.nan), where=mean > 0)
+    return relative
 
 
 def _chosen(count: int) -> list[int]:
-    """Choose at most so many borders, evenly, the first and the last among them."""
+    """Choose at most BORDERS borders, evenly spaced, including the first and the last."""
     return [*range(0, count, math.ceil(count / BORDERS)), count]
 
 
@@ -103,47 +103,47 @@ def _bands(frame: Frame, columns: Thinned, *, lined: bool) -> list[str]:
     drawn = []
     for i in range(count):
         look = Look("even" if i % 2 else "odd", "", _hue(i, count))
-        drawn.append(svg.draw_area(frame, columns.places, (columns.mean[:, i], columns.mean[:, i + 1]), look))
+        drawn.append(svg.draw_area(frame, columns.fractions, (columns.mean[:, i], columns.mean[:, i + 1]), look))
     for i in range(1, count) if lined else ():
         drawn.append(svg.draw_band(frame, columns, Look("", "", _hue(i, count)), i))
         drawn.append(svg.draw_line(frame, columns, Look("thin", f"border {i}", _hue(i, count)), i))
     return drawn
 
 
-def _lines(frame: Frame, places: Doubles, rows: Doubles) -> str:
-    least, most = rows.min(axis=1), rows.max(axis=1)
-    around = thin(places, (least + most) / 2, least, most, COLUMNS)
-    columns = thin(places, rows, rows, rows, COLUMNS)
-    count = rows.shape[1]
+def _lines(frame: Frame, fractions: Doubles, matrix: Doubles) -> str:
+    least, most = matrix.min(axis=1), matrix.max(axis=1)
+    around = thin(fractions, (least + most) / 2, least, most, COLUMNS)
+    columns = thin(fractions, matrix, matrix, matrix, COLUMNS)
+    count = matrix.shape[1]
     drawn = [svg.draw_band(frame, around, Look("ink")), svg.draw_level(frame, 1.0, Look(""))]
     drawn += [svg.draw_line(frame, columns, Look("thin", f"partition {i + 1}", _hue(i, count)), i) for i in range(count)]
     return "".join(drawn)
 
 
-def _heat(frame: Frame, places: Doubles, rows: Doubles, limit: float) -> str:
-    """Draw a picture of pixels, a row a partition: colour says more or less than the mean, opacity how much."""
-    cells = _pooled(rows)
-    columns = thin(places, cells, cells, cells, COLUMNS)
-    if not len(columns.places):
+def _heat(frame: Frame, fractions: Doubles, matrix: Doubles, limit: float) -> str:
+    """Draw an image with a row per partition: the colour shows above or below the mean, the opacity how far."""
+    cells = _pooled(matrix)
+    columns = thin(fractions, cells, cells, cells, COLUMNS)
+    if not len(columns.fractions):
         return ""
     apart = columns.mean.T[::-1] - 1
     pixels = np.empty((*apart.shape, 4), dtype=np.uint8)
     pixels[..., :3] = np.where(apart[..., None] > 0, np.array(ABOVE), np.array(BELOW))
     pixels[..., 3] = np.clip(np.abs(apart) / limit, 0, 1) * 235 + 10
-    left, right = frame.across(columns.places[[0, -1]])
-    half = (right - left) / max(1, len(columns.places) - 1) / 2 or 3.0
-    top = float(frame.up(np.array([float(rows.shape[1])]))[0])
+    left, right = frame.across(columns.fractions[[0, -1]])
+    half = (right - left) / max(1, len(columns.fractions) - 1) / 2 or 3.0
+    top = float(frame.up(np.array([float(matrix.shape[1])]))[0])
     return (
         f'<image x="{left - half:.1f}" y="{top:.1f}" width="{right - left + 2 * half:.1f}" '
         f'height="{frame.bottom - top:.1f}" preserveAspectRatio="none" href="data:image/png;base64,{_png(pixels)}"/>'
     )
 
 
-def _pooled(rows: Doubles) -> Doubles:
-    """Average neighbours where there are more partitions than cells."""
-    count = rows.shape[1]
+def _pooled(matrix: Doubles) -> Doubles:
+    """Average neighbouring partitions if there are more than CELLS."""
+    count = matrix.shape[1]
     firsts = np.linspace(0, count, min(count, CELLS), endpoint=False).astype(np.int64)
-    pooled: Doubles = np.add.reduceat(rows, firsts, axis=1) / np.diff(firsts, append=count)
+    pooled: Doubles = np.add.reduceat(matrix, firsts, axis=1) / np.diff(firsts, append=count)
     return pooled
 
 
@@ -163,5 +163,5 @@ def _png(pixels: Bytes) -> str:
 
 
 def _hue(i: int, count: int) -> str:
-    """Colour partitions from blue to red."""
+    """Return the colour of a partition, from blue to red."""
     return f"hsl({220 - 215 * i / max(1, count - 1):.0f} 62% 52%)"

@@ -1,4 +1,4 @@
-"""Where the time goes: the mean of each phase for all runs, a step's time, and each run's phases stacked."""
+"""Where the time goes: means of phases, time per step, and each run's phases stacked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpisparse.runtime.report.svg import Frame, Look
 from mpisparse.runtime.report.thin import thin
 from mpisparse.runtime.report.units import seconds
 
-LABELLED = 4  # so many runs leave room for numbers
+LABELLED = 4  # maximum number of runs that leaves room for numbers
 
 
 def phases_of(run: Run) -> list[str]:
@@ -25,35 +25,35 @@ def phases_of(run: Run) -> list[str]:
 
 
 def all_phases(sheet: Sheet) -> list[str]:
-    """List the phases of all runs in that order."""
+    """List the phases of all runs in the same order."""
     return in_order(name for run in sheet.runs for name in run.phases)
 
 
 def key(name: str) -> str:
-    """Name a phase, with its colour and what it is."""
+    """Return the legend entry of a phase: its name in its colour, with its meaning as a tooltip."""
     about = phase(name)
     return f'<span style="--c:{about.colour}" title="{escape(about.meaning or name)}">{escape(name)}</span>'
 
 
 def mean_seconds(run: Run, name: str) -> float:
-    """Average a phase over the steps that were timed; a step that did not have the phase counts with no time."""
+    """Return the mean time of a phase over the timed steps; a step without the phase counts as zero."""
     values, weights = run.steps[f"seconds.{name}"], run.weights()
     timed = np.isfinite([run.steps[f"seconds.{each}"] for each in run.phases]).any(axis=0) if run.phases else values > 0
     return float(np.average(np.nan_to_num(values)[timed], weights=weights[timed])) if timed.any() else 0.0
 
 
 def overview(sheet: Sheet) -> list[str]:
-    """Draw the mean of each phase, the time of a step, and the learning rate."""
+    """Draw the mean time of each phase, the time per step, and the learning rate."""
     totals = [Trace(i, run.name, run.steps["step"], _total(run)) for i, run in enumerate(sheet.runs) if run.phases]
     rates = sheet.traces(STEPS_X, "lr")
     note = "all phases, mean over ranks; rare peaks are cut"
-    whole = Chart("Time of a step", note, STEPS_X, "seconds", totals, cut=True, empty="no times")
+    whole = Chart("Time per step", note, STEPS_X, "seconds", totals, cut=True, empty="no times")
     rate = Chart("Learning rate", "as set", STEPS_X, "number", rates, log=None, empty="no learning rate")
     return [_bars(sheet), sheet.figure(whole), sheet.figure(rate)]
 
 
 def stacked(sheet: Sheet, index: int) -> str:
-    """Draw a run's phases over its steps, one on the other."""
+    """Draw a run's phases over its steps, stacked."""
     run = sheet.runs[index]
     names = phases_of(run)
     title, note = "Time per phase", "mean over ranks, stacked"
@@ -61,14 +61,14 @@ def stacked(sheet: Sheet, index: int) -> str:
     if not names or along is None:
         return figure(title, note, svg.nothing(title, "no times"))
     values = np.stack([np.nan_to_num(run.steps[f"seconds.{name}"], posinf=0.0) for name in names], axis=1)
-    columns = thin(along.place(run.steps["step"]), values, values, values, sheet.columns)
+    columns = thin(along.fraction(run.steps["step"]), values, values, values, sheet.columns)
     tops = np.cumsum(columns.mean, axis=1)
     height, highest = peak(tops[:, -1]), float(tops[:, -1].max())
     frame = Frame(along, Axis(0.0, 1.05 * height or 1.0, kind="seconds"))
     floor = np.zeros(len(tops))
     drawn = [
         svg.draw_area(
-            frame, columns.places, (tops[:, i - 1] if i else floor, tops[:, i]), Look("", name, phase(name).colour)
+            frame, columns.fractions, (tops[:, i - 1] if i else floor, tops[:, i]), Look("", name, phase(name).colour)
         )
         for i, name in enumerate(names)
     ]
@@ -85,8 +85,8 @@ def _total(run: Run) -> Doubles:
 
 
 def _bars(sheet: Sheet) -> str:
-    """Draw a bar for each phase and run, with its time behind it."""
-    title, note = "Mean time of each phase", "a step's, over all steps and ranks"
+    """Draw a bar per phase and run, followed by its time."""
+    title, note = "Mean time of each phase", "per step, over all steps and ranks"
     names = all_phases(sheet)
     if not names:
         return figure(title, note, svg.nothing(title, "no times"))

@@ -1,4 +1,4 @@
-"""Read run directories: config.toml, and metrics.jsonl as columns of numbers."""
+"""Read run directories: config.toml, and metrics.jsonl as tables of numbers."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ import numpy as np
 
 from mpisparse.arrays import Doubles
 from mpisparse.errors import ConfigurationError
-from mpisparse.runtime.report.rows import Rows
+from mpisparse.runtime.report.step_table import StepTable
 
 SPREADS = {name: (f"{name}.min", f"{name}.mean", f"{name}.max") for name in ("loss", "bytes_received")}
 SINGLES = (
     "step", "time", "lr", "density", "set_density", "threshold", "bytes_dense", "imbalance", "skipped", "every"
 )  # fmt: skip
-AHEAD = ("fine", "updated", "corrected", "drift", "drift_after")  # of scheme speculative, as speculation.NAME
+AHEAD = ("fine", "updated", "corrected", "drift", "drift_after")  # fields of scheme speculative, stored as speculation.NAME
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened beside the steps: start, resume, checkpoint, signal, density, stop, end."""
+    """Something that happened between steps: start, resume, checkpoint, signal, stop, end, ..."""
 
     step: float
     time: float
@@ -36,16 +36,16 @@ class Event:
 
 @dataclass
 class Run:
-    """One run: what was set, what was measured, what happened.
+    """One run: its settings, measurements and events.
 
-    Evaluations are by the name of their data, which old runs do not tell, and of their metric: "validation accuracy".
+    Keys of evaluations are the name of their data, which old runs lack, and of their metric: "validation accuracy".
     """
 
     path: Path
     name: str
     settings: dict[str, object]
-    steps: Rows = field(default_factory=Rows)
-    evals: dict[str, Rows] = field(default_factory=dict)
+    steps: StepTable = field(default_factory=StepTable)
+    evals: dict[str, StepTable] = field(default_factory=dict)
     data: dict[str, str] = field(default_factory=dict)
     higher_is_better: dict[str, bool] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
@@ -56,31 +56,31 @@ class Run:
 
     @property
     def metric(self) -> str | None:
-        """The name of the metric evaluated most often, if any was."""
+        """The name of the metric that was evaluated most often, or None."""
         return max(self.evals, key=lambda name: len(self.evals[name]), default=None)
 
     def weights(self) -> Doubles:
-        """How many steps each line stands for."""
+        """Return how many steps each line stands for."""
         every = self.steps["every"]
         return np.where(np.isfinite(every), every, 1.0)
 
     def received(self) -> Doubles:
-        """Bytes that one rank has received from the start to each line."""
+        """Return the bytes that one rank has received by each line."""
         return self._summed("bytes_received.mean")
 
     def dense(self) -> Doubles:
-        """Bytes that one rank would have received by then in a dense exchange."""
+        """Return the bytes that one rank would have received by each line in a dense exchange."""
         return self._summed("bytes_dense")
 
     def _summed(self, name: str) -> Doubles:
         return np.cumsum(np.nan_to_num(self.steps[name], posinf=0.0) * self.weights())
 
     def exchanged(self, name: str) -> Doubles:
-        """A column of the steps, NaN where the step was skipped and so has no such value."""
+        """Return a column of the steps, NaN where the step was skipped."""
         return np.where(self.steps["skipped"] == 1.0, math.nan, self.steps[name])
 
     def add_step(self, record: dict[str, Any]) -> None:
-        """Add a step; one that is not after the last is a resumed run's: it and all later ones are lived again."""
+        """Add a step. If it is not after the last one, the run was resumed: forget this step and all later ones first."""
         row = {name: record[name] for name in SINGLES if name in record}
         for name in SPREADS:
             row |= _spread(name, record.get(name))
@@ -102,32 +102,32 @@ class Run:
         self.workloads.append(workloads)
 
     def add_eval(self, record: dict[str, Any]) -> None:
-        """Add an evaluation; it replaces one of the same step, and those of later ones."""
+        """Add an evaluation; it replaces those of the same and of later steps."""
         name = " ".join(str(word) for word in (record.get("data"), record.get("metric_name") or "metric") if word)
-        rows = self.evals.setdefault(name, Rows())
-        rows.keep(rows.before(record["step"]))
-        rows.append({key: record.get(key) for key in ("step", "time", "loss", "metric")})
+        table = self.evals.setdefault(name, StepTable())
+        table.keep(table.before(record["step"]))
+        table.append({key: record.get(key) for key in ("step", "time", "loss", "metric")})
         self.data[name] = str(record.get("data") or "")
         self.higher_is_better[name] = bool(record.get("higher_is_better", True))
 
     def add_event(self, record: dict[str, Any]) -> None:
-        """Add an event; all are kept, for all happened."""
+        """Add an event; none is ever replaced."""
         step, time = (math.nan if record.get(name) is None else float(record[name]) for name in ("step", "time"))
         self.events.append(Event(step, time, str(record.get("event") or "event"), str(record.get("text") or "")))
 
     def _rewind(self, step: float) -> None:
-        """Forget steps from this on, and evaluations after it."""
+        """Forget this and later steps, and later evaluations."""
         count = self.steps.before(step)
         if count == len(self.steps):
             return
         self.steps.keep(count)
         del self.borders[count:], self.workloads[count:]
-        for rows in self.evals.values():
-            rows.keep(rows.before(math.nextafter(step, math.inf)))
+        for table in self.evals.values():
+            table.keep(table.before(math.nextafter(step, math.inf)))
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read runs, each under a name of its own."""
+    """Read runs and give each a unique name."""
     if not paths:
         raise ConfigurationError(
             "expected at least one run directory, got none; name the --out directory of mpisparse train"
@@ -150,13 +150,13 @@ def _read(path: Path, name: str) -> Run:
     _read_metrics(metrics, run)
     if not len(run.steps):
         raise ConfigurationError(
-            f"expected at least one step in {metrics}, got none; wait for the run's first or leave it out"
+            f"expected at least one step in {metrics}, got none; wait for the first step or leave the run out"
         )
     return run
 
 
 def _read_metrics(path: Path, run: Run) -> None:
-    """Add every line to the run. The last may be half written, for the run may have been killed or be running."""
+    """Add every line to the run. The last one may be incomplete, as the run may be active or killed."""
     broken: ConfigurationError | None = None
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -186,7 +186,7 @@ def _damage(path: Path, number: int, line: bytes) -> ConfigurationError:
 def _add(record: Any, run: Run) -> None:
     kind = record["kind"]
     if kind in ("step", "eval") and not math.isfinite(record["step"]):
-        raise ValueError("a step has a number")
+        raise ValueError("a step must have a number")
     match kind:
         case "step":
             run.add_step(record)
@@ -204,14 +204,14 @@ def _spread(name: str, value: Any) -> dict[str, Any]:
 
 
 def _settings(path: Path) -> dict[str, object]:
-    """Read the settings, tables within them by dotted names; none where there is no file."""
+    """Read the settings, nested tables by dotted names; empty if there is no file."""
     if not path.is_file():
         return {}
     try:
         return _flat(tomllib.loads(path.read_text(encoding="utf-8")))
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(
-            f"expected TOML in {path}, got something else ({error}); mend or remove the file"
+            f"expected TOML in {path}, got something else ({error}); repair or remove the file"
         ) from error
 
 
@@ -223,7 +223,7 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, object]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Name runs by as many last parts of their paths as tell them apart; the same path twice is numbered."""
+    """Name runs by the shortest ends of their paths that distinguish them; number repeated paths."""
     full = [path.resolve() for path in paths]
     deepest = max(len(path.parts) for path in full)
     for depth in range(1, deepest + 1):

@@ -1,4 +1,4 @@
-"""Axes: from values to places between 0 and 1, and where their ticks are."""
+"""Axes: from values to fractions of the axis, and where the ticks are."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from mpisparse.arrays import Doubles
 from mpisparse.runtime.report.units import number, pick, power, say
 
-WIDE = 25.0  # a positive range of such a ratio reads better on a log scale
+WIDE = 25.0  # ratio of maximum to minimum above which a log scale reads better
 
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis from lo to hi of a kind of values (bytes, seconds, percent, count or number) and what it shows."""
+    """An axis from lo to hi; `kind` is bytes, seconds, percent, count or number, `name` the label."""
 
     lo: float
     hi: float
@@ -24,15 +24,15 @@ class Axis:
     kind: str = "number"
     name: str = ""
 
-    def place(self, values: Doubles) -> Doubles:
-        """Give places on the axis, 0 at lo and 1 at hi; NaN where a log axis has none."""
+    def fraction(self, values: Doubles) -> Doubles:
+        """Map values to fractions of the axis, 0 at lo and 1 at hi; NaN for values that a log axis cannot show."""
         if not self.log:
             return (values - self.lo) / (self.hi - self.lo)
         positive = np.where(values > 0, values, math.nan)
         return np.asarray(np.log(positive / self.lo) / math.log(self.hi / self.lo))
 
     def ticks(self, count: int = 5) -> list[tuple[float, str]]:
-        """Give about so many round values with their labels."""
+        """Return about `count` round values with their labels."""
         decades = _decades(self.lo, self.hi, count) if self.log else []
         if len(decades) >= 2:
             return [(value, self._decade_label(value)) for value in decades]
@@ -47,9 +47,9 @@ class Axis:
 
 
 def fit(values: Iterable[Doubles], *, log: bool | None = False, pad: float = 0.0) -> Axis | None:
-    """Fit an axis around all finite values; None where there are none. log None: where the range is wide.
+    """Fit an axis to all finite values; None if there are none. log None: a log scale only if the range is wide.
 
-    A linear axis begins at zero where the least value is small beside the greatest.
+    A linear axis begins at zero if the smallest value is small compared with the largest.
     """
     finite = [part[np.isfinite(part)] for part in values]
     if log is None:
@@ -86,7 +86,7 @@ def _padded_log(lo: float, hi: float, pad: float) -> Axis:
 
 
 def _even_ticks(lo: float, hi: float, unit: tuple[float, str], count: int, least: float) -> list[tuple[float, str]]:
-    """Give ticks between two values in a unit, at multiples of a round number that is not less than the least."""
+    """Return ticks between two values in a unit, at multiples of a round number that is at least `least`."""
     factor, name = unit
     rough = max((hi - lo) / count, least)
     tens = 10.0 ** math.floor(math.log10(rough))
@@ -107,7 +107,7 @@ def _even_label(value: float, decimals: int) -> str:
 
 
 def _decades(lo: float, hi: float, count: int) -> list[float]:
-    """Give powers of ten, thinned to the count, or with their doubles and fives where there is room."""
+    """Return powers of ten, thinned to about `count`, or with multiples in between if there is room."""
     first, last = math.floor(math.log10(lo)), math.ceil(math.log10(hi))
     stride = max(1, math.ceil(math.log10(hi / lo) / (count + 1)))
     for mantissas in ((1,), (1, 3), (1, 2, 5)):

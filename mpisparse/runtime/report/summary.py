@@ -1,4 +1,4 @@
-"""The headline: what each run reached, and at what price, in numbers."""
+"""The summary: results and costs of each run in numbers."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Cell:
-    """A value, as people read it, and what more there is to say."""
+    """A value, its text, and an optional note."""
 
     value: float
     text: str
-    aside: str = ""
+    note: str = ""
 
 
 NOTHING = Cell(math.nan, "–")
 
 
 def headline(runs: Sequence[Run]) -> list[tuple[str, list[Cell]]]:
-    """List the rows of the table: a label, and a cell for each run. Rows that say nothing for any run are left out."""
+    """Return the rows of the table, a label and a cell per run, without rows that are empty for all runs."""
     names = {run.metric for run in runs if run.metric}
     metric = names.pop() if len(names) == 1 else "metric"
     rows: list[tuple[str, Callable[[Run], Cell]]] = [
@@ -41,10 +41,10 @@ def headline(runs: Sequence[Run]) -> list[tuple[str, list[Cell]]]:
         ("Final loss", lambda run: _plain(run.steps["loss.mean"][-1])),
         ("Final evaluation loss", _final_evaluation_loss),
         ("Steps", lambda run: _plain(run.steps["step"][-1])),
-        ("Time of training", lambda run: _cell(run.steps["time"][-1], seconds)),
-        ("Bytes received by a rank", lambda run: _cell(_bytes(run, "bytes_received.mean"), nbytes)),
-        ("Bytes of dense exchange", lambda run: _cell(_bytes(run, "bytes_dense"), nbytes)),
-        ("Fewer bytes than dense", _times_fewer),
+        ("Training time", lambda run: _cell(run.steps["time"][-1], seconds)),
+        ("Bytes received per rank", lambda run: _cell(_bytes(run, "bytes_received.mean"), nbytes)),
+        ("Bytes of a dense exchange", lambda run: _cell(_bytes(run, "bytes_dense"), nbytes)),
+        ("Reduction against dense", _times_fewer),
         ("Mean density", _density),
         ("Mean imbalance", lambda run: _cell(_mean(run, "imbalance"), percent)),
         ("Steps skipped", _skipped),
@@ -54,7 +54,7 @@ def headline(runs: Sequence[Run]) -> list[tuple[str, list[Cell]]]:
 
 
 def settings(runs: Sequence[Run]) -> tuple[list[str], list[str]]:
-    """Split the names of settings: those of most interest or that differ between runs, and the others."""
+    """Split the names of settings: the most important ones and those that differ between runs, and the others."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     first = [name for name in SETTINGS if name in names]
     rest = [name for name in names if name not in SETTINGS]
@@ -62,43 +62,43 @@ def settings(runs: Sequence[Run]) -> tuple[list[str], list[str]]:
 
 
 def differs(runs: Sequence[Run], name: str) -> bool:
-    """Say whether runs have different values of a setting."""
+    """Return whether runs have different values of a setting."""
     return len({repr(run.settings.get(name)) for run in runs}) > 1
 
 
 def _final_metric(run: Run) -> Cell:
     if run.metric is None:
         return NOTHING
-    rows = run.evals[run.metric]
-    return _plain(rows["metric"][-1], f"at step {number(rows['step'][-1])}")
+    evals = run.evals[run.metric]
+    return _plain(evals["metric"][-1], f"at step {number(evals['step'][-1])}")
 
 
 def _others(runs: Sequence[Run]) -> list[str]:
-    """The metrics that are not what runs were steered by, such as those on test data at the end."""
+    """Return the metrics other than the main one, such as those on test data at the end."""
     return list(dict.fromkeys(name for run in runs for name in run.evals if name != run.metric))
 
 
 def _final_other(name: str, run: Run) -> Cell:
     if name not in run.evals or name == run.metric:
         return NOTHING
-    rows = run.evals[name]
-    return _plain(rows["metric"][-1], f"at step {number(rows['step'][-1])}, loss {number(rows['loss'][-1])}")
+    evals = run.evals[name]
+    return _plain(evals["metric"][-1], f"at step {number(evals['step'][-1])}, loss {number(evals['loss'][-1])}")
 
 
 def _best_metric(run: Run) -> Cell:
     if run.metric is None:
         return NOTHING
-    rows = run.evals[run.metric]
-    values = rows["metric"] if run.higher_is_better[run.metric] else -rows["metric"]
+    evals = run.evals[run.metric]
+    values = evals["metric"] if run.higher_is_better[run.metric] else -evals["metric"]
     values = np.where(np.isfinite(values), values, -math.inf)
     best = int(values.argmax())
-    return _plain(rows["metric"][best], f"at step {number(rows['step'][best])}") if np.isfinite(values[best]) else NOTHING
+    return _plain(evals["metric"][best], f"at step {number(evals['step'][best])}") if np.isfinite(values[best]) else NOTHING
 
 
 def _final_evaluation_loss(run: Run) -> Cell:
     losses = run.evals[run.metric]["loss"] if run.metric else np.empty(0)
-    aside = f"{run.data[run.metric]} data" if run.metric and run.data[run.metric] else ""
-    return NOTHING if np.isnan(losses).all() else _plain(losses[-1], aside)
+    note = f"{run.data[run.metric]} data" if run.metric and run.data[run.metric] else ""
+    return NOTHING if np.isnan(losses).all() else _plain(losses[-1], note)
 
 
 def _times_fewer(run: Run) -> Cell:
@@ -110,8 +110,8 @@ def _times_fewer(run: Run) -> Cell:
 
 def _density(run: Run) -> Cell:
     actual, chosen = _mean(run, "density"), _mean(run, "set_density")
-    aside = f"set {number(chosen)}, {percent(actual / chosen - 1, signed=True)}" if chosen > 0 else ""
-    return _cell(actual, number, aside)
+    note = f"set {number(chosen)}, {percent(actual / chosen - 1, signed=True)}" if chosen > 0 else ""
+    return _cell(actual, number, note)
 
 
 def _skipped(run: Run) -> Cell:
@@ -125,16 +125,16 @@ def _bytes(run: Run, name: str) -> float:
 
 
 def _mean(run: Run, name: str) -> float:
-    """Average over the steps that were not skipped, each line counted for the steps it stands for."""
+    """Average over the steps that were not skipped; a line counts for as many steps as it stands for."""
     values, weights = run.exchanged(name), run.weights()
     here = np.isfinite(values)
     return float(np.average(values[here], weights=weights[here])) if here.any() else math.nan
 
 
-def _cell(value: float, says: Callable[[float], str], aside: str = "") -> Cell:
-    return NOTHING if math.isnan(value) else Cell(float(value), says(float(value)), aside)
+def _cell(value: float, says: Callable[[float], str], note: str = "") -> Cell:
+    return NOTHING if math.isnan(value) else Cell(float(value), says(float(value)), note)
 
 
-def _plain(value: float, aside: str = "") -> Cell:
-    """A number that is shown even where it is NaN, for that is what the run came to."""
-    return Cell(float(value), number(float(value)), aside)
+def _plain(value: float, note: str = "") -> Cell:
+    """Return a cell that shows its number even if it is NaN, as that is the result of the run."""
+    return Cell(float(value), number(float(value)), note)

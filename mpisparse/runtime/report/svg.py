@@ -1,6 +1,6 @@
-"""Drawing: lines, bands, areas and marks on a frame of two axes, as SVG text.
+"""Draw lines, bands, areas and marks in a frame of two axes, as SVG text.
 
-Every picture has the same size in its own units; the page scales it. Colours are classes, set by the page's style.
+Every picture has the same width in its own units; the page scales it. Colours are CSS classes, set by the page's style.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from mpisparse.runtime.report.thin import Thinned
 
 WIDTH, HEIGHT = 360.0, 226.0
 LEFT, RIGHT, TOP, BOTTOM = 54.0, 12.0, 9.0, 36.0
-LETTER = 6.3  # about the width of one
-SLIVER = 0.03  # half the width of an area of one column
-DOTTED = 40  # so few points are drawn as dots too
+LETTER = 6.3  # approximate width of a letter
+SLIVER = 0.03  # half the width of an area that has one column
+DOTTED = 40  # up to this many points are also drawn as dots
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,19 @@ class Frame:
     def bottom(self) -> float:
         return self.height - BOTTOM
 
-    def across(self, places: Doubles) -> Doubles:
-        """From places on the x axis to the picture's units."""
-        return LEFT + np.clip(places, -9.0, 9.0) * (WIDTH - LEFT - RIGHT)
+    def across(self, fractions: Doubles) -> Doubles:
+        """Convert fractions of the x axis to the picture's units."""
+        return LEFT + np.clip(fractions, -9.0, 9.0) * (WIDTH - LEFT - RIGHT)
 
     def up(self, values: Doubles) -> Doubles:
-        """From values on the y axis to the picture's units; what a log axis cannot show lies below the picture."""
-        places = np.nan_to_num(self.y.place(values), nan=-9.0)
-        return self.bottom - np.clip(places, -9.0, 9.0) * (self.bottom - TOP)
+        """Convert values on the y axis to the picture's units; what a log axis cannot show is below the picture."""
+        fractions = np.nan_to_num(self.y.fraction(values), nan=-9.0)
+        return self.bottom - np.clip(fractions, -9.0, 9.0) * (self.bottom - TOP)
 
 
 @dataclass(frozen=True)
 class Look:
-    """How something is drawn and called: CSS classes, the run or part it shows, and a colour beyond the classes."""
+    """How something is drawn: CSS classes, the name of what it shows, and a colour if the classes set none."""
 
     classes: str
     name: str = ""
@@ -60,10 +60,10 @@ class Look:
 
 
 def draw_line(frame: Frame, thinned: Thinned, look: Look, series: int = 0) -> str:
-    """Draw a series' means as a line, broken where values are missing; few points as dots too."""
-    if not len(thinned.places):
+    """Draw the means of a series as a line, broken where values are missing; few points also as dots."""
+    if not len(thinned.fractions):
         return ""
-    across, up = frame.across(thinned.places), frame.up(thinned.mean[:, series])
+    across, up = frame.across(thinned.fractions), frame.up(thinned.mean[:, series])
     spans = _spans(thinned.starts)
     lines = "".join(_path(across[a:b], up[a:b]) if b - a > 1 else _path(across[a:b], up[a:b]) + "h0" for a, b in spans)
     dots = "".join(f"M{_short(x)} {_short(y)}h0" for x, y in zip(across, up, strict=True)) if len(across) <= DOTTED else ""
@@ -72,42 +72,43 @@ def draw_line(frame: Frame, thinned: Thinned, look: Look, series: int = 0) -> st
 
 
 def draw_band(frame: Frame, thinned: Thinned, look: Look, series: int = 0) -> str:
-    """Draw from a series' lows to its highs, unless they lie on its line."""
+    """Fill between the minima and maxima of a series, unless they coincide."""
     low, high = frame.up(thinned.low[:, series]), frame.up(thinned.high[:, series])
     if not len(low) or float((low - high).max()) < 0.5:
         return ""
-    across = frame.across(thinned.places)
+    across = frame.across(thinned.fractions)
     areas = "".join(_area(across[a:b], high[a:b], low[a:b]) for a, b in _spans(thinned.starts))
     return f'<path {look.attributes("band")} d="{areas}"/>'
 
 
-def draw_area(frame: Frame, places: Doubles, edges: tuple[Doubles, Doubles], look: Look) -> str:
+def draw_area(frame: Frame, fractions: Doubles, edges: tuple[Doubles, Doubles], look: Look) -> str:
     """Fill between two series of values, lower and upper."""
     lower, upper = edges
-    if len(places) == 1:
-        places, lower, upper = np.array([places[0] - SLIVER, places[0] + SLIVER]), np.repeat(lower, 2), np.repeat(upper, 2)
-    return f'<path {look.attributes("area")} d="{_area(frame.across(places), frame.up(upper), frame.up(lower))}"/>'
+    if len(fractions) == 1:
+        fractions = np.array([fractions[0] - SLIVER, fractions[0] + SLIVER])
+        lower, upper = np.repeat(lower, 2), np.repeat(upper, 2)
+    return f'<path {look.attributes("area")} d="{_area(frame.across(fractions), frame.up(upper), frame.up(lower))}"/>'
 
 
 def draw_level(frame: Frame, value: float, look: Look) -> str:
-    """Draw a line across at a value, named at its right end."""
+    """Draw a horizontal line at a value, labelled at its right end."""
     up = _short(float(frame.up(np.array([value]))[0]))
     named = f'<text class="level {look.classes}" x="{WIDTH - RIGHT - 3:g}" y="{up}" dy="-3">{escape(look.name)}</text>'
     return f'<path class="level {look.classes}" d="M{LEFT:g} {up}H{WIDTH - RIGHT:g}"/>{named if look.name else ""}'
 
 
-def draw_marks(frame: Frame, places: Doubles, look: Look, *, tall: bool) -> str:
-    """Draw thin upright marks: over the whole height, or short ones at the bottom; at most one a unit of width."""
-    inside = places[(places >= -1e-9) & (places <= 1 + 1e-9)]
+def draw_marks(frame: Frame, fractions: Doubles, look: Look, *, tall: bool) -> str:
+    """Draw thin vertical marks over the whole height or short ones at the bottom; at most one per unit of width."""
+    inside = fractions[(fractions >= -1e-9) & (fractions <= 1 + 1e-9)]
     across = sorted({round(float(x)) for x in frame.across(inside)})
     length = frame.bottom - TOP if tall else 6.0
     d = "".join(f"M{x} {frame.bottom:g}v-{length:g}" for x in across)
     return f'<path {look.attributes("mark")} d="{d}"/>' if d else ""
 
 
-def draw_crosses(frame: Frame, places: Doubles, look: Look) -> str:
+def draw_crosses(frame: Frame, fractions: Doubles, look: Look) -> str:
     """Draw a cross at the top wherever a value is not finite."""
-    d = "".join(f"M{_short(x - 2.5)} {TOP + 2:g}l5 5m0-5l-5 5" for x in frame.across(places))
+    d = "".join(f"M{_short(x - 2.5)} {TOP + 2:g}l5 5m0-5l-5 5" for x in frame.across(fractions))
     return f'<path {look.attributes("cross")} d="{d}"/>' if d else ""
 
 
@@ -121,7 +122,7 @@ def draw_axes(frame: Frame) -> str:
             f'<path class="grid" d="M{LEFT:g} {y}H{right:g}"/><text class="y" x="{LEFT - 5:g}" y="{y}">{label}</text>'
         )
     for value, label in frame.x.ticks(5):
-        x = float(frame.across(frame.x.place(np.array([value])))[0])
+        x = float(frame.across(frame.x.fraction(np.array([value])))[0])
         side = " last" if x + LETTER * len(label) / 2 > WIDTH else ""
         parts.append(f'<path class="tick" d="M{_short(x)} {bottom:g}v3"/>')
         parts.append(f'<text class="x{side}" x="{_short(x)}" y="{bottom + 14:g}">{label}</text>')
@@ -131,7 +132,7 @@ def draw_axes(frame: Frame) -> str:
 
 
 def picture(title: str, description: str, frame: Frame, drawn: Iterable[str]) -> str:
-    """Put what was drawn, cut at the frame, and the axes into one picture with a title and a description."""
+    """Combine axes and drawings, clipped to the frame, into a picture with a title and a description."""
     plot = f"{LEFT - 3:g} {TOP - 3:g} {WIDTH - LEFT - RIGHT + 6:g} {frame.bottom - TOP + 6:g}"
     x, y, width, height = plot.split()
     inner = f'<svg x="{x}" y="{y}" width="{width}" height="{height}" viewBox="{plot}">{"".join(drawn)}</svg>'
@@ -141,7 +142,7 @@ def picture(title: str, description: str, frame: Frame, drawn: Iterable[str]) ->
 
 
 def blank(title: str, description: str, body: str, *, data: str = "", height: float = HEIGHT) -> str:
-    """Put anything into a picture with a title and a description."""
+    """Return a picture with a title, a description and any content."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {height:g}" role="img"{data}>'
         f"<title>{escape(title)}</title><desc>{escape(description)}</desc>{body}</svg>"

@@ -1,4 +1,4 @@
-"""Numbers as people read them: units, few digits, separated thousands."""
+"""Format numbers for people: units, few digits, thousands separators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ POWERS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def number(value: float, digits: int = 4) -> str:
-    """Say a number with so many significant digits: 1,234,567 or 0.9722 or 3.2×10⁻⁷."""
+    """Format a number with this many significant digits: 1,234,567 or 0.9722 or 3.2×10⁻⁷."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("∞" if value > 0 else "−∞")
     value = value if abs(value) >= 10**digits else float(f"{value:.{digits}g}")
@@ -24,7 +24,7 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def power(value: float, digits: int = 4) -> str:
-    """Say a number as a multiple of a power of ten: 2×10⁻⁷, 10⁶."""
+    """Format a number as a multiple of a power of ten: 2×10⁻⁷, 10⁶."""
     mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
     mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
     tens = "10" + str(int(exponent)).translate(POWERS)
@@ -32,12 +32,12 @@ def power(value: float, digits: int = 4) -> str:
 
 
 def nbytes(value: float) -> str:
-    """Say a number of bytes in decimal units: 2.29 MB."""
+    """Format a number of bytes in decimal units: 2.29 MB."""
     return _with_unit(value, *pick("bytes", float(f"{value:.3g}")))
 
 
 def seconds(value: float) -> str:
-    """Say a duration: 8.2 ms, 34.5 s, 12 min 5 s, 3 h 12 min."""
+    """Format a duration: 8.2 ms, 34.5 s, 12 min 5 s, 3 h 12 min."""
     if not math.isfinite(value) or value < 120:
         factor, unit = (1.0, "s") if 1 <= value < 120 else pick("seconds", value)
         return _with_unit(value, factor, unit)
@@ -48,13 +48,13 @@ def seconds(value: float) -> str:
 
 
 def percent(value: float, *, signed: bool = False) -> str:
-    """Say a share: 4.2 %, or with its sign: +1.05 %."""
+    """Format a ratio as percent: 4.2 %, or with its sign: +1.05 %."""
     text = number(value * 100, 3)
     return f"+{text} %" if signed and value > 0 else f"{text} %"
 
 
 def pick(kind: str, size: float) -> tuple[float, str]:
-    """Choose the factor and name of the unit in which so large a value of this kind reads best."""
+    """Choose factor and name of the unit for a value of this kind and size."""
     if kind == "percent":
         return 0.01, "%"
     if kind == "count":
@@ -68,7 +68,7 @@ def pick(kind: str, size: float) -> tuple[float, str]:
 
 
 def say(kind: str, value: float) -> str:
-    """Say a value of this kind: bytes, seconds, percent, or a plain number."""
+    """Format a value of this kind: bytes, seconds, percent, or a plain number."""
     says = {"bytes": nbytes, "seconds": seconds, "percent": percent}
     return says.get(kind, number)(value)
 

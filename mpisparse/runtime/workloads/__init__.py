@@ -15,7 +15,7 @@ __all__ = ["DATA", "MODELS", "TASKS", "Data", "Examples", "Task", "build", "hold
 
 
 def hold_out(data: Data, share: float, *, seed: int) -> Data:
-    """Take this share of the training data out of it, as validation data, unless there is some; by the seed alone."""
+    """Move this share of the training data to the validation data, unless there is some; only the seed decides which."""
     from mpisparse.runtime.workloads import split
 
     return split.hold_out(data, share, seed)

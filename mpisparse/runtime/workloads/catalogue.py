@@ -1,4 +1,4 @@
-"""The built-in models and data by name: what they are, and where their code is. Imports none of it."""
+"""The built-in models and data by name, with descriptions and import paths. Imports none of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _HOME = "mpisparse.runtime.workloads"
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """A model: factory(sizes, **options), the data it is for, and the sizes that data must give."""
+    """A model: factory(sizes, **options), its default data, and the sizes the data must provide."""
 
     description: str
     factory: str
@@ -21,7 +21,7 @@ class ModelEntry:
 
 @dataclass(frozen=True)
 class DataEntry:
-    """A data source: factory(**options), given `masked` too if it is text."""
+    """A data source: factory(**options), also called with `masked` if it is text."""
 
     description: str
     factory: str
@@ -48,13 +48,13 @@ MODELS: dict[str, ModelEntry] = {
         "digits",
         ("classes", "channels", "height", "width"),
     ),
-    "resnet20": _image("narrow residual net of 20 layers, for small images", "resnet:resnet20"),
-    "resnet18": _image("residual net of 18 layers (basic blocks, CIFAR-style stem)", "resnet:resnet18"),
-    "resnet152": _image("residual net of 152 layers (bottlenecks, CIFAR-style stem)", "resnet:resnet152"),
-    "vgg16": _image("VGG of 16 layers with batch norm, CIFAR-style", "vgg:vgg", layers=16),
-    "vgg19": _image("VGG of 19 layers with batch norm, CIFAR-style", "vgg:vgg", layers=19),
+    "resnet20": _image("narrow residual network with 20 layers, for small images", "resnet:resnet20"),
+    "resnet18": _image("residual network with 18 layers (basic blocks, CIFAR-style stem)", "resnet:resnet18"),
+    "resnet152": _image("residual network with 152 layers (bottlenecks, CIFAR-style stem)", "resnet:resnet152"),
+    "vgg16": _image("VGG with 16 layers and batch norm, CIFAR-style", "vgg:vgg", layers=16),
+    "vgg19": _image("VGG with 19 layers and batch norm, CIFAR-style", "vgg:vgg", layers=19),
     "lstm": ModelEntry(
-        "language model of two LSTM layers, 512 wide; characters or words by the data",
+        "language model with two LSTM layers, 512 wide; characters or words, depending on the data",
         f"{_HOME}.models.lstm:LanguageModel",
         "python-text",
         ("vocabulary",),
@@ -78,7 +78,7 @@ MODELS: dict[str, ModelEntry] = {
     "bert-medium": _bert(8, 512),
     "bert-base": _bert(12, 768),
     "ncf": ModelEntry(
-        "neural collaborative filtering: matrix factorisation beside a perceptron",
+        "neural collaborative filtering: matrix factorization and a perceptron in parallel",
         f"{_HOME}.models.ncf:CollaborativeFilter",
         "synthetic-ratings",
         ("users", "items"),
@@ -88,15 +88,15 @@ MODELS: dict[str, ModelEntry] = {
 DATA: dict[str, DataEntry] = {
     "digits": DataEntry("scikit-learn's 1,797 digits of 8 x 8 pixels", f"{_HOME}.data.images:digits"),
     "synthetic-images": DataEntry(
-        "6,000 noisy 32 x 32 pictures of 10 patterns, made here", f"{_HOME}.data.images:synthetic_images"
+        "6,000 noisy 32 x 32 images of 10 patterns, generated", f"{_HOME}.data.images:synthetic_images"
     ),
     "python-text": DataEntry(
-        "the characters of Python's own source files", f"{_HOME}.data.corpus:python_source", {"unit": "characters"}, True
+        "the characters of Python's standard library", f"{_HOME}.data.corpus:python_source", {"unit": "characters"}, True
     ),
     "python-words": DataEntry(
-        "the words of Python's own source files", f"{_HOME}.data.corpus:python_source", {"unit": "words"}, True
+        "the words of Python's standard library", f"{_HOME}.data.corpus:python_source", {"unit": "words"}, True
     ),
     "synthetic-ratings": DataEntry(
-        "what 2,000 users liked of 1,000 items, made here", f"{_HOME}.data.ratings:synthetic_ratings"
+        "which of 1,000 items 2,000 users liked, generated", f"{_HOME}.data.ratings:synthetic_ratings"
     ),
 }

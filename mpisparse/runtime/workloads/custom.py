@@ -1,4 +1,4 @@
-"""Models and data of users, by import path."""
+"""Users' own models and data, by import path."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpisparse.runtime.workloads.imports import import_object
 from mpisparse.runtime.workloads.records import Data
 
 _EXPECTED = (
-    "Data, or (train, test) or (train, test, task name), or a dict with train, test and perhaps validation and task, "
+    "Data, or (train, test) or (train, test, task name), or a dict with train, test and optionally validation and task, "
     "with map-style datasets whose items are (input, target)"
 )
 _NAMES = ("train", "test", "validation", "task")
@@ -30,7 +30,7 @@ def make_model(path: str, sizes: Mapping[str, int]) -> torch.nn.Module:
     required = _required_arguments(factory)
     if required > 1:
         raise ConfigurationError(
-            f"model {path!r}: expected a factory of one argument, sizes, or of none, got one of {required};"
+            f"model {path!r}: expected a factory with one argument, sizes, or none; this one requires {required};"
             " name a function that fills in the others"
         )
     model = factory(dict(sizes)) if required else factory()
@@ -40,14 +40,14 @@ def make_model(path: str, sizes: Mapping[str, int]) -> torch.nn.Module:
 
 
 def make_data(path: str) -> Data:
-    """Call the factory, and wrap torch datasets if it gives them."""
+    """Call the factory; wrap its result if it returns torch datasets."""
     made = import_factory("data", path)()
     if isinstance(made, Data):
         return made
     if isinstance(made, tuple) and len(made) in (2, 3):
         if len(made) == 3 and hasattr(made[2], "__getitem__") and not isinstance(made[2], str):
             raise ConfigurationError(
-                f"data {path!r}: of three data sets it must be clear which is which;"
+                f"data {path!r}: a tuple of three datasets does not say which is which;"
                 ' return {"train": …, "validation": …, "test": …}'
             )
         made = dict(zip(("train", "test", "task"), made, strict=False))
@@ -56,7 +56,7 @@ def make_data(path: str) -> Data:
     for name in made:
         if name not in _NAMES:
             raise ConfigurationError(
-                f"data {path!r}: the factory's dict has an unknown {name!r}; {suggest(str(name), _NAMES)}"
+                f"data {path!r}: the factory's dict has an unknown key {name!r}; {suggest(str(name), _NAMES)}"
             )
     train, test = (DatasetExamples(made[name], path) for name in ("train", "test"))
     task = made.get("task", getattr(made["train"], "task", "classes"))
@@ -69,14 +69,14 @@ def make_data(path: str) -> Data:
 class DatasetExamples:
     """A map-style torch dataset of (input, target).
 
-    Datasets that draw from the global generators are given them seeded by (seed, epoch, index), and put back after.
+    While it is read, the global generators are seeded by (seed, epoch, index); afterwards they are restored.
     """
 
     def __init__(self, dataset: Any, path: str) -> None:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise ConfigurationError(f"data {path!r}: the factory must return {_EXPECTED}; got a {_name_type(dataset)}")
         if len(dataset) == 0:
-            raise ConfigurationError(f"data {path!r}: a dataset is empty; training and test data need an example each")
+            raise ConfigurationError(f"data {path!r}: a dataset is empty; every dataset needs at least one example")
         self._dataset = dataset
         with kept_generators():
             item = dataset[0]
@@ -104,7 +104,7 @@ class DatasetExamples:
 
 
 def import_factory(what: str, path: str) -> Callable[..., Any]:
-    """Import something to call."""
+    """Import a function or class."""
     factory = import_object(what, path)
     if not callable(factory) or isinstance(factory, torch.nn.Module):
         raise ConfigurationError(
@@ -116,7 +116,7 @@ def import_factory(what: str, path: str) -> Callable[..., Any]:
 
 
 def _required_arguments(factory: Callable[..., Any]) -> int:
-    """Count the arguments without a default; one that is named `sizes` counts in any case."""
+    """Count the arguments without a default; one named `sizes` always counts."""
     try:
         parameters = inspect.signature(factory).parameters.values()
     except ValueError:  # written in C, without a signature
@@ -126,7 +126,7 @@ def _required_arguments(factory: Callable[..., Any]) -> int:
 
 
 def _infer_sizes(dataset: Any, examples: DatasetExamples) -> dict[str, int]:
-    """Take the dataset's own `sizes`, or what its `classes` and the shape of its first input tell."""
+    """Return the dataset's `sizes`, or infer them from its `classes` and the shape of its first input."""
     if hasattr(dataset, "sizes"):
         return dict(dataset.sizes)
     sizes = {}

@@ -1,4 +1,4 @@
-"""The global generators of torch, NumPy and Python, for code of users that draws from them."""
+"""The global random generators of torch, NumPy and Python, which users' code may draw from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """Give the global generators (on the CPU) back as they were. No other thread may draw from them meanwhile."""
+    """Restore the global CPU generators afterwards. No other thread may draw from them meanwhile."""
     of_torch, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield
@@ -23,7 +23,7 @@ def kept_generators() -> Iterator[None]:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the global generators (on the CPU)."""
+    """Seed the global CPU generators."""
     seed &= 2**64 - 1
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)

@@ -14,7 +14,7 @@ _IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*"
 
 
 def is_import_path(text: str) -> bool:
-    """Tell whether the text has the form of an import path."""
+    """Return whether the text has the form of an import path."""
     return _IMPORT_PATH.fullmatch(text) is not None
 
 
@@ -36,7 +36,7 @@ def import_object(what: str, path: str) -> Any:
 
 def import_module(what: str, name: str) -> Any:
     """Import a module; those in the working directory are found too. `what` names the setting in errors."""
-    # A console script starts with its own directory on the path, not with the user's as `python -m` does.
+    # A console script has its own directory on sys.path, not the working directory as with `python -m`.
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -44,7 +44,7 @@ def import_module(what: str, name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-            raise  # the module is there, but something it imports itself is not
+            raise  # the module exists, but something it imports does not
         hint = f"; for the file {name[:-3].replace('.', '/')}.py write {name[:-3]}:…" if name.endswith(".py") else ""
         raise ConfigurationError(
             f"{what}: tried to import {name!r}, but there is no module {error.name!r} in {here} nor among the installed"

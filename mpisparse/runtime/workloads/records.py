@@ -17,21 +17,21 @@ class Examples(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, indices: NDArray[Any], *, seed: int, epoch: int, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give the inputs and targets of these examples.
+        """Return the inputs and targets of these examples.
 
-        What is random in an example follows from (seed, epoch, its index) alone, so a batch is the same whatever rank
-        or batch size asks for it. With train=False nothing is augmented, and masks and negative samples are the same
-        for every seed and epoch.
+        Randomness in an example depends only on (seed, epoch, index), so a batch does not depend on the rank or the
+        batch size. With train=False nothing is augmented, and masks and negative samples are the same for every seed
+        and epoch.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Data:
-    """Examples to train and to test on, the name of their task, and the sizes a model has to know.
+    """Examples to train and test on, the name of their task, and the sizes a model needs.
 
-    validation: examples that are not trained on and steer training; None: a part of `train` is held out for that.
-    held_out: the share of the training data that was.
+    validation: examples that steer training and are not trained on; None: part of `train` is held out for that.
+    held_out: the share of the training data that was held out.
     """
 
     train: Examples

@@ -1,4 +1,4 @@
-"""From the names a user gives to a model, its data and its task."""
+"""Build a model, its data and its task from the names a user gives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpisparse.runtime.workloads.tasks import TASKS
 
 
 def build(model: str, data: str | None, seed: int) -> tuple[torch.nn.Module, Data, Task]:
-    """Build what `workloads.build` promises."""
+    """Implement `workloads.build`."""
     entry = _find_model(model)
     if data is None:
         if entry is None:
@@ -33,7 +33,7 @@ def build(model: str, data: str | None, seed: int) -> tuple[torch.nn.Module, Dat
 
 
 def _find_model(model: str) -> ModelEntry | None:
-    """Find a built-in model; None for one by import path, which is tried before any data is loaded."""
+    """Find a built-in model; None for an import path, which is imported here, before any data is loaded."""
     if model not in MODELS and ":" not in model:
         raise ConfigurationError(f"unknown model {model!r}; {suggest(model, MODELS)}, or give package.module:factory")
     if model not in MODELS:
@@ -82,7 +82,7 @@ def _find_task(name: str) -> Task:
     missing = [part for part in Task.__dataclass_fields__ if not hasattr(task, part)]
     if missing or isinstance(task, type):
         raise ConfigurationError(
-            f"task {name!r}: expected a mpisparse.runtime.workloads.Task, got {task!r}"
+            f"task {name!r}: expected an mpisparse.runtime.workloads.Task, got {task!r}"
             + (f" without {', '.join(missing)}" if missing else "; name an object, not a class")
         )
     found: Task = task

@@ -10,7 +10,7 @@ from mpisparse.runtime.workloads.records import Task
 if TYPE_CHECKING:
     import torch
 
-IGNORED = -100  # a target that counts neither in the loss nor in the metric; torch's own convention
+IGNORED = -100  # a target that counts neither in loss nor metric, as in torch
 HITS = 10
 
 
@@ -49,7 +49,7 @@ def _rating_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def _count_hits(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, float]:
-    """Count the rows whose first item, the true one, is among the best; a tie, or a NaN, counts against it."""
+    """Count the examples whose first item, the true one, is among the best; a tie or NaN counts as a miss."""
     not_worse = ~(outputs[:, 1:] < outputs[:, :1])
     return float((not_worse.sum(1) < HITS).sum()), float(len(targets))
 

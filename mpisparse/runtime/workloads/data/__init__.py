@@ -1,1 +1,1 @@
-"""Built-in data: images, text and ratings, made here or read from files."""
+"""Built-in data: images, text and ratings, generated or read from files."""

@@ -1,4 +1,4 @@
-"""Text from files, and from Python's own source, as characters (UTF-8 bytes) or words."""
+"""Text from files or from Python's standard library, as characters (UTF-8 bytes) or words."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.workloads.data.text import LEAST, LENGTH, MaskedTokens, NextTokens
 from mpisparse.runtime.workloads.records import Data
 
-HELD_OUT = 0.05  # of a text, at its end, for testing
+TEST_SHARE = 0.05  # of a single text, at its end
 PYTHON_BYTES = 3_000_000
-WORDS = 8191  # in the vocabulary, the unknown one among them; the mask is one more
+WORDS = 8191  # in the vocabulary, including the unknown word; a mask token comes on top
 SUFFIXES = (".txt", ".xz")
 
-# Marks that tokenised corpora have, such as <unk> and @-@, stay whole; so do runs of line ends.
+# Marks of tokenized corpora such as <unk> and @-@ are one word; so are consecutive newlines.
 _WORD = re.compile(r"<\w+>|@[^\w\s]@|\w+|[^\w\s]|\n+")
 
 
 def load_text(path: Path, unit: str, masked: bool, length: int = LENGTH) -> Data:
-    """Load a file, or all .txt and .xz files of a directory; with files named train… and test… only these, and those named
-    validation…, valid… or val… for validation."""
+    """Load a file, or all .txt and .xz files of a directory.
+
+    If some are named train… and test…, only these are used, and those named validation…, valid… or val… for validation.
+    """
     if length < LEAST:
-        raise ConfigurationError(f"{path}: expected windows of {LEAST} {unit} or more, got {length}")
+        raise ConfigurationError(f"{path}: expected windows of at least {LEAST} {unit}, got {length}")
     if path.is_file():
         return _text_data(str(path), [_read(path)], unit, masked, length)
     paths = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
     if not paths:
-        raise ConfigurationError(f"{path}: expected a directory with {' or '.join(SUFFIXES)} files; there is none in it")
+        raise ConfigurationError(f"{path}: expected a directory with {' or '.join(SUFFIXES)} files, found none")
     names = (("train",), ("test",), ("validation", "valid", "val"))
     parts = [[file for file in paths if file.name.split(".")[0] in known] for known in names]
     parts = [part for part in parts if part] if all(parts[:2]) else [paths]
@@ -53,8 +55,8 @@ def python_source(unit: str, masked: bool) -> Data:
     text = text[: text.rfind(b"\n", 0, PYTHON_BYTES) + 1]
     if len(text) < PYTHON_BYTES // 10:
         raise ConfigurationError(
-            f"Python's own source files were expected in {directory}, but there are only {len(text)} bytes of them;"
-            " give a text file as --data"
+            f"expected Python's standard library in {directory}, found only {len(text)} bytes of source;"
+            " pass a text file as --data"
         )
     return _text_data(str(directory), [text], unit, masked, LENGTH)
 
@@ -67,7 +69,7 @@ def _read(path: Path) -> bytes:
 
 
 def _text_data(source: str, texts: Sequence[bytes], unit: str, masked: bool, length: int) -> Data:
-    """Make data of a training, a test and perhaps a validation text, or of one text whose end is for testing."""
+    """Make data from a training, a test and optionally a validation text, or from one text whose end is for testing."""
     if unit == "words":
         parts, vocabulary = _number_words(_cut(source, unit, [_split_words(source, text) for text in texts], length))
     else:
@@ -79,14 +81,14 @@ def _text_data(source: str, texts: Sequence[bytes], unit: str, masked: bool, len
 
 
 def _cut(source: str, unit: str, parts: Sequence[Any], length: int) -> Sequence[Any]:
-    """Give the training and the test part, the end of the text if there is only one, and what else there is."""
+    """Cut the test part off a single text; return several parts as they are. Check that none is too short."""
     if len(parts) == 1:
-        cut = max(0, len(parts[0]) - max(length + 1, int(HELD_OUT * len(parts[0]))))
+        cut = max(0, len(parts[0]) - max(length + 1, int(TEST_SHARE * len(parts[0]))))
         parts = [parts[0][:cut], parts[0][cut:]]
     if min(map(len, parts)) <= length:
         empty = "" if any(map(len, parts)) else " (the text is empty)"
         raise ConfigurationError(
-            f"{source}: expected more than {length} {unit} to train on and as many to test,"
+            f"{source}: expected more than {length} {unit} each to train and to test on,"
             f" got {' and '.join(str(len(part)) for part in parts)}{empty}; give a longer text"
         )
     return parts
@@ -102,7 +104,7 @@ def _split_words(source: str, text: bytes) -> list[str]:
 
 
 def _number_words(parts: Sequence[Sequence[str]]) -> tuple[Sequence[NDArray[Any]], int]:
-    """Number the most frequent words of the first part from 1, equals in alphabetical order; 0 is any other word."""
+    """Number the most frequent words of the first part from 1, ties in alphabetical order; 0 is any other word."""
     ranked = sorted(Counter(parts[0]).items(), key=lambda entry: (-entry[1], entry[0]))
     numbers = {word: number for number, (word, _) in enumerate(ranked[: WORDS - 1], start=1)}
     coded = [np.fromiter((numbers.get(word, 0) for word in part), np.int32, len(part)) for part in parts]

@@ -1,4 +1,4 @@
-"""Ratings from a CSV file: user, item, and if you like rating and timestamp; with or without a header."""
+"""Ratings from a CSV file: user, item, optionally rating and timestamp; with or without a header."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from mpisparse.runtime.workloads.data.ratings import rating_data
 from mpisparse.runtime.workloads.records import Data
 
 _EXPECTED = "user,item[,rating[,timestamp]]"
-_USER = re.compile(r"users?([ _-]?(id|name|key|no))?")  # a column's name, where user1 is somebody
-Row = tuple[int, list[str]]  # a line number and the fields
+_USER = re.compile(r"users?([ _-]?(id|name|key|no))?")  # names of a column; user1 would be a user
+Line = tuple[int, list[str]]  # line number and fields
 
 
 def load_ratings(path: Path) -> Data:
-    """Load pairs of a user and an item; each user's last by time, or in the file, is for testing.
+    """Load pairs of a user and an item; each user's last one, by time or in the file, is for testing.
 
-    Any rating counts as an encounter. Of pairs that come twice, the last one is kept.
+    Any rating counts as an interaction. Of repeated pairs the last one is kept.
     """
     user_numbers: dict[str, int] = defaultdict(count().__next__)
     item_numbers: dict[str, int] = defaultdict(count().__next__)
     columns: tuple[list[int], list[int], list[float]] = ([], [], [])
-    for line, row in _rows(path):
+    for number, fields in _lines(path):
         try:
-            user, item, time = _parse(row)
+            user, item, time = _parse(fields)
         except ValueError as error:
-            raise ConfigurationError(f"{path}, line {line}: {error}") from None
+            raise ConfigurationError(f"{path}, line {number}: {error}") from None
         columns[0].append(user_numbers[user])
         columns[1].append(item_numbers[item])
         columns[2].append(time)
@@ -47,42 +47,42 @@ def load_ratings(path: Path) -> Data:
     return rating_data(str(path), users[kept], items[kept], len(user_numbers), len(item_numbers))
 
 
-def _parse(row: list[str]) -> tuple[str, str, float]:
-    """Give user, item and time, 0 without one; say what is wrong in a ValueError."""
-    if not 2 <= len(row) <= 4 or not (user := row[0].strip()) or not (item := row[1].strip()):
-        raise ValueError(f"expected {_EXPECTED}, got {','.join(row)!r}")
-    for name, text in zip(("rating", "timestamp"), row[2:], strict=False):
+def _parse(fields: list[str]) -> tuple[str, str, float]:
+    """Return user, item and time, 0 if there is none; raise ValueError saying what is wrong."""
+    if not 2 <= len(fields) <= 4 or not (user := fields[0].strip()) or not (item := fields[1].strip()):
+        raise ValueError(f"expected {_EXPECTED}, got {','.join(fields)!r}")
+    for name, text in zip(("rating", "timestamp"), fields[2:], strict=False):
         if not _is_number(text):
             raise ValueError(f"the {name} must be a number, got {text!r}")
         if not math.isfinite(float(text)):
             raise ValueError(f"the {name} must be finite, got {text!r}")
-    return user, item, float(row[3]) if len(row) > 3 else 0.0
+    return user, item, float(fields[3]) if len(fields) > 3 else 0.0
 
 
-def _rows(path: Path) -> Iterator[Row]:
-    """Read rows, without empty lines and the header."""
+def _lines(path: Path) -> Iterator[Line]:
+    """Read the lines, without empty ones and the header."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file)
-            rows = ((reader.line_num, row) for row in reader if row)
-            first = list(islice(rows, 2))
+            lines = ((reader.line_num, fields) for fields in reader if fields)
+            first = list(islice(lines, 2))
             if first and _is_header(path, first):
                 first = first[1:]
-            yield from chain(first, rows)
+            yield from chain(first, lines)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigurationError(f"{path}: could not be read as CSV: {error}") from error
 
 
-def _is_header(path: Path, rows: list[Row]) -> bool:
-    """Tell by a first line in words: it speaks of users, or numbers follow below it."""
-    names = [name.strip().lower() for name in rows[0][1]]
+def _is_header(path: Path, lines: list[Line]) -> bool:
+    """Return whether the first line is a header: no numbers, and it names the user column or numbers follow below."""
+    names = [name.strip().lower() for name in lines[0][1]]
     if any(map(_is_number, names)):
         return False
     if any(map(_USER.fullmatch, names[1:])):
         raise ConfigurationError(
             f"{path}: expected columns {_EXPECTED}, but the header says {','.join(names)}; reorder them"
         )
-    return _USER.fullmatch(names[0]) is not None or any(_is_number(field) for _, row in rows[1:] for field in row)
+    return _USER.fullmatch(names[0]) is not None or any(_is_number(field) for _, fields in lines[1:] for field in fields)
 
 
 def _is_number(text: str) -> bool:

@@ -31,19 +31,19 @@ def _mix_(words: Words) -> Words:
 
 
 def draw(indices: NDArray[Any], count: int, *, seed: int, epoch: int) -> Words:
-    """Draw `count` words for each index: (indices, count)."""
+    """Draw `count` random words for each index; the result has shape (indices, count)."""
     key = _mix_(np.array([seed & (2**64 - 1)], np.uint64) + _STEP)
     key = _mix_(key ^ np.array([epoch], np.uint64))
-    rows = _mix_(indices.astype(np.uint64) * _STEP + key)
-    return _mix_(rows[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _STEP)
+    keys = _mix_(indices.astype(np.uint64) * _STEP + key)
+    return _mix_(keys[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _STEP)
 
 
 def below(words: Words, limits: int | NDArray[Any]) -> Ints:
-    """Turn words into whole numbers from 0 up to, not including, limits of less than 2^32."""
+    """Map words to whole numbers in [0, limit), for limits below 2^32."""
     scaled = (words >> _HALF) * np.asarray(limits, np.uint64)
     return (scaled >> _HALF).astype(np.int64)
 
 
 def shuffle(count: int, *, seed: int) -> Ints:
-    """Give the numbers below `count` in an order that the seed decides."""
+    """Return range(count), shuffled by the seed."""
     return np.argsort(draw(np.arange(count), 1, seed=seed, epoch=0)[:, 0], kind="stable")

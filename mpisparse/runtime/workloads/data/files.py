@@ -1,4 +1,4 @@
-"""Which reader is for which file."""
+"""Choose the reader for a data file."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from mpisparse.runtime.workloads.records import Data
 
 KINDS = (
     "a path: images.npz, ratings.csv, text.txt, text.txt.xz or a directory of such texts"
-    " (add :words or :characters, then perhaps :16 for windows of 16)"
+    " (add :words or :characters, then optionally :16 for windows of 16)"
 )
 _UNIT = re.compile(r"(.+):(words|characters)(?::(\d+))?")
 
 
 def split_unit(data: str) -> tuple[Path, str | None, dict[str, int]]:
-    """Split `corpus.txt:words:16` into path, unit (None where there is none) and what is said of windows."""
+    """Split `corpus.txt:words:16` into path, unit (or None) and options of the windows."""
     match = None if Path(data).exists() else _UNIT.fullmatch(data)
     if match is None:
         return Path(data), None, {}
@@ -24,14 +24,14 @@ def split_unit(data: str) -> tuple[Path, str | None, dict[str, int]]:
 
 
 def load(path: Path, unit: str | None, masked: bool, windows: dict[str, int]) -> Data:
-    """Load the file or directory. A text without a unit is words if masked, else characters."""
+    """Load a file or directory. The default unit of a text is words if masked, else characters."""
     suffix = path.suffix.lower()
     if path.is_dir() or suffix in (".txt", ".xz"):
         from mpisparse.runtime.workloads.data.corpus import load_text
 
         return load_text(path, unit or ("words" if masked else "characters"), masked, **windows)
     if unit is not None or suffix not in (".npz", ".csv"):
-        raise ConfigurationError(f"data: cannot tell what is in {str(path)!r}; expected {KINDS}")
+        raise ConfigurationError(f"data: unknown type of file {str(path)!r}; expected {KINDS}")
     if suffix == ".npz":
         from mpisparse.runtime.workloads.data.npz import load_images
 

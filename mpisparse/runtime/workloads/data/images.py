@@ -1,4 +1,4 @@
-"""Labelled images: batches of them, scikit-learn's digits, and made-up ones."""
+"""Labelled images: batches, scikit-learn's digits, and synthetic ones."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.workloads.data.draws import below, draw, shuffle
 from mpisparse.runtime.workloads.records import Data
 
-AUGMENTED = (32, 32)  # pixels of the images that are flipped and shifted in training
+AUGMENTED = (32, 32)  # size of images that are flipped and shifted in training
 PAD = 4
-SAMPLE = 10_000_000  # values, about, of which mean and deviation are taken
+SAMPLE = 10_000_000  # values, approximately, for mean and deviation
 
 Labelled = tuple[NDArray[Any], Ints]
 
 
 class ImageExamples:
-    """Images (examples, channels, height, width) of bytes or floats, normalised when asked for."""
+    """Images (examples, channels, height, width) of bytes or floats, normalized when a batch is made."""
 
     def __init__(self, images: NDArray[Any], labels: Ints, mean: torch.Tensor, deviation: torch.Tensor) -> None:
         self._images = images
@@ -34,7 +34,7 @@ class ImageExamples:
         return len(self._labels)
 
     def batch(self, indices: NDArray[Any], *, seed: int, epoch: int, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give images and labels; in training, images of 32 x 32 pixels are shifted by up to 4 and half are flipped."""
+        """Return images and labels; in training, 32 x 32 images are shifted by up to 4 pixels and half are flipped."""
         images = self._images[indices]
         if train and self._augmented:
             images = _augment(images, draw(indices, 3, seed=seed, epoch=epoch))
@@ -43,7 +43,7 @@ class ImageExamples:
 
 
 def _augment(images: NDArray[Any], words: NDArray[np.uint64]) -> NDArray[Any]:
-    """Cut a window out of each image with a black frame around it, and mirror it or not."""
+    """Pad each image with black, cut a window out of it, and mirror half of them."""
     count, channels, height, width = images.shape
     framed = np.zeros((count, channels, height + 2 * PAD, width + 2 * PAD), images.dtype)
     framed[:, :, PAD:-PAD, PAD:-PAD] = images
@@ -56,7 +56,7 @@ def _augment(images: NDArray[Any], words: NDArray[np.uint64]) -> NDArray[Any]:
 
 
 def image_data(train: Labelled, test: Labelled, classes: int, validation: Labelled | None = None) -> Data:
-    """Make data of images (examples, channels, height, width); mean and deviation are those of the training images."""
+    """Make data from images (examples, channels, height, width), normalized by the training images."""
     sample = train[0][:: -(-train[0].size // SAMPLE)].astype(np.float64)
     mean, deviation = sample.mean((0, 2, 3)), sample.std((0, 2, 3))
     deviation[deviation == 0] = 1
@@ -81,7 +81,7 @@ def digits() -> Data:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
         raise ConfigurationError(
-            "data 'digits' needs scikit-learn, which is not installed; run `pip install scikit-learn` or give another --data"
+            "data 'digits' needs scikit-learn, which is not installed; run `pip install scikit-learn` or choose other --data"
         ) from error
     loaded = load_digits()
     images = loaded.images.astype(np.uint8)[:, None]
@@ -89,12 +89,12 @@ def digits() -> Data:
 
 
 def synthetic_images(training: int = 5000, testing: int = 1000, classes: int = 10) -> Data:
-    """Make noisy pictures: a class is a coarse pattern of 4 x 4 colours, drawn faintly over noise."""
+    """Generate noisy images: a class is a coarse pattern of 4 x 4 colors, drawn faintly over noise."""
     count = training + testing
     labels = below(draw(np.arange(count), 1, seed=1, epoch=0)[:, 0], classes)
     patterns = below(draw(np.arange(classes), 3 * 4 * 4, seed=2, epoch=0), 81).reshape(classes, 3, 4, 4)
     pictures = patterns.astype(np.uint8).repeat(8, axis=2).repeat(8, axis=3)
     noise = draw(np.arange(count), 3 * 32 * 32 // 8, seed=3, epoch=0).view(np.uint8).reshape(count, 3, 32, 32)
-    # At most 80 of pattern and 175 of noise: the sum stays in a byte.
+    # At most 80 from the pattern and 175 from noise, so the sum fits in a byte.
     images = pictures[labels] + (noise.astype(np.uint16) * 175 // 255).astype(np.uint8)
     return image_data((images[:training], labels[:training]), (images[training:], labels[training:]), classes)

@@ -15,16 +15,18 @@ from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.workloads.data.images import Labelled, image_data, split_images
 from mpisparse.runtime.workloads.records import Data
 
-HELD_OUT = 6  # one image in six is for testing where the file does not say which
-CLASSES = 1 << 20  # more are no classes, but numbers of something else
+TEST_ONE_IN = 6  # every sixth image is for testing if the file has no test images
+MAX_CLASSES = 1 << 20  # larger labels are not class numbers
 _INPUTS = ("x", "images", "data", "inputs")
 _LABELS = ("y", "labels", "label", "targets", "target")
 _EXPECTED = "x_train, y_train, x_test, y_test, or train_images, train_labels, test_images, test_labels, or images, labels"
 
 
 def load_images(path: Path) -> Data:
-    """Load the file's training, test and, if there are three, validation images; hold out a part where it has only one set.
-    Of two sets the second is for testing, whatever its name."""
+    """Load training and test images, and validation images if the file has all three.
+
+    Of two sets the second is for testing, whatever its name. A single set is split into training and test images.
+    """
     arrays = _read(path)
     train = _find(path, arrays, "train") or _find(path, arrays, "")
     if train is None:
@@ -37,12 +39,12 @@ def load_images(path: Path) -> Data:
     if test is None:
         if len(train[1]) < 2:
             raise ConfigurationError(f"{path}: one image cannot be split into training and test images; give more")
-        train, test = split_images(*train, testing=max(1, len(train[1]) // HELD_OUT))
+        train, test = split_images(*train, testing=max(1, len(train[1]) // TEST_ONE_IN))
     parts = [train, test] if validation is None else [train, test, validation]
     for name, part in zip(("test", "validation"), parts[1:], strict=False):
         if train[0].shape[1:] != part[0].shape[1:]:
             raise ConfigurationError(
-                f"{path}: training and {name} images must have one shape, got (channels, height, width)"
+                f"{path}: training and {name} images must have the same shape, got (channels, height, width)"
                 f" {train[0].shape[1:]} and {part[0].shape[1:]}"
             )
     if len({images.dtype for images, _ in parts}) > 1:
@@ -77,20 +79,20 @@ def _check(path: Path, image_key: str, images: NDArray[Any], label_key: str, lab
     labels = labels.reshape(-1) if labels.ndim == 2 and labels.shape[1] == 1 else labels
     if labels.ndim != 1 or len(labels) != len(images) or len(images) == 0:
         raise ConfigurationError(
-            f"{path}: expected a label for each image; got {image_key} {images.shape} and {label_key} {labels.shape}"
+            f"{path}: expected one label per image; got {image_key} {images.shape} and {label_key} {labels.shape}"
         )
     if labels.dtype.kind not in "iuf" or (labels != np.round(labels)).any() or labels.min() < 0:
         raise ConfigurationError(f"{path}: {label_key} must be class numbers 0, 1, 2, …; got {labels[:5]} …")
-    if labels.max() >= CLASSES:
+    if labels.max() >= MAX_CLASSES:
         raise ConfigurationError(
-            f"{path}: {label_key} must be class numbers below {CLASSES:,}; got {labels.max()}; number the classes 0, 1, 2, …"
+            f"{path}: {label_key} must be class numbers below {MAX_CLASSES:,}, got {labels.max()}; number them 0, 1, 2, …"
         )
     if images.ndim not in (3, 4) or images.dtype.kind not in "iufb" or 0 in images.shape:
         raise ConfigurationError(
             f"{path}: {image_key} must be numbers (N, H, W), (N, H, W, C) or (N, C, H, W);"
             f" got {images.shape} of {images.dtype}"
         )
-    with np.errstate(over="ignore"):  # of values that 32 bits do not hold
+    with np.errstate(over="ignore"):  # values too large for float32
         arranged = _arrange(images)
     if arranged.dtype.kind == "f" and not np.isfinite(arranged).all():
         raise ConfigurationError(f"{path}: {image_key} has infinite values or NaN; remove these images")
@@ -98,7 +100,7 @@ def _check(path: Path, image_key: str, images: NDArray[Any], label_key: str, lab
 
 
 def _arrange(images: NDArray[Any]) -> NDArray[Any]:
-    """Bring images to (examples, channels, height, width), as bytes or floats of 32 bits."""
+    """Convert images to (examples, channels, height, width), as bytes or float32."""
     if images.ndim == 3:
         images = images[:, None]
     elif images.shape[3] <= 4 and images.shape[3] < images.shape[1]:

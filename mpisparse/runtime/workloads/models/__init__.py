@@ -1,1 +1,1 @@
-"""Built-in models: each is called with the sizes its data gives."""
+"""Built-in models; each takes the sizes that its data provides."""

@@ -1,4 +1,4 @@
-"""A masked language model (Devlin et al. 2019), normalised before each part, as is stable without warm-up."""
+"""A masked language model (Devlin et al. 2019) with pre-normalization, which is stable without warm-up."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-_HEAD = 64  # elements a head, in all published sizes
+_HEAD = 64  # elements per head, in all published sizes
 _DROPOUT = 0.1
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron, each added to what came in."""
+    """Attention, then a perceptron, each with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -26,23 +26,23 @@ class Block(nn.Module):
         self.drop = nn.Dropout(_DROPOUT)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (examples, places, width) to the same shape."""
+        """Map (examples, positions, width) to the same shape."""
         x = x + self.drop(self.mix_heads(self._attend(self.before_attention(x))))
         hidden = nn.functional.gelu(self.widen(self.before_perceptron(x)))
         added: torch.Tensor = self.drop(self.narrow(hidden))
         return x + added
 
     def _attend(self, x: torch.Tensor) -> torch.Tensor:
-        examples, places, width = x.shape
-        split = self.queries_keys_values(x).view(examples, places, 3, width // _HEAD, _HEAD)
+        examples, positions, width = x.shape
+        split = self.queries_keys_values(x).view(examples, positions, 3, width // _HEAD, _HEAD)
         queries, keys, values = split.permute(2, 0, 3, 1, 4)
         dropout = _DROPOUT if self.training else 0.0
         mixed = scaled_dot_product_attention(queries, keys, values, dropout_p=dropout)
-        return mixed.transpose(1, 2).reshape(examples, places, width)
+        return mixed.transpose(1, 2).reshape(examples, positions, width)
 
 
 class Bert(nn.Module):
-    """Embeddings of tokens and places, blocks, and the token embedding again as the last layer."""
+    """Embeddings of tokens and positions, blocks, and a last layer that shares the token embedding."""
 
     def __init__(self, sizes: Mapping[str, int], layers: int, width: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Bert(nn.Module):
         self._initialise(layers)
 
     def _initialise(self, layers: int) -> None:
-        """Draw weights from N(0, 0.02), those that end in the residual stream smaller by its depth; biases are 0."""
+        """Draw weights from N(0, 0.02), those that write to the residual stream scaled down by its depth; biases are 0."""
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 ends = name.endswith(("mix_heads.weight", "narrow.weight"))
@@ -65,7 +65,7 @@ class Bert(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Give a score for each token that may have been there, at each place."""
+        """Return the score of each token of the vocabulary at each position."""
         x = self.drop(self.embed(tokens) + self.places[: tokens.shape[1]])
         scores: torch.Tensor = self.decode(self.norm(self.blocks(x)))
         return scores

@@ -1,4 +1,4 @@
-"""The net of examples/digits.py, for any small image."""
+"""The network of examples/digits.py, for any small image."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from torch import nn
 
 
 class LanguageModel(nn.Module):
-    """Two LSTM layers between an embedding and its transpose; every window starts from a zero state."""
+    """Two LSTM layers between an embedding and a decoder that share weights; every window starts from a zero state."""
 
     def __init__(self, sizes: Mapping[str, int], width: int = 512, dropout: float = 0.2) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class LanguageModel(nn.Module):
         self.decode.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Give a score for each token that may come next, at each place."""
+        """Return the score of each possible next token at each position."""
         hidden, _ = self.lstm(self.drop(self.embed(tokens)))
         scores: torch.Tensor = self.decode(self.drop(hidden))
         return scores

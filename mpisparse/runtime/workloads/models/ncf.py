@@ -13,7 +13,7 @@ _LAYERS = (128, 64, 32)
 
 
 class CollaborativeFilter(nn.Module):
-    """Products of factors beside a perceptron of other factors, and a linear layer that weighs both."""
+    """Matrix factorization and a perceptron in parallel, combined by a linear layer."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class CollaborativeFilter(nn.Module):
             nn.init.normal_(part.weight, std=0.05)
 
     def forward(self, pairs: torch.Tensor) -> torch.Tensor:
-        """Map pairs (…, 2) of a user and an item to a score each (…)."""
+        """Map pairs (…, 2) of a user and an item to scores (…)."""
         users, items = pairs.unbind(-1)
         factors = self.user_factors(users) * self.item_factors(items)
         features = self.perceptron(torch.cat((self.user_features(users), self.item_features(items)), -1))

@@ -1,4 +1,4 @@
-"""Residual nets (He et al. 2016) with a stem for small images: one 3 x 3 convolution, no pooling."""
+"""Residual networks (He et al. 2016) with a stem for small images: one 3 x 3 convolution, no pooling."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ Branch = Callable[[int, int, int], nn.Sequential]  # channels in, width, stride
 
 
 def resnet20(sizes: Mapping[str, int]) -> nn.Module:
-    """Build the narrow net of 20 layers of the same paper: a quarter of a million parameters."""
+    """Build the paper's narrow network with 20 layers: 270,000 parameters."""
     return ResNet(sizes, _basic_branch, (3, 3, 3), expansion=1, width=16)
 
 
 def resnet18(sizes: Mapping[str, int]) -> nn.Module:
-    """Build the net of 18 layers: 11 million parameters."""
+    """Build the network with 18 layers: 11 million parameters."""
     return ResNet(sizes, _basic_branch, (2, 2, 2, 2), expansion=1)
 
 
 def resnet152(sizes: Mapping[str, int]) -> nn.Module:
-    """Build the net of 152 layers: 58 million parameters."""
+    """Build the network with 152 layers: 58 million parameters."""
     return ResNet(sizes, _bottleneck_branch, (3, 8, 36, 3), expansion=4)
 
 
 def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> list[nn.Module]:
-    """Convolve and normalise."""
+    """Make a convolution and its batch norm."""
     convolution = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
     nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
     return [convolution, nn.BatchNorm2d(outputs)]
@@ -63,7 +63,7 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A stem, stages of residual blocks that halve the image but for the first, a mean, a linear layer."""
+    """A stem, stages of residual blocks, of which all but the first halve the image, a mean, a linear layer."""
 
     def __init__(
         self, sizes: Mapping[str, int], branch: Branch, blocks: tuple[int, ...], expansion: int, width: int = 64
@@ -83,6 +83,6 @@ class ResNet(nn.Module):
         self.classify = nn.Linear(inputs, sizes["classes"])
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Give a score for each class."""
+        """Return the score of each class."""
         scores: torch.Tensor = self.classify(self.stages(self.stem(images)).mean((2, 3)))
         return scores

@@ -12,7 +12,7 @@ _WIDTHS = (64, 128, 256, 512, 512)
 
 
 def vgg(sizes: Mapping[str, int], layers: int) -> nn.Module:
-    """Build VGG of 16 (15 million parameters) or 19 layers (20 million)."""
+    """Build VGG with 16 layers (15 million parameters) or 19 (20 million)."""
     return VGG(sizes, _STAGES[layers])
 
 
@@ -34,6 +34,6 @@ class VGG(nn.Module):
         self.classify = nn.Linear(inputs, sizes["classes"])
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Give a score for each class."""
+        """Return the score of each class."""
         scores: torch.Tensor = self.classify(self.features(images).mean((2, 3)))
         return scores

@@ -1,6 +1,6 @@
-"""Where a rank is: marked by the threads that call MPI, read by the watchdog's thread.
+"""What a rank is doing: written by the threads that call MPI, read by the watchdog's thread.
 
-A mark is one assignment, so readers need no lock and a step pays for two calls of the clock.
+A thread marks its calls with one assignment, so readers need no lock and a collective needs no call into this module.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ import contextlib
 import sys
 import sysconfig
 import threading
-import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 LONGEST_NAME = 60  # characters of a phase's name
-OWN = str(Path(__file__).parents[2])
+OWN = str(Path(__file__).parents[1])
 LIBRARIES = (OWN, *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib", "scripts")), "<frozen")
 
 
 class Wait(NamedTuple):
-    """A call of MPI that a thread has entered and not left; `since` is monotonic."""
+    """A collective call that a thread has not returned from; `since` is of the monotonic clock."""
 
     call: str
     since: float
@@ -29,42 +28,31 @@ class Wait(NamedTuple):
 
 
 class Spot:
-    """One thread's place: inside a call of MPI, or not."""
+    """The collective call that one thread is in: the fields of a Wait, or None between calls."""
 
     __slots__ = ("wait",)
 
     def __init__(self) -> None:
-        self.wait: Wait | None = None
-
-    def __call__(self, call: str) -> Spot:
-        """Enter a call: `with spot("Allgather"): ...`."""
-        self.wait = Wait(call, time.monotonic(), threading.get_ident())
-        return self
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        self.wait = None
+        self.wait: tuple[str, float, int] | None = None
 
 
 class Place:
-    """The place of all threads of a rank that exchange, its finished steps, and the exempt phase that it is in."""
+    """What a rank is doing: the calls that its threads are in, its finished steps, and its exempt phases."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.spots: list[Spot] = []
         self.phases: list[str] = []
-        self.thread = threading.get_ident()  # of the training loop: it makes the exchange
+        self.thread = threading.get_ident()  # the training loop's, which creates the exchange
 
     def spot(self) -> Spot:
-        """A place for one more thread."""
+        """Add the spot of one more thread."""
         self.spots.append(Spot())
         return self.spots[-1]
 
     @contextlib.contextmanager
     def exempt(self, phase: str) -> Iterator[None]:
-        """Excuse the rank while it is inside and waits in no exchange; local."""
+        """Stop the watchdog's clock while this rank is inside, unless it waits in a collective itself; local."""
         self.phases.append(str(phase)[:LONGEST_NAME])
         try:
             yield
@@ -72,16 +60,16 @@ class Place:
             self.phases.pop()
 
     def waits(self) -> list[Wait]:
-        """The calls of MPI that the threads are in, the training loop's first."""
-        return [wait for spot in self.spots if (wait := spot.wait) is not None]
+        """List the collective calls that the threads are in, the training loop's first."""
+        return [Wait(*wait) for spot in self.spots if (wait := spot.wait) is not None]
 
     def phase(self) -> str:
-        """The exempt phase that excuses this rank now, or nothing: a rank that waits itself is in nobody's way."""
+        """Return the outermost exempt phase, or "" outside of one and while this rank itself waits for others."""
         phases = self.phases[:1]
         return phases[0] if phases and not self.waits() else ""
 
     def line(self) -> str:
-        """The line that the training loop is in: of the user's code, else of this package, else the innermost of all."""
+        """Return the line that the training loop is at: the innermost of the user's code, else of this package, else any."""
         frame = sys._current_frames().get(self.thread)
         if frame is None:
             return "no Python code: its thread has ended"
@@ -94,7 +82,7 @@ class Place:
         return f"{at.f_code.co_filename}:{at.f_lineno} in {at.f_code.co_name}"
 
     def stack(self, thread: int) -> list[str]:
-        """The lines of a thread's stack, innermost last."""
+        """Format a thread's stack, innermost frame last."""
         frame = sys._current_frames().get(thread)
         entries = traceback.format_stack(frame) if frame is not None else ["  this thread has ended\n"]
         return [line for entry in entries for line in entry.rstrip("\n").split("\n")]

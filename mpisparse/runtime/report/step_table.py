@@ -1,4 +1,4 @@
-"""Numbers as they come, line by line, and as columns afterwards."""
+"""A table of numbers that grows line by line and is read by column."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from mpisparse.arrays import Doubles
 HUGE = 1e60
 
 
-class Rows:
-    """Numbers by name, a row a line, in ascending order of step; where a row lacks a name it has NaN there."""
+class StepTable:
+    """Rows of named numbers in ascending order of step; NaN where a row lacks a name."""
 
     def __init__(self) -> None:
         self.names: tuple[str, ...] = ()
         self.values = array("d")
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add a row behind the others; None is NaN."""
+        """Append a row; None becomes NaN."""
         if tuple(row) != self.names:
             self._widen(row)
             row = {name: row.get(name) for name in self.names}
         self.values += array("d", [math.nan if value is None else value for value in row.values()])
 
     def keep(self, count: int) -> None:
-        """Forget all rows but the first count."""
+        """Drop all but the first `count` rows."""
         del self.values[count * len(self.names) :]
 
     def before(self, step: float) -> int:
@@ -38,7 +38,7 @@ class Rows:
         return int(np.searchsorted(self["step"], step))
 
     def __getitem__(self, name: str) -> Doubles:
-        """Give a column; what no float32 comes near is infinite or zero, lest a picture's arithmetic overflow."""
+        """Return a column; values far outside float32 become infinite or zero, so that drawing does not overflow."""
         if name not in self.names:
             return np.full(len(self), math.nan)
         column = np.frombuffer(self.values).reshape(len(self), -1)[:, self.names.index(name)].copy()

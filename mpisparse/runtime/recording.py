@@ -1,7 +1,7 @@
-"""Gradients of a real run on disk, to be replayed in benchmarks: a directory a step, whole or not at all.
+"""Gradients of a real run, recorded on disk for benchmarks: one directory per step, written atomically.
 
-`RUN/gradients/step-00000001` holds a file for each rank with its flat gradient, as backward and clipping left it, and a
-manifest with their digests: the format of checkpoints.
+`RUN/gradients/step-00000001` holds one file per rank with its flat gradient after backward and clipping, and a manifest
+with their digests: the format of checkpoints.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpisparse import __version__
 from mpisparse.arrays import Floats
 from mpisparse.backends.device import load_backend
 from mpisparse.checkpoint import store
@@ -22,12 +21,13 @@ from mpisparse.checkpoint.h5file import Damaged, FileRecord, read_file, write_fi
 from mpisparse.comm.exchange import Exchange
 from mpisparse.errors import CheckpointError, ConfigurationError
 from mpisparse.model.layout import Layout
+from mpisparse.version import __version__
 
 DIRECTORY = "gradients"
 
 
 class Recorder:
-    """Writes the gradients of steps until there are `count` of them; what an earlier part of the run wrote counts."""
+    """Writes gradients until `count` steps are recorded, including those of an earlier part of the run."""
 
     def __init__(self, run: Path, model: torch.nn.Module, *, count: int, scheme: str) -> None:
         self.directory = run / DIRECTORY
@@ -44,12 +44,12 @@ class Recorder:
         self.left = self._count_left()
 
     def _count_left(self) -> int:
-        """How many steps are still to be written; collective."""
+        """Return how many steps are still to be recorded; collective."""
         found = len(store.found(self.directory)) if self.exchange.rank == 0 else 0
         return max(0, self.count - int(self.exchange.allreduce_(np.array([found]))[0]))
 
     def record(self, step: int) -> Path:
-        """Write every rank's gradient of a step; collective. Raises CheckpointError on all ranks if one could not."""
+        """Write every rank's gradient of a step; collective. Raises CheckpointError on all ranks if one cannot."""
         rank, error, made = self.exchange.rank, "", ""
         try:
             if rank == 0:
@@ -71,7 +71,7 @@ class Recorder:
         return self.directory / store.name_of(step)
 
     def close(self) -> None:
-        """Give the communicator back; collective."""
+        """Free the communicator; collective."""
         self.exchange.close()
 
     def _raise_together(self, error: str) -> None:
@@ -86,7 +86,7 @@ class Recorder:
         return {"gradient": flat.numpy(), "sizes": np.array(sizes, dtype=np.int64)}
 
     def _complete(self, step: int, place: Path, texts: list[str]) -> str:
-        """On rank 0: name the step's directory, or remove it; returns what went wrong."""
+        """On rank 0: give the step's directory its final name, or remove it; returns the error."""
         try:
             if all(texts):
                 words = [text.split() for text in texts]
@@ -102,7 +102,7 @@ class Recorder:
 
 
 class Recording:
-    """Recorded gradients: of a run's directory, of its `gradients`, of one step in there, or of one file."""
+    """Recorded gradients; the path is a run's directory, its `gradients`, one step in there, or one file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -113,14 +113,14 @@ class Recording:
         self._gradient = functools.cache(self._load)
 
     def gradient(self, rank: int, step: int) -> Floats:
-        """A rank's gradient of the recording's step number `step`, checked when it is first read."""
+        """Return a rank's gradient of the recording's step number `step`; it is verified when first read."""
         return self._gradient(rank, step)
 
     def _load(self, rank: int, step: int) -> Floats:
         arrays = self._read(*self.files[step][rank])
         gradient: Floats = arrays["gradient"]
         if arrays["sizes"].tolist() != self.sizes or len(gradient) != sum(self.sizes):
-            raise ConfigurationError(f"{self.files[step][rank][0]} is of another model than the first of {self.path}")
+            raise ConfigurationError(f"{self.files[step][rank][0]} is of another model than the first file of {self.path}")
         return gradient
 
     def _read(self, path: Path, record: FileRecord | None) -> dict[str, NDArray[Any]]:
@@ -130,19 +130,19 @@ class Recording:
             raise ConfigurationError(f"{error}; record the gradients again") from error
         kinds = {"gradient": np.dtype(np.float32), "sizes": np.dtype(np.int64)}
         if any(name not in arrays or arrays[name].dtype != kind or arrays[name].ndim != 1 for name, kind in kinds.items()):
-            raise ConfigurationError(f"{path} holds no gradient that mpisparse train --record-gradients wrote")
+            raise ConfigurationError(f"{path} was not written by mpisparse train --record-gradients: it holds no gradient")
         return arrays
 
 
 def _rank_files(path: Path) -> list[list[tuple[Path, FileRecord | None]]]:
-    """The files of every step, in rank order, with what is known of each."""
+    """List the files of every step in rank order, with their records from the manifest."""
     if path.is_file():
         return [[(path, None)]]
     directory = path / DIRECTORY if (path / DIRECTORY).is_dir() else path
     steps = [directory] if (directory / store.MANIFEST).is_file() else store.found(directory)[::-1]
     if not steps:
         raise ConfigurationError(
-            f"expected gradients that mpisparse train --record-gradients N wrote, found none in {path}; name its --out"
+            f"expected gradients of mpisparse train --record-gradients N, found none in {path}; pass its --out"
         )
     try:
         manifests = [store.read_manifest(step) for step in steps]

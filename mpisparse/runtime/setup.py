@@ -1,0 +1,88 @@
+"""What a run needs before its first step: output, lock, model, data, optimizer. An error on one rank is raised on all."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mpisparse.backends.device import local_device
+from mpisparse.comm.exchange import Exchange, library, local_rank
+from mpisparse.errors import ConfigurationError
+from mpisparse.runtime import slurm
+from mpisparse.runtime.evaluate import check_steering
+from mpisparse.runtime.lock import RunLock, take
+from mpisparse.runtime.output import RankOutput
+from mpisparse.runtime.settings import Settings
+from mpisparse.runtime.signals import StopRequest
+from mpisparse.runtime.workloads import Data, Task, build, hold_out
+
+
+def open_output(settings: Settings) -> RankOutput:
+    """Check that the ranks see each other, and prepare where their output goes. Collective."""
+    exchange = Exchange()
+    slurm.check_world(exchange.size, library()["name"])
+    error: ConfigurationError | None = None
+    try:
+        output = RankOutput(exchange.rank, Path(settings.out) / "logs" if settings.log_ranks else None)
+    except OSError as caught:
+        error = ConfigurationError(f"cannot write to {settings.out}: {caught.strerror}")
+    exchange.raise_together(error)
+    exchange.close()
+    return output
+
+
+def lock_together(settings: Settings, stop: StopRequest) -> RunLock | None:
+    """Take the lock of the run's directory, which rank 0 holds for all. Collective."""
+    exchange = Exchange()
+    try:
+        return take(Path(settings.out), exchange, stop, wait=settings.wait_for_lock)
+    finally:
+        exchange.close()
+
+
+def build_together(settings: Settings) -> tuple[torch.nn.Module, Data, Task]:
+    """Build model, data and task on every rank, and check that all ranks see the same data. Collective."""
+    exchange, here = Exchange(), local_rank()
+    error: ConfigurationError | None = None
+    try:
+        model, data, task = build(settings.model, settings.data, seed=settings.seed)
+        data = hold_out(data, settings.validation, seed=settings.seed)
+        check_steering(settings, data)
+        sizes = [len(part) for part in (data.train, data.validation, data.test) if part is not None]
+        built = model.to(local_device(here)) if settings.device == "cuda" else model, data, task
+    except ConfigurationError as caught:
+        error = caught
+    exchange.raise_together(error)
+    counts = exchange.gather_texts(", ".join(map(str, sizes)))
+    if counts[exchange.rank] != counts[0]:
+        error = ConfigurationError(
+            f"every rank must see the same data, which the runtime distributes: rank 0 has {counts[0]} examples, "
+            f"this rank {counts[exchange.rank]}; return all of the data on every rank"
+        )
+    exchange.raise_together(error)
+    exchange.close()
+    return built
+
+
+def make_optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """Create the optimizer that the settings name."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if settings.optimizer == "sgd":
+        nesterov = settings.momentum > 0
+        return torch.optim.SGD(
+            parameters, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay, nesterov=nesterov,
+            foreach=False,
+        )  # fmt: skip
+    kind = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
+    return kind(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
+
+
+def seed_rank(seed: int, rank: int) -> None:
+    """Seed the global generators, which dropout and users' code draw from, differently on every rank. Local."""
+    seed = seed * 1_000_003 + rank + 1
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)

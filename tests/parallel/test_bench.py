@@ -1,0 +1,277 @@
+"""Benchmarks and examples on two ranks, small: they end well and print records. No times are judged."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import io
+import json
+import runpy
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+from mpisparse.runtime.cli import main
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+SMALL = ("--elements", "60000", "--rounds", "2", "--json")
+
+
+@pytest.fixture(autouse=True)
+def _on_two_ranks(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    if comm.size > 2:
+        pytest.skip("runs on two ranks")
+    monkeypatch.setenv("MPISPARSE_PROGRESS", "plain")
+
+
+def printed_by(call: Callable[[], object]) -> str:
+    """What a call prints, rank after rank; raises AssertionError with all of it if it returns an exit code. Collective."""
+    printed, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors), warnings.catch_warnings():
+        warnings.simplefilter("default")
+        code = call()
+    ended = MPI.COMM_WORLD.allgather((code, printed.getvalue(), errors.getvalue()))
+    assert not any(code for code, _, _ in ended), "".join(out + err for _, out, err in ended)
+    return "".join(out for _, out, _ in ended)
+
+
+def command(*words: object) -> str:
+    """What `mpisparse` prints. Collective."""
+    return printed_by(lambda: main([str(word) for word in words]))
+
+
+def bench(*words: object) -> list[dict[str, Any]]:
+    """The records that a benchmark prints. Collective."""
+    return [json.loads(line) for line in command("bench", *words).splitlines()]
+
+
+def test_sync() -> None:
+    schemes = ("exdyna", "momentum", "speculative")
+    records = bench("sync", *SMALL, "--no-gloo", "--density", "0.05", "--codec", "int8", "--scheme", *schemes)
+    names = [r["what"] for r in records]
+    assert names[:3] == ["MPI Allreduce", "MPI Allreduce, in place", "plain in-place add"]
+    assert names[3:] == [f"{scheme}, {path}" for scheme in schemes for path in ("step", "backward")]
+    for record in records[3:]:
+        if "speculative" not in record["what"]:  # there each rank sends what it chose itself
+            assert record["density"] == pytest.approx(0.05, rel=0.02)
+        assert record["sent_density"] >= record["density"]
+        assert record["received_MB"] > 0
+    assert [r["codec"] for r in records[3::2]] == ["int8", "momentum-int8", "int8"]
+
+
+def test_kernels() -> None:
+    records = bench("kernels", *SMALL)
+    assert len({r["kernel"] for r in records}) == len(records) > 5
+
+
+def test_checkpoint(directory: Path) -> None:
+    records = bench("checkpoint", *SMALL, "--directory", directory)
+    assert [r["what"] for r in records][1::2] == ["checkpoint", "begin in the background"]
+    assert not list(directory.iterdir()), "what it wrote is still there"
+
+
+def test_train(directory: Path) -> None:
+    cases = ("dense", "momentum", "exdyna:density=0.05,codec=int8,accumulate=backward")
+    records = bench(
+        "train", "--json", "--cases", *cases, "--seeds", 2, "--steps", 12, "--batch-size", 8, "--out", directory / "runs"
+    )
+    assert [r["case"] for r in records] == list(cases)
+    assert records[0]["of_dense"] == pytest.approx(1.0, rel=0.01)
+    assert [round(r["density"], 2) for r in records] == [1.0, 0.1, 0.05]
+    assert all(r["train_loss"] > 0 and r["seeds"] == 2 and r["ranks"] == 2 for r in records)
+    assert all(0 <= r["validation_metric"] <= 1 and r["validation_loss"] != r["test_loss"] for r in records)
+    assert all(r["compute_ms"] > 0 and r["accumulate_ms"] >= 0 for r in records[1:])
+    assert records[2]["build_up"] == pytest.approx(1.0, rel=0.05)
+    assert len([p for p in (directory / "runs").iterdir() if p.is_dir()]) == 6
+
+
+def test_the_command_that_train_names_makes_a_page(directory: Path) -> None:
+    words = ("--cases", "dense", "exdyna", "--seeds", 1, "--steps", 3, "--batch-size", 8, "--out", directory / "runs")
+    told = command("bench", "train", *words).splitlines()[-1]
+    _, found, pattern = told.partition("mpisparse report ")
+    assert found, told
+    runs = sorted(glob.glob(pattern))
+    assert len(runs) == 2
+    page = directory / f"page-{MPI.COMM_WORLD.rank}.html"
+    command("report", *runs, "--out", page)
+    assert "exdyna" in page.read_text()
+
+
+def test_a_wrong_case_is_told_once(directory: Path) -> None:
+    with pytest.raises(AssertionError) as caught:
+        bench("train", "--cases", "momentum:alpha=3", "--steps", 1, "--out", directory)
+    assert str(caught.value).count("alpha must be a number in") == 1
+
+
+@pytest.mark.parametrize("example", ["digits", "momentum", "predictive", "speculative"])
+def test_examples(monkeypatch: pytest.MonkeyPatch, example: str) -> None:
+    monkeypatch.setattr(sys, "argv", [example, *(("--epochs", "1") if example == "digits" else ())])
+    assert "accuracy" in printed_by(lambda: not runpy.run_module(f"mpisparse.examples.{example}", run_name="__main__"))
+
+
+def test_tensorboard(directory: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    command("train", "--steps", 3, "--tensorboard", "--out", directory / "run")
+    events = EventAccumulator(str(directory / "run" / "tensorboard"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("loss")] == [1, 2, 3]
+    lines = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"]["mean"] for line in lines if line["kind"] == "step"]
+    assert [e.value for e in events.Scalars("loss")] == pytest.approx(losses)
+
+
+FACTORIES = """
+import torch
+
+def model(sizes):
+    return torch.nn.Linear(4, 2)
+
+def _data(seed):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(200, 4, generator=generator)
+    data = torch.utils.data.TensorDataset(inputs, (inputs.sum(1) > 0).long())
+    return data, data
+
+def a():
+    return _data(1)
+
+def b():
+    return _data(2)
+"""
+
+
+@pytest.fixture
+def factories(comm: MPI.Intracomm, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    if comm.rank == 0:
+        (directory / "benched.py").write_text(FACTORIES)
+    comm.Barrier()
+    monkeypatch.syspath_prepend(str(directory))
+    yield directory
+    sys.modules.pop("benched", None)
+
+
+def test_runs_are_not_taken_for_each_other(factories: Path) -> None:
+    both = ("--models", "benched:model=benched:a", "benched:model=benched:b", "--cases", "dense", "--seeds", 1)
+    common = ("--batch-size", 8, "--out", factories / "runs", "--json")
+    first, second = bench("train", *both, "--steps", 6, *common)
+    assert first["train_loss"] != second["train_loss"]
+    again = bench("train", *both, "--steps", 6, *common)
+    assert [r["train_loss"] for r in again] == [first["train_loss"], second["train_loss"]]
+    with pytest.raises(AssertionError, match="holds a run with other settings"):
+        bench("train", *both, "--steps", 8, *common)
+
+
+def test_recorded_gradients_are_replayed(factories: Path) -> None:
+    out = factories / "run"
+    for steps in (2, 6):
+        model = ("--model", "benched:model", "--data", "benched:a")
+        command("train", *model, "--steps", steps, "--record-gradients", 3, "--out", out)
+    assert sorted(p.name for p in (out / "gradients").iterdir()) == [f"step-0000000{n}" for n in (1, 2, 3)]
+    records = bench(
+        "sync", "--gradients", out, "--rounds", 2, "--json", "--no-gloo", "--density", 0.5, "--path", "step",
+        "--out", factories / "sync.jsonl",
+    )  # fmt: skip
+    assert {r["elements"] for r in records} == {10}, "four weights and a bias for each of two classes"
+    assert [r["what"] for r in records if "density" in r] == ["exdyna, step"]
+    lines = [json.loads(line) for line in (factories / "sync.jsonl").read_text().splitlines()]
+    assert lines == [{"bench": "sync", **record} for record in records]
+
+
+def test_no_recording_is_told_once(directory: Path) -> None:
+    with pytest.raises(AssertionError) as caught:
+        bench("sync", "--gradients", directory, "--rounds", 1)
+    assert str(caught.value).count("expected gradients that mpisparse train --record-gradients") == 1
+
+
+def test_scaling(directory: Path) -> None:
+    records = bench(
+        "scaling", "--elements", 20000, "--density", 0.01, "--steps", 4, "--workers", 5, 70, "--json",
+        "--out", directory / "scaling.jsonl",
+    )  # fmt: skip
+    real = [r for r in records if r["how"] == "real"]
+    assert [(r["ranks"], r["scheme"]) for r in real] == [(n, s) for n in (1, 2) for s in ("exdyna", "topk", "dense")]
+    assert all(r["same"] == "yes" and r["ms"] > 0 and r["modelled_ms"] > 0 for r in real)
+    simulated = [(r["ranks"], r["scheme"]) for r in records if r["how"] == "simulated"]
+    assert simulated == [(5, "exdyna"), (5, "topk"), (5, "dense"), (70, "exdyna"), (70, "dense")]
+    assert all(abs(r["build_up"] - 1) < 0.02 for r in records if r["scheme"] == "exdyna")
+    assert len((directory / "scaling.jsonl").read_text().splitlines()) == len(records)
+
+
+def test_scaling_of_another_density(directory: Path) -> None:
+    cases = ("exdyna:density=0.05", "cltk:density=0.1")
+    records = bench("scaling", "--elements", 20000, "--steps", 4, "--workers", 3, "--cases", *cases, "--json")
+    assert [round(r["density"], 2) for r in records if r["scheme"] == cases[0]] == [0.05] * 3
+    assert all(r["same"] == "yes" for r in records if r["how"] == "real")
+
+
+def test_what_cannot_be_simulated_is_told_first() -> None:
+    with pytest.raises(AssertionError) as caught:
+        bench("scaling", "--elements", 1000, "--cases", "exdyna", "exdyna:codec=int8")
+    assert str(caught.value).count("the simulator knows density, accumulate") == 1
+    assert "ranks" not in str(caught.value)
+
+
+def test_ablation(directory: Path) -> None:
+    records = bench(
+        "ablation", "--groups", "threshold", "feedback", "--elements", 20000, "--density", 0.01, "--steps", 5, "--json",
+        "--train", "digits-cnn", "--train-steps", 3, "--train-out", directory / "runs", "--out", directory / "a.jsonl",
+    )  # fmt: skip
+    cases = ["exdyna", "exdyna:controller=paper", "exdyna:controller=fixed", "exdyna", "exdyna:compensate=false"]
+    assert [r["case"] for r in records] == cases
+    whole, paper, fixed, _, dropped = records
+    assert whole["worst_error"] < 0.02 < min(paper["density_error"], fixed["density_error"])
+    assert dropped["worst_error"] < 0.02
+    assert all(len(r["density_by_step"]) == 5 and r["train_loss"] > 0 for r in records)
+    assert whole["train_loss"] == records[3]["train_loss"] != dropped["train_loss"]
+    assert len(list((directory / "runs").iterdir())) == 4, "what is in two groups is trained once"
+
+
+def test_sparse_models(directory: Path) -> None:
+    cases = ("dense", "exdyna:density=0.05")
+    dense, sparse, tailored = bench(
+        "sparse-models", "--models", "pruned", "--cases", *cases, "--seeds", 1, "--steps", 5, "--batch-size", 8, "--json",
+        "--out", directory / "runs",
+    )  # fmt: skip
+    assert [r["case"] for r in (dense, sparse, tailored)] == [*cases, "mask-aware"]
+    assert tailored["train_loss"] == pytest.approx(dense["train_loss"], rel=1e-4)
+    assert tailored["density"] < 0.2
+    assert tailored["received_MB"] < 0.2 * dense["received_MB"]
+    assert sparse["density"] == pytest.approx(0.05, rel=0.05)
+    assert len((directory / "runs" / "records.jsonl").read_text().splitlines()) == 3
+
+
+def test_ddp_refuses_what_it_would_pass_over(comm: MPI.Intracomm, directory: Path) -> None:
+    config = directory / "ddp.toml"
+    if comm.rank == 0:
+        config.write_text('model = "digits-cnn"\nsteps = 3\nbatch_size = 4\nclip = 1.0\n')
+    comm.Barrier()
+    with pytest.raises(AssertionError, match="bench ddp trains plainly and has no clip"):
+        bench("ddp", "--config", config)
+    with pytest.raises(AssertionError, match="expected --steps of 3 or more, of which 2 warm up, got 2"):
+        bench("ddp", "--model", "digits-cnn", "--steps", 2)
+
+
+def test_ddp(directory: Path) -> None:
+    records = bench(
+        "ddp", "--model", "digits-cnn", "--batch-size", 4, "--steps", 4, "--cases", "dense", "exdyna:density=0.1",
+        "speculative", "--json", "--out", directory / "ddp.jsonl",
+    )  # fmt: skip
+    alone, ddp, fp16, power, dense, sparse, ahead = records
+    assert [r["what"] for r in records[:2]] == ["computation alone", "DDP"]
+    assert "loss" not in alone
+    assert [len(r["loss_by_step"]) for r in records[1:]] == [4] * 6
+    assert dense["loss_by_step"] == pytest.approx(ddp["loss_by_step"], rel=1e-4), "the same model, batches and mean"
+    assert fp16["loss_by_step"] == pytest.approx(ddp["loss_by_step"], rel=1e-2)
+    assert power["loss_by_step"][:2] == pytest.approx(ddp["loss_by_step"][:2], rel=1e-4)
+    assert sparse["density"] == pytest.approx(0.1, rel=0.02)
+    assert ahead["density"] > 0
+    assert 0 < ahead["exchange_ms"] < ahead["ms"]
+    assert len((directory / "ddp.jsonl").read_text().splitlines()) == 7
