@@ -44,7 +44,9 @@ def device(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Emulator:
 @contextlib.contextmanager
 def nothing_on_the_host(sync: mpisparse.GradientSync) -> Iterator[None]:
     """Refuse NumPy access to the residual and the published gradient on the device, as a GPU would."""
-    vectors = [sync.residual, *(run.buffer for run in sync._aggregator.parts.sink.runs)] if sync._backend.name == "cuda" else []
+    vectors = (
+        [sync.residual, *(run.buffer for run in sync._gradients.published.runs)] if sync._backend.name == "cuda" else []
+    )
     mine = {t.untyped_storage().data_ptr() for t in vectors}
     plain = torch.Tensor.numpy
 
