@@ -1,6 +1,6 @@
-// Momentum between what successive steps send: the union of two ascending indices, and what comes to rest.
+// Momentum between steps: merge two ascending indices, and drop elements whose momentum has decayed.
 
-// Which of `carried` are not in `index`.
+// Marks the elements of `carried` that are not in `index`.
 extern "C" __global__ void mark_absent(const i64* carried, i64 m, const i64* index, i64 n, u32* masks, u32* counts) {
     __shared__ u32 warps[WARPS];
     mark(m, masks, counts, warps, [=](i64 j) {
@@ -18,7 +18,7 @@ extern "C" __global__ void write_kept(const i64* index, const float* values, con
     });
 }
 
-// The elements of `index`, each behind those of `absent` (what is carried and not selected) that lie before it.
+// Writes the elements of `index` to their places in the union; `absent` are the carried elements that are not selected.
 extern "C" __global__ void blend_selected(const i64* index, const float* values, i64 n, const i64* carried, const float* previous, i64 m,
                                           const i64* absent, i64 others, float share, float rest, i64* out, float* mixed, u8* selected) {
     const i64 i = at_thread();
@@ -40,14 +40,14 @@ extern "C" __global__ void blend_carried(const i64* absent, const float* previou
     selected[place] = 0;
 }
 
-// Marks what goes on being sent; what does not leaves to acc what was still to come of it.
-extern "C" __global__ void come_to_rest(float* acc, const i64* index, const float* values, const u8* selected, const float* mean,
+// Marks the elements that are sent again; the unsent momentum of the others goes to acc.
+extern "C" __global__ void drop_decayed(float* acc, const i64* index, const float* values, const u8* selected, const float* mean,
                                         float* left, i64 n, float pending, u32* masks, u32* counts) {
     __shared__ u32 warps[WARPS];
     mark(n, masks, counts, warps, [=](i64 i) {
-        const bool resting = !selected[i] && mean[i] == 0.0f;
-        if (resting) left[i] = __fadd_rn(left[i], __fmul_rn(pending, values[i]));
+        const bool decayed = !selected[i] && mean[i] == 0.0f;
+        if (decayed) left[i] = __fadd_rn(left[i], __fmul_rn(pending, values[i]));
         acc[index[i]] = __fadd_rn(acc[index[i]], left[i]);
-        return !resting;
+        return !decayed;
     });
 }

@@ -1,6 +1,6 @@
-// Payloads of the lossy codecs: a block of 256 threads for each group of 256 values, a float32 scale for each; x keeps what is not sent.
+// The lossy codecs: one block per group of GROUP values, which share a float32 scale; encoders leave the rounding error in x.
 
-// The largest magnitude among the values of a group's threads, in all of them.
+// The largest magnitude in a group; all its threads get the result.
 __device__ inline float largest(float x, u32* warps) {
     u32 most = bits_of(x) & MAGNITUDE;
     for (u32 step = 16; step > 0; step /= 2) {
@@ -37,7 +37,7 @@ extern "C" __global__ void decode_int8(const float* scales, const signed char* q
     if (i < n) x[i] = __fmul_rn((float)q[i], scales[i / GROUP]);
 }
 
-// A scale that is a power of two brings the largest magnitude into [2^14, 2^15), or as near as its exponent allows.
+// The scale is the power of two that brings the largest magnitude into [2^14, 2^15), as far as its exponent allows.
 extern "C" __global__ void __launch_bounds__(GROUP) encode_fp16(float* x, i64 n, float* scales, u16* h) {
     __shared__ u32 warps[GROUP / 32];
     const i64 i = at_thread();

@@ -1,4 +1,4 @@
-// Payloads of the lossy codecs: groups of 256 values, a float32 scale for each, rounding to nearest even.
+// Kernels of the lossy codecs: one float32 scale per group of 256 values, rounding to nearest even.
 #pragma once
 #include <algorithm>
 #include <cfenv>
@@ -8,17 +8,17 @@
 
 constexpr int64_t GROUP = 256;
 
-// The bits of |x| are ordered like |x|, and integers can be compared side by side.
+// The bits of |x| are ordered like |x|, and integer maxima vectorize.
 inline float largest(const float* x, int64_t n) {
     int32_t most = 0;
     for (int64_t i = 0; i < n; ++i) most = std::max(most, int32_t(bits_of(x[i]) & 0x7fffffff));
     return float_of(uint32_t(most));
 }
 
-// To the nearest whole number, ties to even, for |x| < 2^22: the sum has no bits behind the point.
+// Rounds to the nearest integer, ties to even, for |x| < 2^22: the sum has no fraction bits.
 inline float whole(float x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
 
-// HDF5's checksum: running sums of big-endian 16-bit words (an odd last byte is a word's high one), modulo 65535, 0 only for 0.
+// HDF5's checksum: running sums of big-endian 16-bit words modulo 65535, 0 only for 0; an odd last byte is a high byte.
 inline uint32_t fletcher32(const uint8_t* data, int64_t nbytes) {
     uint64_t one = 0, two = 0;
     bool any = false;
@@ -45,8 +45,8 @@ inline uint32_t fletcher32(const uint8_t* data, int64_t nbytes) {
     return fold(two) << 16 | fold(one);
 }
 
-// What is sent is q * scale in float32; x then becomes what was not sent, exactly (x and q * scale are within a factor
-// of two of each other, or q is 0).
+// Sends q * scale in float32; x becomes the rounding error, which is exact: x and q * scale are within a factor of two of each
+// other, or q is 0.
 inline void encode_int8(float* x, int64_t n, float* scales, int8_t* q) {
     for (int64_t g = 0; g * GROUP < n; ++g, x += GROUP, q += GROUP) {
         const int64_t count = std::min(GROUP, n - g * GROUP);
@@ -70,7 +70,7 @@ inline void decode_int8(const float* scales, const int8_t* q, int64_t n, float* 
     }
 }
 
-// A power of two that brings the group's largest magnitude into [2^14, 2^15): no overflow, and scaling is exact.
+// The power of two that scales the group's largest magnitude into [2^14, 2^15): no overflow, and scaling is exact.
 inline float fp16_scale(float most) {
     if (!(most > 0.0f)) return 1.0f;
     int exponent;

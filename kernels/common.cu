@@ -1,14 +1,14 @@
-// What the CUDA kernels share. All *.cu are joined, this one first, and compiled as one source without headers, by NVRTC, by nvcc
-// or, with an emulator in front of them, by a C++ compiler. mpisparse/backends/reference.py says in NumPy what each operation does.
+// Shared by all CUDA kernels. All *.cu files are joined, this one first, and compiled as one source without headers: by NVRTC, by
+// nvcc or, behind an emulator, by a C++ compiler. mpisparse/backends/protocol.py says what each operation does.
 //
-// Results are those of the CPU kernels to the last bit: products and sums are rounded one by one (never fused), magnitudes are
-// compared as integers, and what is collected is put in order by counting first: mark, scan, write. A tile of TILE elements
-// belongs to one block; bit b of its mask word w stands for element 32 w + b of the tile.
+// Results equal those of the CPU kernels to the last bit: products and sums are rounded one by one (never fused), magnitudes are
+// compared as integers, and selected elements are compacted in order by counting first: mark, scan, write. Each block works on one
+// tile of TILE elements; bit b of mask word w stands for element 32 w + b of the tile.
 #ifndef BLOCK
-#define BLOCK 256  // threads of a block, a multiple of 32
+#define BLOCK 256  // threads per block, a multiple of 32
 #endif
 #ifndef SCAN
-#define SCAN 1024  // threads of the one block that scans the tiles' counts, a multiple of 32
+#define SCAN 1024  // threads of the one block that scans the counts of tiles, a multiple of 32
 #endif
 #define WARPS (BLOCK / 32)
 #define TILE (32ll * BLOCK)
@@ -41,7 +41,7 @@ __device__ inline float fp16_to_float(u16 h) {
 
 __device__ inline float bf16_to_float(u16 h) { return float_of((u32)h << 16); }
 
-// To the nearest finite value, ties to even.
+// Round to the nearest finite value, ties to even.
 __device__ inline u16 float_to_finite_fp16(float x) {
     const u32 u = bits_of(x), magnitude = u & MAGNITUDE;
     const u16 sign = (u16)((u >> 16) & 0x8000u);
@@ -65,7 +65,7 @@ __device__ inline float load_one(const void* source, u32 kind, i64 i) {
     return kind == FP16 ? fp16_to_float(h) : bf16_to_float(h);
 }
 
-// The first place in ascending data[from, to) whose value is at least (above: greater than) x.
+// The first place in ascending data[from, to) whose value is at least (upper_bound: greater than) x.
 __device__ inline i64 lower_bound(const i64* data, i64 from, i64 to, i64 x) {
     while (from < to) {
         const i64 middle = from + (to - from) / 2;
@@ -75,7 +75,7 @@ __device__ inline i64 lower_bound(const i64* data, i64 from, i64 to, i64 x) {
 }
 __device__ inline i64 upper_bound(const i64* data, i64 from, i64 to, i64 x) { return lower_bound(data, from, to, x + 1); }
 
-// The sum of the values of all threads before this one; `warps` is shared memory for one number a warp. All threads must call it.
+// Exclusive prefix sum over the threads of a block; `warps` is shared memory for one number per warp. All threads must call it.
 template <class Number>
 __device__ inline Number sum_before(Number value, Number* warps, Number* total) {
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, count = blockDim.x / 32;
@@ -96,7 +96,7 @@ __device__ inline Number sum_before(Number value, Number* warps, Number* total) 
     return before + sum - value;
 }
 
-// The lowest value of all threads, in thread 0; `warps` as above. All threads must call it.
+// The minimum over the threads of a block, valid in thread 0; `warps` as above. All threads must call it.
 __device__ inline i64 lowest(i64 value, i64* warps) {
     for (u32 step = 16; step > 0; step /= 2) {
         const i64 other = __shfl_down_sync(ALL, value, step);
@@ -110,7 +110,7 @@ __device__ inline i64 lowest(i64 value, i64* warps) {
     return value;
 }
 
-// Sets the mask of this block's tile of [0, n) by a test of each element, and counts.
+// Marks the elements of this block's tile of [0, n) that pass the test, and counts them.
 template <class Test>
 __device__ inline void mark(i64 n, u32* masks, u32* counts, u32* warps, Test test) {
     const u32 warp = threadIdx.x / 32;
@@ -126,7 +126,7 @@ __device__ inline void mark(i64 n, u32* masks, u32* counts, u32* warps, Test tes
     if (threadIdx.x == 0) counts[blockIdx.x] = total;
 }
 
-// Calls write(place, element) for every marked element of this block's tile, places ascending with elements.
+// Calls write(place, element) for each marked element of this block's tile; places ascend with elements.
 template <class Write>
 __device__ inline void write_marked(const u32* masks, const i64* offsets, u32* warps, Write write) {
     if (offsets[blockIdx.x] == offsets[blockIdx.x + 1]) return;
@@ -135,7 +135,7 @@ __device__ inline void write_marked(const u32* masks, const i64* offsets, u32* w
     for (; word; word &= word - 1) write(place++, blockIdx.x * TILE + 32 * threadIdx.x + __ffs(word) - 1);
 }
 
-// One block: offsets[i] is the sum of counts[0, i), offsets[n] the sum of all, summary that sum and the lowest of `bads` or -1.
+// One block: offsets[i] is the sum of counts[0, i); summary is the sum of all counts, and the lowest of `bads` or -1.
 extern "C" __global__ void scan_counts(const u32* counts, const i64* bads, i64 n, i64* offsets, i64* summary) {
     __shared__ i64 sums[SCAN / 32];
     __shared__ i64 lows[SCAN / 32];

@@ -36,7 +36,7 @@ inline uint16_t float_to_bf16(float x) {
     return uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
-// The nearest finite value: what a gradient may be rounded to, since an infinity could never be taken back.
+// Rounds to the nearest finite value: an infinity in a published gradient could never be corrected.
 inline uint16_t float_to_finite_fp16(float x) {
     const uint16_t h = float_to_fp16(x);
     return (h & 0x7fffu) == 0x7c00u ? uint16_t((h & 0x8000u) | 0x7bffu) : h;

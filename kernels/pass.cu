@@ -1,6 +1,6 @@
-// The passes over the flat vector: add gradients, watch for values that are not finite, mark what reaches a magnitude.
+// The passes over the flat vector: add gradients, watch for non-finite values, mark the elements that reach a floor.
 
-// The gradients of a step: `ends` are the parameters' ends in the flat vector, a null pointer is an absent gradient.
+// The gradients of one step, one entry per parameter: address (null: no gradient), end in the flat vector, element kind.
 struct Gradients {
     const u64* pointers;
     const i64* ends;
@@ -8,14 +8,14 @@ struct Gradients {
     i64 count;
 };
 
-// Where a thread is among the gradients, as it goes through ascending elements.
+// A thread's position among the gradients while it visits ascending elements.
 struct Place {
     i64 slot, begin, end;
     const void* source;
     u32 kind;
 };
 
-// Moves on to the gradient of element i; tells whether there is one.
+// Moves on to the gradient of element i; returns whether there is one.
 __device__ inline bool move_to(Place* place, const Gradients& grads, i64 i) {
     if (i >= place->end && place->slot < grads.count) {
         place->slot = upper_bound(grads.ends, place->slot, grads.count, i);
@@ -28,12 +28,12 @@ __device__ inline bool move_to(Place* place, const Gradients& grads, i64 i) {
     return i < place->end && place->source != nullptr;
 }
 
-// One tile: acc += gradient, the average's update if there is one, a mask of what reaches `floor` in [lo, hi), and the lowest index
-// where acc is not finite, among those that were added to (or, without an average, looked at).
+// One tile: acc += gradient; update the moving average, if there is one; mark the elements of [lo, hi) that reach `floor`; and find
+// the lowest index at which acc is not finite, among those added to (or, without an average, compared with the floor).
 template <bool AVERAGE>
 __device__ inline void pass(float* acc, float* average, float rate, float rest, i64 size, const Gradients& grads, i64 lo, i64 hi,
                             u32 floor, i64 tile, u32* masks, u32* counts, i64* bads, u32* warps, i64* lows) {
-    const int BATCH = 4;  // loads that are under way together
+    const int BATCH = 4;  // loads in flight at a time
     Place place = {0, 0, 0, nullptr, FP32};
     i64 bad = NONE;
     u32 hits = 0;
@@ -94,7 +94,7 @@ average_select(float* acc, float* average, float rate, float rest, i64 size, con
     pass<true>(acc, average, rate, rest, size, grads, lo, hi, floor, blockIdx.x, masks, counts, bads, warps, lows);
 }
 
-// One gradient while backward goes on: nothing is collected.
+// Adds one gradient during backward; selects nothing.
 extern "C" __global__ void __launch_bounds__(BLOCK) accumulate(float* acc, i64 size, const void* source, u32 kind, i64* bads) {
     __shared__ i64 lows[WARPS];
     i64 bad = NONE;
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) accumulate(float* acc, i64 s
     if (threadIdx.x == 0) bads[blockIdx.x] = bad;
 }
 
-// One block: notes the address of the first element that is not finite, unless an earlier pass noted one. Nobody waits for it.
+// One block: stores the address of the first non-finite element, unless an earlier pass stored one; the host reads it later.
 extern "C" __global__ void note_bad(const float* acc, const i64* bads, i64 tiles, u64* noted) {
     __shared__ i64 lows[WARPS];
     i64 bad = NONE;
@@ -118,7 +118,7 @@ extern "C" __global__ void note_bad(const float* acc, const i64* bads, i64 tiles
     if (threadIdx.x == 0 && bad != NONE && *noted == 0) *noted = (u64)(acc + bad);
 }
 
-// Reads gradients only.
+// Reads the gradients only.
 extern "C" __global__ void __launch_bounds__(BLOCK)
 first_nonfinite(i64 size, const u64* pointers, const i64* ends, const u8* kinds, i64 slots, u32* counts, i64* bads) {
     __shared__ i64 lows[WARPS];

@@ -1,23 +1,17 @@
-// Importance by small nets, one for each layer: from the last gradients of an element, oriented by the sign of what waits in its
-// accumulator and measured in the layer's root mean square, through HIDDEN rectified units to a number in (0, 1). Only
-// operations that IEEE 754 fixes to the last bit, in a fixed order: mpisparse/backends/reference.py gives the same bits.
+// Importance of elements, predicted by one small net per layer. Its inputs are the element's last gradients, divided by the layer's
+// root mean square, with the sign of the accumulated value taken out; HIDDEN rectified units lead to a number in (0, 1).
+// Only operations that IEEE 754 defines to the last bit, in a fixed order: mpisparse/backends/numpy_nets.py gives the same bits.
 #pragma once
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <vector>
-#include "half.hpp"
-
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define MPISPARSE_CLONES __attribute__((target_clones("avx2", "default")))
-#else
-#define MPISPARSE_CLONES
-#endif
+#include "scan.hpp"
 
 constexpr int64_t HIDDEN = 8, DEPTHS = 8, STRIP = 64;
 inline int64_t net_size(int64_t depth) { return HIDDEN * (depth + 2) + 1; }
 
-// A net in memory: for each hidden unit its weights, then all biases, then the weights of the output, then its bias.
+// Layout of a net: the weights of each hidden unit, the hidden biases, the output weights, the output bias.
 struct Net {
     const float* weights;
     int64_t depth;
@@ -27,7 +21,7 @@ struct Net {
     float out_bias() const { return weights[HIDDEN * (depth + 2)]; }
 };
 
-// About log2(1 + |x|), with the sign of x: straight lines between the powers of two.
+// About log2(1 + |x|) with the sign of x: linear between powers of two.
 inline float feature(uint16_t gradient, float inverse) {
     const float x = bf16_to_float(gradient) * inverse;
     const float length = float(int32_t(bits_of(1.0f + std::fabs(x))) - 0x3f800000) * 0x1p-23f;
@@ -40,7 +34,7 @@ inline float importance(float z) { return 0.5f + 0.5f * (z / (1.0f + std::fabs(z
 
 inline uint8_t score_of(float z) { return uint8_t(std::min(254.0f, importance(z) * 255.0f)); }
 
-// Scores of elements [0, count) of one layer; row r of the history is at history + r * stride, the accumulator behind the last.
+// Scores elements [0, count) of one layer; row r of the history is at history + r * stride, the accumulator is the row after the last.
 MPISPARSE_CLONES
 void predict_layer(const uint16_t* history, int64_t stride, int64_t count, const float* weights, int64_t depth, float inverse, uint8_t* out) {
     const Net net{weights, depth};
@@ -61,14 +55,14 @@ void predict_layer(const uint16_t* history, int64_t stride, int64_t count, const
     }
 }
 
-// Scores of `count` elements; `ends` are those of the layers among them.
+// Scores `count` elements; `ends` delimits the layers.
 inline void predict(const uint16_t* history, int64_t count, const float* nets, const float* inverse, const int64_t* ends, int64_t layers,
                     int64_t depth, uint8_t* out) {
     for (int64_t layer = 0, begin = 0; layer < layers; begin = ends[layer++])
         predict_layer(history + begin, count, ends[layer] - begin, nets + layer * net_size(depth), depth, inverse[layer], out + begin);
 }
 
-// What learning changes: the nets and Adam's memories, with its corrections for each batch (of the mean, of the square).
+// The state of training: the nets and Adam's moments, with its two bias corrections per batch.
 struct Learner {
     float *nets, *mean, *square;
     int64_t size;
@@ -85,7 +79,7 @@ struct Learner {
     }
 };
 
-// One element on its way through its net, and back.
+// Forward and backward pass of one element through its net.
 struct Pass {
     float x[DEPTHS], unit[HIDDEN], z;
     void forward(const Net& net, const uint16_t* history, int64_t stride, float inverse) {
@@ -97,7 +91,7 @@ struct Pass {
             z += net.out(j) * (unit[j] > 0.0f ? unit[j] : 0.0f);
         }
     }
-    // Adds to the slopes of a net what a slope at the logarithm of the importance comes to.
+    // Adds to the gradient of a net, given the gradient with respect to the logarithm of the importance.
     void backward(const Net& net, float slope, float* slopes) const {
         const float wide = 1.0f + std::fabs(z), at_z = (slope / importance(z)) * (0.5f / (wide * wide));
         float *units = slopes, *biases = slopes + HIDDEN * net.depth, *outs = biases + HIDDEN;
@@ -111,8 +105,8 @@ struct Pass {
     }
 };
 
-// Learns from pairs (better, worse) to give the better one the larger key, importance x magnitude: each batch goes down the slope
-// of the weighted mean of (worse - better) / (worse + better).
+// Trains the nets with Adam to rank the first element of each pair above the second, by importance x magnitude. The loss of a batch
+// is the weighted mean over its pairs of (second - first) / (second + first).
 inline void learn(const Learner& learner, const uint16_t* history, int64_t count, const float* inverse, const int64_t* ends, int64_t layers,
                   int64_t depth, const float* magnitude, const int64_t* pairs, const float* weights, int64_t n, int64_t batch) {
     std::vector<int64_t> layer_of(count);

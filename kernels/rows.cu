@@ -1,17 +1,17 @@
-// Compressed sparse rows: the columns of what reaches the threshold, and back to flat indices.
+// Compressed sparse rows: from candidates that reach the threshold to columns, and back to flat indices.
 
 extern "C" __global__ void mark_reached(const float* magnitude, i64 n, float threshold, u32* masks, u32* counts) {
     __shared__ u32 warps[WARPS];
     mark(n, masks, counts, warps, [=](i64 i) { return magnitude[i] >= threshold; });
 }
 
-// `row`, a power of two, is the length of a row.
+// The row length `row` is a power of two.
 extern "C" __global__ void write_columns(const i64* index, i64 lo, i64 row, const u32* masks, const i64* offsets, u16* columns) {
     __shared__ u32 warps[WARPS];
     write_marked(masks, offsets, warps, [=](i64 place, i64 i) { columns[place] = (u16)((index[i] - lo) & (row - 1)); });
 }
 
-// `offsets` are where each row begins among the columns.
+// Row r has columns [offsets[r], offsets[r + 1]).
 extern "C" __global__ void expand_rows(const i64* offsets, i64 rows, const u16* columns, i64 n, i64 lo, i64 row, i64* out) {
     const i64 i = at_thread();
     if (i < n) out[i] = lo + (upper_bound(offsets, 0, rows, i) - 1) * row + columns[i];

@@ -1,6 +1,6 @@
 // One pass over memory: add a gradient into the accumulator, watch for non-finite values, and collect the elements that
-// reach a magnitude. Magnitudes are compared as integers (the bits of |x| are ordered like |x|, and NaN lies above all),
-// so every instruction set gives the same answer. `scan.inc` is the pass; a namespace for each instruction set holds it.
+// reach a floor. Magnitudes are compared as integers (the bits of |x| are ordered like |x|, and NaN is above all), so
+// every instruction set gives the same answer. `scan.inc` is the pass, included once per instruction set in a namespace.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -10,6 +10,13 @@
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define MPISPARSE_X86 1
 #include <immintrin.h>
+#endif
+
+// Compiles a function for AVX2 too and picks the version at load time, where the compiler and the C library can.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define MPISPARSE_CLONES __attribute__((target_clones("avx2", "default")))
+#else
+#define MPISPARSE_CLONES
 #endif
 
 enum Kind : uint8_t { FP32 = 0, FP16 = 1, BF16 = 2, FP64 = 3 };  // FP64: published gradients only
@@ -22,7 +29,7 @@ inline float load_one(const void* source, Kind kind, int64_t i) {
     return kind == FP16 ? fp16_to_float(h) : bf16_to_float(h);
 }
 
-// Elements found, in ascending order; grown a chunk at a time so that pushing needs no test of its own.
+// Selected elements, ascending; grown a chunk at a time, so that push needs no bounds check.
 struct Found {
     std::vector<int64_t> index;
     std::vector<float> magnitude;
@@ -40,7 +47,7 @@ struct Found {
     }
 };
 
-// Arguments of a moving average's update: average = rate x |grad| + (1 - rate) x average; no grad is a grad of zeros.
+// Arguments of average = rate x |grad| + (1 - rate) x average; a null grad counts as zeros.
 struct Averaging {
     float* average;
     const void* grad;
@@ -49,8 +56,8 @@ struct Averaging {
     float rate;
 };
 
-// By what elements are compared with a floor: their magnitude; its product with the importance, (score + 1) / 256; or the
-// score itself and, between equal ones, the magnitude. All are bits of a float >= 0, ordered like it.
+// What is compared with the floor: the magnitude; its product with the importance, (score + 1) / 256; or the score, and the
+// magnitude among equal scores. All are bit patterns of floats >= 0, which are ordered like the floats.
 enum Key : uint8_t { MAGNITUDES = 0, PRODUCTS = 1, SCORES = 2 };
 
 inline int32_t key_of(Key key, float x, uint8_t score) {
@@ -59,8 +66,8 @@ inline int32_t key_of(Key key, float x, uint8_t score) {
     return key == SCORES ? int32_t(score) << 23 | m >> 8 : m;
 }
 
-// Arguments of a pass over acc[0, count): grad may be null, hits are reported from `base` on if `found` is given; scores
-// are of acc[0, count) and needed by their keys only.
+// Arguments of a pass over acc[0, count): grad may be null; selected elements go to `found`, if given, with indices from `base`
+// on; scores belong to acc[0, count) and may be null if the key is the magnitude.
 struct Piece {
     float* acc;
     const void* grad;

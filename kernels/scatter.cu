@@ -1,4 +1,4 @@
-// Reads and writes at an ascending index (no element twice), and the small sums of a reduction.
+// Reads and writes at an ascending index without duplicates, and the sums of a reduction.
 
 extern "C" __global__ void read_at(const float* acc, const i64* index, i64 n, float* out) {
     const i64 i = at_thread();
@@ -30,7 +30,7 @@ extern "C" __global__ void zero_at(void* data, u32 kind, const i64* index, i64 n
     else ((u16*)data)[index[i]] = 0;
 }
 
-// In the buffer's own type; values keep what rounding to it left.
+// Rounds to the buffer's kind; values become the rounding error.
 extern "C" __global__ void publish_at(void* data, u32 kind, const i64* index, i64 n, float* values) {
     const i64 i = at_thread();
     if (i >= n) return;
@@ -50,7 +50,7 @@ extern "C" __global__ void publish_at(void* data, u32 kind, const i64* index, i6
     values[i] = kind == FP32 || kind == FP64 ? 0.0f : __fsub_rn(x, kept);
 }
 
-// Called for one rank's values after the other: a sum in rank order.
+// Called once per rank, so that sums are in rank order.
 extern "C" __global__ void add(float* total, const float* term, i64 n) {
     const i64 i = at_thread();
     if (i < n) total[i] = __fadd_rn(total[i], term[i]);

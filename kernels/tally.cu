@@ -1,6 +1,6 @@
-// Counts. Sums of whole numbers are the same in any order, so that here blocks may add into the same memory.
+// Counts. Integer sums do not depend on order, so blocks may use atomics here.
 
-// Magnitudes by exponent and three bits of mantissa: bin b holds bit patterns [b << 20, (b + 1) << 20). `bins` begins as zeros.
+// Counts magnitudes by exponent and three bits of mantissa: bin b holds bit patterns [b << 20, (b + 1) << 20). `bins` must be zero.
 extern "C" __global__ void histogram(const float* acc, i64 lo, i64 hi, u64* bins) {
     __shared__ u32 own[2048];
     for (u32 b = threadIdx.x; b < 2048; b += BLOCK) own[b] = 0;
@@ -14,7 +14,7 @@ extern "C" __global__ void histogram(const float* acc, i64 lo, i64 hi, u64* bins
         if (own[b]) atomicAdd(&bins[b], (u64)own[b]);
 }
 
-// counts[r] is how many magnitudes reach exactly r of the rungs (ascending, at most RUNGS); NaN reaches none. `counts` begins as zeros.
+// counts[r]: magnitudes that reach exactly r of the rungs (ascending, at most RUNGS); NaN reaches none. `counts` must be zero.
 #define RUNGS 1024
 extern "C" __global__ void tail_counts(const float* magnitudes, i64 n, const float* rungs, u32 count, u64* counts) {
     __shared__ u32 ladder[RUNGS];
@@ -40,7 +40,7 @@ extern "C" __global__ void tail_counts(const float* magnitudes, i64 n, const flo
         if (own[r]) atomicAdd(&counts[r], (u64)own[r]);
 }
 
-// How many of the candidates in [from, to) of the flat vector reach the threshold: one warp, which knows the answer in all lanes.
+// Candidates with flat index in [from, to) that reach the threshold, counted by one warp; all lanes get the result.
 __device__ inline u32 count_between(const i64* index, const float* magnitude, i64 n, float threshold, i64 from, i64 to) {
     const i64 first = lower_bound(index, 0, n, from), last = lower_bound(index, first, n, to);
     u32 reached = 0;
@@ -51,7 +51,7 @@ __device__ inline u32 count_between(const i64* index, const float* magnitude, i6
     return reached;
 }
 
-// Between each two edges; a warp for each count.
+// One warp per block [edges[b], edges[b + 1]).
 extern "C" __global__ void block_counts(const i64* index, const float* magnitude, i64 n, float threshold, const i64* edges, i64 blocks,
                                         i64* counts) {
     const i64 block = at_thread() / 32;
@@ -60,7 +60,7 @@ extern "C" __global__ void block_counts(const i64* index, const float* magnitude
     if (threadIdx.x % 32 == 0) counts[block] = reached;
 }
 
-// In each row from `lo` on; a warp for each row.
+// One warp per row; row 0 starts at `lo`.
 extern "C" __global__ void row_counts(const i64* index, const float* magnitude, i64 n, float threshold, i64 lo, i64 row, i64 rows,
                                       u32* counts) {
     const i64 r = at_thread() / 32;

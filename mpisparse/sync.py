@@ -119,6 +119,7 @@ class GradientSync:
         self._companion.begin()
         aggregator, gradients, clock = self._aggregator, self._gradients, Clock()
         self._exchange.reset_counters()
+        self._backend.use_threads(torch.get_num_threads())
         gradients.frozen.look()
         pieces, notice = gradients.take(self.k, trouble or aggregator.ready(clock.lap))
         try:

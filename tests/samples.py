@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpisparse.backends import reference
-from mpisparse.backends.reference import BF16, FP16, FP32, FP64
+from mpisparse.backends.kinds import BF16, FP16, FP32, FP64, widen
 from mpisparse.select.threshold import HUGE, TINY
 
 FLOORS = (0.0, TINY, 1e-40, 0.02, 1.0, HUGE)
@@ -65,7 +64,7 @@ def assert_same(got: Any, expected: Any) -> None:
 def halfway(kind: int) -> NDArray[np.float32]:
     """Return all finite 16-bit values, the midpoints between neighbours, and the float32 neighbours of the midpoints."""
     patterns = np.arange(1 << 16, dtype=np.uint16)
-    x = np.unique(reference.widen(patterns, kind))
+    x = np.unique(widen(patterns, kind))
     x = x[np.isfinite(x)].astype(np.float64)
     middles = ((x[1:] + x[:-1]) / 2).astype(np.float32)
     around = [np.nextafter(middles, np.float32(side)) for side in (-HUGE, HUGE)]

@@ -1,1 +1,1 @@
-"""Where arrays live and are computed on: the protocol, NumPy, native code for CPUs, CUDA."""
+"""Kernels and the arrays they work on; start with protocol.py."""

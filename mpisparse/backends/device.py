@@ -1,6 +1,6 @@
-"""Which kernels run: on a CUDA device those for it; on the host native code, or NumPy where it could not be built.
+"""Which backend runs: CUDA kernels on a CUDA device; on the host native kernels, or NumPy where they could not be built.
 
-`MPISPARSE_BACKEND=native|numpy` chooses; `MPISPARSE_ISA=generic|avx2|avx512` limits the native instruction set.
+`MPISPARSE_BACKEND=native|numpy` chooses on the host; `MPISPARSE_ISA=generic|avx2|avx512` limits the native instruction set.
 """
 
 from __future__ import annotations
@@ -13,22 +13,18 @@ from typing import Any
 
 import torch
 
-from mpisparse.backends import host_arrays, reference
+from mpisparse.backends import host_arrays
 from mpisparse.backends.protocol import Backend
 from mpisparse.errors import ConfigurationError, check_choice
 
 BACKENDS = ("native", "numpy")
-HOST = ("empty", "array_of", "from_host", "to_host", "search", "pick", "add", "divide", "late_nonfinite")
-THREADED = (
-    "accumulate_select", "accumulate_select_scored", "average_select", "accumulate", "select", "select_scored",
-    "first_nonfinite", "histogram", "histogram_scored",
-)  # fmt: skip
+ARRAYS = ("empty", "array_of", "from_host", "to_host", "copy", "fill", "view_as", "search", "pick")  # of host_arrays
 
 
 def local_device(local_rank: int) -> torch.device:
-    """The CUDA device of a rank by its place among those of its host, and make it torch's current one.
+    """Return the CUDA device for a rank's place on its host, and make it torch's current one.
 
-    CUDA_VISIBLE_DEVICES decides which devices there are, and in what order; where a rank is shown its own alone, it is that.
+    CUDA_VISIBLE_DEVICES decides which devices there are, and in what order; a rank that sees only one device gets that.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
@@ -42,14 +38,14 @@ def local_device(local_rank: int) -> torch.device:
 
 @functools.cache
 def load_backend(name: str | None = None, device: torch.device | None = None) -> Any:
-    """Return the kernels: those of a CUDA device; on the host by name, by MPISPARSE_BACKEND, or the fastest there are."""
+    """Return the backend of a CUDA device; on the host by name, by MPISPARSE_BACKEND, or the fastest available."""
     if device is not None and device.type == "cuda":
         return _cuda(device)
     wanted = name or os.environ.get("MPISPARSE_BACKEND") or None
     if wanted is not None:
         check_choice("backend (MPISPARSE_BACKEND)", wanted, BACKENDS)
     if wanted == "numpy":
-        return reference
+        return _numpy()
     try:
         return _native()
     except ImportError as error:
@@ -61,7 +57,13 @@ def load_backend(name: str | None = None, device: torch.device | None = None) ->
             "MPISPARSE_BACKEND=numpy silences this.",
             stacklevel=2,
         )
-        return reference
+        return _numpy()
+
+
+def _numpy() -> Any:
+    from mpisparse.backends import numpy_backend
+
+    return numpy_backend
 
 
 def _cuda(device: torch.device) -> Backend:
@@ -83,16 +85,6 @@ def _native() -> Any:
     if isa:
         check_choice("instruction set (MPISPARSE_ISA)", isa, _cpu.isas())
         _cpu.use_isa(isa)
-    functions = {key: getattr(host_arrays, key) for key in HOST}
-    functions |= {key: getattr(_cpu, key) for key in dir(_cpu) if not key.startswith("_")}
-    functions |= {key: _with_threads(functions[key]) for key in THREADED}
-    return types.SimpleNamespace(**{**functions, "name": "native"})
-
-
-def _with_threads(kernel: Any) -> Any:
-    """Run a kernel on as many threads as torch uses now."""
-
-    def run(*args: Any) -> Any:
-        return kernel(*args, torch.get_num_threads())
-
-    return run
+    _cpu.use_threads(torch.get_num_threads())
+    kernels = {key: getattr(_cpu, key) for key in dir(_cpu) if not key.startswith("_")}
+    return types.SimpleNamespace(name="native", **kernels, **{key: getattr(host_arrays, key) for key in ARRAYS})

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from mpisparse.arrays import Bools, Bytes, Ints
+from mpisparse.backends.kinds import BF16, FP16, FP32, FP64
 from mpisparse.backends.protocol import Backend
-from mpisparse.backends.reference import BF16, FP16, FP32, FP64
 
 KINDS = {torch.float32: FP32, torch.float16: FP16, torch.bfloat16: BF16, torch.float64: FP64}
 

@@ -1,7 +1,13 @@
-"""What the backends in the host's memory share: their arrays are NumPy's, so that nothing is ever copied."""
+"""The array operations of the host backends: NumPy arrays on the memory that torch has, so nothing is ever copied.
+
+mpisparse.backends.protocol says what each does. All are implemented in C: a step calls them often enough that the frames of
+Python functions would count.
+"""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,48 +16,12 @@ from numpy.typing import NDArray
 
 from mpisparse.arrays import Floats, Ints
 
-
-def empty(count: int, dtype: Any) -> NDArray[Any]:
-    """An array of anything."""
-    return np.empty(count, dtype)
-
-
-def array_of(tensor: torch.Tensor) -> Floats:
-    """A flat float32 tensor as an array on the same memory."""
-    values: Floats = tensor.numpy()
-    return values
-
-
-def from_host(values: NDArray[Any]) -> NDArray[Any]:
-    """A NumPy array as one of this backend."""
-    return values
-
-
-def to_host(array: NDArray[Any]) -> NDArray[Any]:
-    """An array of this backend as NumPy's."""
-    return array
-
-
-def search(index: Ints, values: Ints) -> Ints:
-    """Where each value would be inserted into the ascending index, before equal ones."""
-    return np.searchsorted(index, values)
-
-
-def pick(index: Ints, places: Ints) -> Ints:
-    """The elements of an index at some places."""
-    return index[places]
-
-
-def add(total: Floats, term: Floats) -> None:
-    """Add one term of a sum in place."""
-    np.add(total, term, out=total)
-
-
-def divide(values: Floats, by: float) -> None:
-    """Divide in place by a number, rounded to float32."""
-    torch.from_numpy(values).div_(by)  # on torch's threads
-
-
-def late_nonfinite(acc: Floats) -> int:
-    """Where an earlier accumulate() met a value that is not finite and did not say so: nowhere."""
-    return -1
+empty: Callable[[int, Any], NDArray[Any]] = np.empty
+array_of: Callable[[torch.Tensor], Floats] = torch.Tensor.numpy
+from_host: Callable[[NDArray[Any]], NDArray[Any]] = np.asarray
+to_host: Callable[[NDArray[Any]], NDArray[Any]] = np.asarray
+search: Callable[[Ints, Ints], Ints] = np.ndarray.searchsorted
+copy: Callable[[NDArray[Any]], NDArray[Any]] = np.ndarray.copy
+fill: Callable[[NDArray[Any], float], None] = np.ndarray.fill
+view_as: Callable[[NDArray[Any], Any], NDArray[Any]] = np.ndarray.view
+pick: Callable[[Ints, Ints], Ints] = operator.getitem

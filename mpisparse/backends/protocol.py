@@ -1,75 +1,224 @@
-"""What a backend does: the operations on the flat vector and on what is selected of it.
+"""What a backend does: read this first.
 
-Three backends implement it: native CPU kernels, CUDA kernels, and NumPy, the oracle (mpisparse.backends.reference says what
-each operation does). A `Vector` is an array where the backend computes: NumPy's, or a device's
-(mpisparse.backends.cuda.arrays), which has slices, views and copies but no arithmetic. Counts and everything else that is
-small are NumPy arrays.
+A backend is a set of kernels plus the arrays they work on. Everything that touches all elements of the flat vector, or all
+selected ones, goes through a backend; the rest of the package decides what to call. There are three, chosen once by
+`mpisparse.backends.device.load_backend`, and they agree to the last bit:
+
+| backend | arrays | code |
+|---|---|---|
+| native | NumPy arrays in host memory | kernels/*.cpp, *.hpp, compiled at installation as mpisparse._cpu |
+| numpy | NumPy arrays in host memory | numpy_backend.py: where no compiler was found; the oracle of the kernel tests |
+| cuda | torch tensors in device memory | kernels/*.cu, launched by cuda/backend.py |
+
+A `Vector` is an array in the backend's own memory. Small results (counts, histograms, places) are NumPy arrays for every
+backend. Gradients are not copied: kernels get their addresses, see `Pointers`.
+
+Three backends need three implementations of a new kernel, plus a case in tests/unit/test_kernels.py (native against numpy)
+and in tests/cuda/checks.py (cuda against numpy).
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from mpisparse.arrays import Bytes, Floats, Ints
 
+if TYPE_CHECKING:
+    import torch
+
+GROUP = 256  # values that share a scale in the payloads of encode_int8 and encode_fp16
+HIDDEN = 8  # hidden units of a net that predicts importance
+
 Vector = Any
+
+# The gradients of one step, one entry per parameter: the address of its dense memory (0: no gradient), where the parameter
+# ends in the flat vector, and its element kind (mpisparse.backends.kinds).
 Pointers = NDArray[np.uint64]
+Ends = Ints
 Kinds = Bytes
+
+# Candidates: ascending flat indices, their magnitudes, and the first non-finite flat index or -1.
 Found = tuple[Vector, Vector, int]
 
 
 class Backend(Protocol):
-    """Kernels and the arrays they work on."""
+    """Kernels and the arrays they work on.
+
+    `acc` is the accumulator: the flat float32 vector of residual plus gradients. `index` is an ascending int64 vector of
+    flat indices without duplicates. An element reaches a floor if it is not below it, so NaN always does.
+    """
 
     @property
     def name(self) -> str: ...
 
-    def empty(self, count: int, dtype: Any, /) -> Vector: ...
-    def array_of(self, tensor: torch.Tensor, /) -> Vector: ...
-    def from_host(self, values: NDArray[Any], /) -> Vector: ...
-    def to_host(self, array: Vector, /) -> NDArray[Any]: ...
+    def use_threads(self, count: int, /) -> None:
+        """Set how many threads kernels may use from now on, for the whole process. Results do not depend on it.
+
+        The step passes torch.get_num_threads() on, once; a device ignores it.
+        """
+        ...
+
+    # Arrays
+
+    def empty(self, count: int, dtype: Any, /) -> Vector:
+        """Allocate without initializing."""
+        ...
+
+    def array_of(self, tensor: torch.Tensor, /) -> Vector:
+        """View a flat float32 tensor of the backend's device, on the same memory."""
+        ...
+
+    def from_host(self, values: NDArray[Any], /) -> Vector:
+        """Return a NumPy array in the backend's memory; host backends return it unchanged."""
+        ...
+
+    def to_host(self, array: Vector, /) -> NDArray[Any]:
+        """Return a vector as a NumPy array; host backends return it unchanged."""
+        ...
+
+    # NumPy arrays and torch tensors agree on len, slices, assignment to slices, nbytes and itemsize. What they spell
+    # differently goes through the backend:
+
+    def copy(self, array: Vector, /) -> Vector:
+        """Return the same values in memory of their own."""
+        ...
+
+    def fill(self, array: Vector, value: float, /) -> None:
+        """Set all elements."""
+        ...
+
+    def view_as(self, array: Vector, dtype: Any, /) -> Vector:
+        """View the same memory as elements of another NumPy type."""
+        ...
+
+    # Passes over the flat vector
 
     def accumulate_select(
-        self, acc: Vector, pointers: Pointers, ends: Ints, kinds: Kinds, lo: int, hi: int, floor: float, /
-    ) -> Found: ...
-    def average_select(
-        self, acc: Vector, average: Vector, rate: float, pointers: Pointers, ends: Ints, kinds: Kinds, lo: int, hi: int,
-        floor: float, /,
-    ) -> Found: ...  # fmt: skip
-    def select(self, acc: Vector, lo: int, hi: int, floor: float, /) -> Found: ...
-    def accumulate(self, acc: Vector, pointer: int, kind: int, /) -> int: ...
-    def late_nonfinite(self, acc: Vector, /) -> int: ...
-    def first_nonfinite(self, pointers: Pointers, ends: Ints, kinds: Kinds, /) -> int: ...
+        self, acc: Vector, pointers: Pointers, ends: Ends, kinds: Kinds, lo: int, hi: int, floor: float, /
+    ) -> Found:
+        """Add the gradients into acc and collect the elements of acc[lo:hi] that reach the floor, in one pass."""
+        ...
 
-    def histogram(self, acc: Vector, lo: int, hi: int, /) -> Ints: ...
-    def tail_counts(self, magnitudes: Vector, rungs: Floats, /) -> Ints: ...
-    def block_counts(self, index: Vector, magnitude: Vector, threshold: float, edges: Ints, /) -> Ints: ...
-    def search(self, index: Vector, values: Ints, /) -> Ints: ...
-    def pick(self, index: Vector, places: Ints, /) -> Ints: ...
+    def average_select(
+        self, acc: Vector, average: Vector, rate: float, pointers: Pointers, ends: Ends, kinds: Kinds, lo: int, hi: int,
+        floor: float, /,
+    ) -> Found:  # fmt: skip
+        """Add the gradients into acc, update average = rate x |gradient| + (1 - rate) x average, and collect the elements
+        of average[lo:hi] that reach the floor."""
+        ...
+
+    def select(self, acc: Vector, lo: int, hi: int, floor: float, /) -> Found:
+        """Collect the elements of acc[lo:hi] that reach the floor."""
+        ...
+
+    def accumulate(self, acc: Vector, pointer: int, kind: int, /) -> int:
+        """Add one gradient into its slice of the accumulator; return the first non-finite index or -1.
+
+        Asynchronous devices always return -1 and report through late_nonfinite().
+        """
+        ...
+
+    def late_nonfinite(self, acc: Vector, /) -> int:
+        """Return the first non-finite index that accumulate() met but did not report since the last call, or -1."""
+        ...
+
+    def first_nonfinite(self, pointers: Pointers, ends: Ends, kinds: Kinds, /) -> int:
+        """Return the first non-finite flat index of the gradients, or -1; changes nothing."""
+        ...
+
+    # Counts
+
+    def histogram(self, acc: Vector, lo: int, hi: int, /) -> Ints:
+        """Count the magnitudes in acc[lo:hi] in 2048 bins, by exponent and three bits of mantissa."""
+        ...
+
+    def tail_counts(self, magnitudes: Vector, rungs: Floats, /) -> Ints:
+        """Count, for each rung (ascending), the magnitudes that reach it; NaN reaches none."""
+        ...
+
+    def block_counts(self, index: Vector, magnitude: Vector, threshold: float, edges: Ints, /) -> Ints:
+        """Count the candidates that reach the threshold in each block; block b is [edges[b], edges[b + 1])."""
+        ...
+
+    def search(self, index: Vector, values: Ints, /) -> Ints:
+        """Return where each value would be inserted into the index, before equal ones."""
+        ...
+
+    def pick(self, index: Vector, places: Ints, /) -> Ints:
+        """Return the elements of an index at some places."""
+        ...
+
+    # Indices as compressed sparse rows: uint32 counts per row, uint16 columns
+
     def compress_rows(
         self, index: Vector, magnitude: Vector, threshold: float, lo: int, row: int, rows: int, /
-    ) -> tuple[Vector, Vector]: ...
-    def expand_rows(self, counts: Vector, columns: Vector, lo: int, row: int, out: Vector, /) -> bool: ...
+    ) -> tuple[Vector, Vector]:
+        """Return row counts and columns of the candidates that reach the threshold; row 0 starts at lo."""
+        ...
 
-    def read_at(self, acc: Vector, index: Vector, out: Vector, /) -> None: ...
-    def take(self, acc: Vector, index: Vector, out: Vector, /) -> None: ...
-    def put(self, acc: Vector, index: Vector, values: Vector, /) -> None: ...
-    def add_at(self, acc: Vector, index: Vector, values: Vector, /) -> None: ...
-    def zero_at(self, address: int, kind: int, count: int, index: Vector, /) -> None: ...
-    def publish_at(self, address: int, kind: int, count: int, index: Vector, values: Vector, /) -> None: ...
-    def add(self, total: Vector, term: Vector, /) -> None: ...
-    def divide(self, values: Vector, by: float, /) -> None: ...
+    def expand_rows(self, counts: Vector, columns: Vector, lo: int, row: int, out: Vector, /) -> bool:
+        """Write the flat indices of compressed rows to out; False if the counts do not add up to its length."""
+        ...
+
+    # Reads and writes at an index
+
+    def read_at(self, acc: Vector, index: Vector, out: Vector, /) -> None:
+        """Copy the values at index to out."""
+        ...
+
+    def take(self, acc: Vector, index: Vector, out: Vector, /) -> None:
+        """Move the values at index to out, leaving zeros in acc."""
+        ...
+
+    def put(self, acc: Vector, index: Vector, values: Vector, /) -> None:
+        """Set the values at index."""
+        ...
+
+    def add_at(self, acc: Vector, index: Vector, values: Vector, /) -> None:
+        """Add to the values at index."""
+        ...
+
+    def zero_at(self, address: int, kind: int, count: int, index: Vector, /) -> None:
+        """Clear the elements at index in a published buffer of `count` elements of a kind."""
+        ...
+
+    def publish_at(self, address: int, kind: int, count: int, index: Vector, values: Vector, /) -> None:
+        """Write values at index in a published buffer, rounded to its kind; `values` becomes the rounding error."""
+        ...
+
+    def add(self, total: Vector, term: Vector, /) -> None:
+        """Add a term to a sum in place."""
+        ...
+
+    def divide(self, values: Vector, by: float, /) -> None:
+        """Divide in place by a number rounded to float32."""
+        ...
+
+    # Momentum between steps (mpisparse.wire.blend)
 
     def blend(
         self, index: Vector, values: Vector, carried: Vector, previous: Vector, share: float, /
-    ) -> tuple[Vector, Vector, Vector]: ...
-    def come_to_rest(
+    ) -> tuple[Vector, Vector, Vector]:
+        """Mix share x value + (1 - share) x previous at the union of two indices.
+
+        Returns the union, the mixed values, and a byte per element: 1 if it is in the first index.
+        """
+        ...
+
+    def drop_decayed(
         self, acc: Vector, index: Vector, values: Vector, selected: Vector, mean: Vector, left: Vector, pending: float, /
-    ) -> tuple[Vector, Vector]: ...
+    ) -> tuple[Vector, Vector]:
+        """Drop elements whose momentum has decayed: not selected, and their mean over ranks is zero.
+
+        Their unsent momentum, pending x value, is added to `left`, then `left` into acc at index. Returns index and values
+        of the other elements.
+        """
+        ...
+
+    # Value codecs: each encoder leaves in x what it did not send
 
     def encode_int8(self, x: Vector, scales: Vector, q: Vector, /) -> None: ...
     def decode_int8(self, scales: Vector, q: Vector, x: Vector, /) -> None: ...
@@ -77,3 +226,49 @@ class Backend(Protocol):
     def decode_fp16(self, scales: Vector, h: Vector, x: Vector, /) -> None: ...
     def encode_bf16(self, x: Vector, h: Vector, /) -> None: ...
     def decode_bf16(self, h: Vector, x: Vector, /) -> None: ...
+
+
+class HostBackend(Backend, Protocol):
+    """What only the host backends do: selection by predicted importance, training of its nets, checksums of checkpoints.
+
+    `scores` holds a predicted importance per element, a byte each; `key` says how it combines with the magnitude
+    (mpisparse.backends.keys). `history` holds rows of bfloat16 gradients, oldest first, then one row of the accumulator.
+    """
+
+    def accumulate_select_scored(
+        self, acc: Floats, scores: Bytes, key: int, pointers: Pointers, ends: Ends, kinds: Kinds, lo: int, hi: int,
+        floor: float, /,
+    ) -> Found:  # fmt: skip
+        """As accumulate_select, by key instead of magnitude."""
+        ...
+
+    def select_scored(self, acc: Floats, scores: Bytes, key: int, lo: int, hi: int, floor: float, /) -> Found:
+        """As select, by key instead of magnitude."""
+        ...
+
+    def histogram_scored(self, acc: Floats, scores: Bytes, key: int, lo: int, hi: int, /) -> Ints:
+        """As histogram, of keys."""
+        ...
+
+    def record(self, pointers: Pointers, ends: Ends, kinds: Kinds, lo: int, out: Any, /) -> None:
+        """Write the gradients of [lo, lo + len(out)) as finite bfloat16; absent ones are zero."""
+        ...
+
+    def gather(self, pointers: Pointers, ends: Ends, kinds: Kinds, index: Ints, out: Floats, /) -> None:
+        """Write the gradients at ascending indices; absent ones are zero."""
+        ...
+
+    def predict(self, history: Any, nets: Floats, inverse: Floats, ends: Ints, depth: int, out: Bytes, /) -> None:
+        """Score elements by their layers' nets: importance in (0, 1) in steps of 1 / 255."""
+        ...
+
+    def learn(
+        self, nets: Floats, mean: Floats, square: Floats, history: Any, inverse: Floats, ends: Ints, depth: int,
+        magnitude: Floats, pairs: Ints, weights: Floats, batch: int, rate: float, corrections: Floats, /,
+    ) -> None:  # fmt: skip
+        """Train the nets with Adam to rank the first element of each pair above the second."""
+        ...
+
+    def fletcher32(self, data: Bytes, /) -> int:
+        """HDF5's checksum."""
+        ...

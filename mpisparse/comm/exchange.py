@@ -22,6 +22,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpisparse.arrays import Bytes, Ints
+from mpisparse.comm import device_memory
 from mpisparse.comm.place import Place
 from mpisparse.errors import ConfigurationError, check_choice
 
@@ -68,10 +69,10 @@ class Exchange:
         buffer = values if isinstance(values, np.ndarray) else self._outgoing(values)
         step = max(1, self.segment_nbytes // values.itemsize)
         for start in range(0, len(values), step):
-            self._call("Allreduce", MPI.IN_PLACE, buffer[start : start + step], op=_OPS[op])
+            self._call("Allreduce", MPI.IN_PLACE, _view(buffer[start : start + step]), op=_OPS[op])
         self._count_reduction(values.nbytes)
         if buffer is not values:
-            values[:] = self._incoming(buffer, values)
+            values[:] = _incoming(buffer, values)
         return values
 
     def allreduce(self, source: NDArray[Any], result: NDArray[Any]) -> None:
@@ -79,10 +80,11 @@ class Exchange:
         step = max(1, self.segment_nbytes // source.itemsize)
         for start in range(0, len(source), step):
             part = self._outgoing(source[start : start + step])
-            total = result[start : start + step] if isinstance(part, type(result)) else self._empty(len(part), part)
-            self._call("Allreduce", part, total, op=MPI.SUM)
-            if not isinstance(total, type(result)):
-                result[start : start + step] = self._incoming(total, result)
+            staged = isinstance(part, np.ndarray) and not isinstance(result, np.ndarray)
+            total = _empty(len(part), part) if staged else result[start : start + step]
+            self._call("Allreduce", _view(part), _view(total), op=MPI.SUM)
+            if staged:
+                result[start : start + step] = _incoming(total, result)
         self._count_reduction(source.nbytes)
 
     def allgatherv(self, payload: Any, counts: Sequence[int], starts: Sequence[int]) -> Any:
@@ -90,21 +92,22 @@ class Exchange:
         total, mine = sum(counts), counts[self.rank]
         on_host = isinstance(payload, np.ndarray)
         sent = payload if on_host else self._outgoing(payload)
-        gathered = np.empty(total, dtype=payload.dtype) if on_host else self._empty(total, sent)
+        gathered = np.empty(total, dtype=payload.dtype) if on_host else _empty(total, sent)
         if total <= self.segment_nbytes:
-            self._call("Allgatherv", sent, [gathered, (counts, starts), MPI.BYTE])
+            self._call("Allgatherv", _view(sent), [_view(gathered), (counts, starts), MPI.BYTE])
         else:
             self._allgatherv_in_rounds(sent, gathered, counts, starts)
         self.nbytes_sent += mine * (self.size - 1)
         self.nbytes_received += total - mine
-        return gathered if on_host else self._incoming(gathered, payload)
+        return gathered if on_host else _incoming(gathered, payload)
 
     def _allgatherv_in_rounds(self, sent: Any, gathered: Any, counts: Sequence[int], starts: Sequence[int]) -> None:
         share = max(1, self.segment_nbytes // self.size)
         for done in range(0, max(counts), share):
             part = [min(max(count - done, 0), share) for count in counts]
-            packed = self._empty(sum(part), sent)
-            self._call("Allgatherv", sent[done : done + share], [packed, (part, _starts(part)), MPI.BYTE])
+            packed = _empty(sum(part), sent)
+            row = [_view(packed), (part, _starts(part)), MPI.BYTE]
+            self._call("Allgatherv", _view(sent[done : done + share]), row)
             _unpack(packed, part, gathered, [start + done for start in starts])
 
     def alltoallv(self, payload: Any, counts: Sequence[int], starts: Sequence[int]) -> Any:
@@ -115,26 +118,27 @@ class Exchange:
         mine, size = counts[self.rank], self.size
         on_host = isinstance(payload, np.ndarray)
         sent = payload if on_host else self._outgoing(payload)
-        received = np.empty(mine * size, dtype=payload.dtype) if on_host else self._empty(mine * size, sent)
+        received = np.empty(mine * size, dtype=payload.dtype) if on_host else _empty(mine * size, sent)
         if max(counts) <= max(1, self.segment_nbytes // size):
             rows = ([mine] * size, [r * mine for r in range(size)])
-            self._call("Alltoallv", [sent, (counts, starts), MPI.BYTE], [received, rows, MPI.BYTE])
+            self._call("Alltoallv", [_view(sent), (counts, starts), MPI.BYTE], [_view(received), rows, MPI.BYTE])
         else:
             self._alltoallv_in_rounds(sent, received, counts, starts)
         self.nbytes_sent += sum(counts) - mine
         self.nbytes_received += mine * (size - 1)
-        return received if on_host else self._incoming(received, payload)
+        return received if on_host else _incoming(received, payload)
 
     def _alltoallv_in_rounds(self, sent: Any, received: Any, counts: Sequence[int], starts: Sequence[int]) -> None:
         share, mine = max(1, self.segment_nbytes // self.size), counts[self.rank]
         for done in range(0, max(counts), share):
             part = [min(max(count - done, 0), share) for count in counts]
             here = part[self.rank]
-            joined, packed = self._empty(sum(part), sent), self._empty(here * self.size, sent)
+            joined, packed = _empty(sum(part), sent), _empty(here * self.size, sent)
             _pack(sent, part, joined, [start + done for start in starts])
-            self._wait_for(joined)
+            _wait_for(joined)
             rows = ([here] * self.size, [r * here for r in range(self.size)])
-            self._call("Alltoallv", [joined, (part, _starts(part)), MPI.BYTE], [packed, rows, MPI.BYTE])
+            out = [_view(joined), (part, _starts(part)), MPI.BYTE]
+            self._call("Alltoallv", out, [_view(packed), rows, MPI.BYTE])
             _unpack(packed, [here] * self.size, received, [r * mine + done for r in range(self.size)])
 
     def route(self, payload: Bytes, table: Ints) -> Bytes:
@@ -203,29 +207,14 @@ class Exchange:
         """Let the watchdog of another exchange of this rank watch this one too; local."""
         self.place, self.spot = other.place, other.place.spot()
 
-    # Arrays on a device go to MPI as they are if it takes them, else through pinned memory of the host.
-
     def _outgoing(self, array: Any) -> Any:
-        """What MPI is to read: the array when all that writes it is done, or a copy on the host."""
+        """What MPI is to read: the array itself once it is complete, or a copy on the host if MPI takes no device memory."""
         if isinstance(array, np.ndarray):
             return array
         if not self.cuda_aware:
-            return array.to_pinned()
-        self._wait_for(array)
+            return device_memory.to_pinned(array)
+        device_memory.synchronize(array)
         return array
-
-    def _wait_for(self, array: Any) -> None:
-        """MPI knows no streams: what is launched must be done before it reads or writes a device's memory."""
-        if not isinstance(array, np.ndarray):
-            array.launcher.synchronize()
-
-    def _empty(self, count: int, like: Any) -> Any:
-        """An array of as many elements of the same type in the same memory, which MPI may write into at once."""
-        return np.empty(count, dtype=like.dtype) if isinstance(like, np.ndarray) else like.alike(count)
-
-    def _incoming(self, array: Any, wanted: Any) -> Any:
-        """What MPI wrote, where `wanted` is."""
-        return array if isinstance(array, type(wanted)) else wanted.from_pinned(array)
 
     def _count_reduction(self, nbytes: int) -> None:
         """Count the bytes that a bandwidth-optimal all-reduce moves: what MPI really moves depends on its algorithm."""
@@ -252,6 +241,28 @@ class PollingExchange(Exchange):
                 pause = min(1.5 * pause, self.LONGEST)
         finally:
             self.spot.wait = None
+
+
+def _view(array: Any) -> Any:
+    """The buffer to hand to mpi4py."""
+    return array if isinstance(array, np.ndarray) else device_memory.mpi_view(array)
+
+
+def _wait_for(array: Any) -> None:
+    """Wait until what was launched to write an array is done."""
+    if not isinstance(array, np.ndarray):
+        device_memory.synchronize(array)
+
+
+def _empty(count: int, like: Any) -> Any:
+    """Allocate as many elements of the same type in the same memory, for MPI to write to at once."""
+    return np.empty(count, dtype=like.dtype) if isinstance(like, np.ndarray) else device_memory.empty_for_mpi(count, like)
+
+
+def _incoming(array: Any, wanted: Any) -> Any:
+    """What MPI wrote, in the memory where `wanted` is."""
+    staged = isinstance(array, np.ndarray) and not isinstance(wanted, np.ndarray)
+    return device_memory.from_pinned(array, wanted) if staged else array
 
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "or": MPI.BOR}

@@ -41,15 +41,15 @@ class Blend(Stage):
         """Blend the selected values with what was sent before."""
         carried, previous = backend.from_host(self.index), backend.from_host(self.value)
         index, values, selected = backend.blend(sent.index, sent.values, carried, previous, self.share)
-        return Sent(index, values.copy(), (values, selected))
+        return Sent(index, backend.copy(values), (values, selected))
 
     def settle(self, backend: Backend, acc: Any, union: Any, sent: Sent, reduced: Reduced) -> Stage:
         """Note what was sent and keep what the codec left; elements of which nothing arrived are no longer sent."""
         values, selected = sent.note
         cleared = backend.empty(len(union), np.float32)
-        cleared.fill(0.0)
+        backend.fill(cleared, 0.0)
         backend.put(acc, union, cleared)
-        index, value = backend.come_to_rest(
+        index, value = backend.drop_decayed(
             acc, sent.index, values, selected, reduced.mean, reduced.left, float(self.pending)
         )
         return replace(self, index=index, value=value)

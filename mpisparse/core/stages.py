@@ -101,7 +101,7 @@ class Dropped(Stage):
     """No error feedback: what is still in the accumulator at the end of a step is lost."""
 
     def ended(self, backend: Backend, acc: Any) -> None:
-        acc.fill(0.0)
+        backend.fill(acc, 0.0)
 
 
 class LateResidual(Stage):
@@ -118,4 +118,4 @@ class LateDropped(Stage):
     """No error feedback in flight: what is not sent is lost when the others set out."""
 
     def prepared(self, backend: Backend, acc: Any) -> None:
-        acc.fill(0.0)
+        backend.fill(acc, 0.0)

@@ -64,7 +64,7 @@ class Frozen:
         for name, vector in before.items():
             parts = [vector[a:b] for a, b in self.layout.held.stretches]
             if name not in self._memory:
-                self._memory[name] = [part.copy() for part in parts]
+                self._memory[name] = [self.backend.copy(part) for part in parts]
             for part, kept in zip(parts, self._memory[name], strict=True):
                 kept[:] = part
                 part[:] = 0.0

@@ -11,7 +11,7 @@ import torch
 
 from mpisparse.arrays import Ints
 from mpisparse.backends.flat import KINDS, zeros
-from mpisparse.backends.reference import BF16, FP16
+from mpisparse.backends.kinds import BF16, FP16
 from mpisparse.model.layout import Layout
 
 if TYPE_CHECKING:

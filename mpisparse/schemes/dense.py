@@ -22,7 +22,7 @@ class AllSent(Stage):
     """Nothing waits."""
 
     def settle(self, backend: Backend, acc: Any, union: Any, sent: Sent, reduced: Reduced) -> Stage:
-        acc.fill(0.0)
+        backend.fill(acc, 0.0)
         return self
 
 

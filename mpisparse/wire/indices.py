@@ -43,9 +43,9 @@ def unite(
     payload = backend.empty(nbytes[mine], np.uint8)
     payload[-4:] = 0  # what lies behind the last column or tag
     counts, columns = backend.compress_rows(index, magnitude, threshold, regions[mine].lo, ROW, rows[mine])
-    payload[: counts.nbytes] = counts.view(np.uint8)
+    payload[: counts.nbytes] = backend.view_as(counts, np.uint8)
     place_of_tags = counts.nbytes + columns.nbytes
-    payload[counts.nbytes : place_of_tags] = columns.view(np.uint8)
+    payload[counts.nbytes : place_of_tags] = backend.view_as(columns, np.uint8)
     if tags is not None:
         payload[place_of_tags : place_of_tags + len(columns)] = tags[index[magnitude >= np.float32(threshold)]]
     gathered = exchange.allgatherv(payload, [nbytes[p] for p in order], [starts[p] for p in order])
@@ -54,8 +54,8 @@ def unite(
     arrived = None if tags is None else np.empty(ends[-1], dtype=np.uint8)
     for p, region in enumerate(regions):
         block = gathered[starts[p] : starts[p + 1]]
-        row_counts, rest = block[: 4 * rows[p]].view(np.uint32), block[4 * rows[p] :]
-        columns = rest[: 2 * shares[p]].view(np.uint16)
+        row_counts, rest = backend.view_as(block[: 4 * rows[p]], np.uint32), block[4 * rows[p] :]
+        columns = backend.view_as(rest[: 2 * shares[p]], np.uint16)
         if not backend.expand_rows(row_counts, columns, region.lo, ROW, union[ends[p] : ends[p + 1]]):
             raise RuntimeError(f"r{exchange.rank} | the rows of rank {region.rank} do not add up: the message is damaged")
         if arrived is not None:

@@ -57,8 +57,8 @@ class ByMpi(NamedTuple):
     """One Allreduce, summed in MPI's order; nothing is left over."""
 
     def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
-        mean = exchange.allreduce_(values.copy())
-        values.fill(0.0)
+        mean = exchange.allreduce_(backend.copy(values))
+        backend.fill(values, 0.0)
         backend.divide(mean, exchange.size)
         check_finite(exchange, backend, index, mean)
         return Reduced(index, mean, values)
@@ -97,7 +97,7 @@ class ByOwner(NamedTuple):
             backend.add(values[start:stop], total)
         else:
             count = len(back)
-            back.fill(NOT_A_NUMBER)
+            backend.fill(back, NOT_A_NUMBER)
         if codec.variable:
             at = int(backend.to_host(index[start + bad : start + bad + 1])[0]) if bad >= 0 else -1
             sizes_and_bads = exchange.allgather(np.array([count, at], dtype=np.int64))

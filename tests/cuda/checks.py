@@ -1,4 +1,4 @@
-"""Checks of every CUDA operation against mpisparse.backends.reference, bit for bit.
+"""Every CUDA operation against mpisparse.backends.numpy_backend, to the last bit.
 
 They run on a given device with a given number of elements.
 A check raises if a result differs. Tests run them on the emulator and on a GPU; planted bugs must make one of them fail.
@@ -14,10 +14,9 @@ import torch
 from numpy.typing import NDArray
 from samples import FLOORS, NONFINITE, SPECIAL, TYPES, Flat, assert_same, gradients, halfway, values
 
-from mpisparse.backends import host_arrays, reference
-from mpisparse.backends.cuda.arrays import DeviceArray
+from mpisparse.backends import numpy_backend
 from mpisparse.backends.cuda.backend import CudaBackend
-from mpisparse.backends.reference import BF16, FP16, FP32, FP64, STORED
+from mpisparse.backends.kinds import BF16, FP16, FP32, FP64, STORED
 from mpisparse.select.threshold import HUGE, TINY, spread
 
 # Which arguments are arrays on the device.
@@ -25,8 +24,8 @@ ON_DEVICE = {
     "accumulate_select": (0,), "average_select": (0, 1), "select": (0,), "accumulate": (0,), "first_nonfinite": (),
     "histogram": (0,), "tail_counts": (0,), "block_counts": (0, 1), "search": (0,), "pick": (0,),
     "compress_rows": (0, 1), "expand_rows": (0, 1, 4),
-    "take": (0, 1, 2), "put": (0, 1, 2), "add_at": (0, 1, 2), "add": (0, 1), "divide": (0,),
-    "blend": (0, 1, 2, 3), "come_to_rest": (0, 1, 2, 3, 4, 5),
+    "read_at": (0, 1, 2), "take": (0, 1, 2), "put": (0, 1, 2), "add_at": (0, 1, 2), "add": (0, 1), "divide": (0,),
+    "blend": (0, 1, 2, 3), "drop_decayed": (0, 1, 2, 3, 4, 5),
     "encode_int8": (0, 1, 2), "decode_int8": (0, 1, 2), "encode_fp16": (0, 1, 2), "decode_fp16": (0, 1, 2),
     "encode_bf16": (0, 1), "decode_bf16": (0, 1),
 }  # fmt: skip
@@ -34,14 +33,14 @@ MIXED: list[int | None] = [FP32, FP16, BF16, None, FP32, BF16, None, FP16]
 
 
 class Device:
-    """A CUDA backend with NumPy arrays as arguments and results, like the reference; `place` is torch's device for them."""
+    """A CUDA backend that takes and gives NumPy arrays; `place` is where torch allocates the gradients."""
 
     def __init__(self, backend: CudaBackend, place: str = "cpu") -> None:
         self.backend = backend
         self.place = place
 
     def gradients(self, x: NDArray[np.float32], cuts: list[int], kinds: list[int | None]) -> tuple[Flat, Flat, list[Any]]:
-        """Return the same gradients for the device and for the reference, and the tensors to keep alive."""
+        """The same gradients for the device and for the NumPy backend, and what must live as long."""
         here, alive = gradients(x, cuts, kinds)
         if self.place == "cpu":
             return here, here, alive
@@ -59,14 +58,14 @@ class Device:
     def _on_host(self, result: Any) -> Any:
         if isinstance(result, tuple):
             return tuple(map(self._on_host, result))
-        return self.backend.to_host(result) if isinstance(result, DeviceArray) else result
+        return self.backend.to_host(result) if isinstance(result, torch.Tensor) else result
 
     def agrees(self, name: str, *args: Any, expected: tuple[Any, ...] | None = None) -> None:
-        """Assert that results and arrays equal the reference's (called with `expected` if its addresses differ)."""
+        """Results and arrays are those of the NumPy backend (called with `expected`, if its addresses are others)."""
         results, after = self(name, *args)
         twins = [a.copy() if isinstance(a, np.ndarray) else a for a in expected or args]
         with np.errstate(all="ignore"):
-            assert_same(results, getattr(reference if hasattr(reference, name) else host_arrays, name)(*twins))
+            assert_same(results, getattr(numpy_backend, name)(*twins))
         for i, array in after.items():
             assert_same(array, twins[i])
 
@@ -118,7 +117,7 @@ def check_accumulate(device: Device, n: int) -> None:
         flat, twin, _alive = device.gradients(draw(n, seed=1), [], [kind])
         acc = draw(n)
         bad, after = device("accumulate", acc, int(flat[0][0]), kind)
-        reference.accumulate(acc, int(twin[0][0]), kind)
+        numpy_backend.accumulate(acc, int(twin[0][0]), kind)
         assert bad == -1
         assert_same(after[0], acc)
     if n == 0:
@@ -147,7 +146,7 @@ def check_tail_counts(device: Device, n: int) -> None:
 
 
 def check_block_counts(device: Device, n: int) -> None:
-    index, magnitude, _ = reference.select(draw(n, nonfinite=True), 0, n, 0.01)
+    index, magnitude, _ = numpy_backend.select(draw(n, nonfinite=True), 0, n, 0.01)
     for blocks in (1, 2, 100):
         edges = np.sort(np.append(np.random.default_rng(blocks).integers(0, n + 1, blocks - 1), [0, n]))
         for threshold in (0.0, 0.02, HUGE):
@@ -158,12 +157,12 @@ def check_block_counts(device: Device, n: int) -> None:
 
 def check_rows(device: Device, n: int) -> None:
     lo = n // 9
-    index, magnitude, _ = reference.select(draw(n, nonfinite=True), lo, n, 0.001)
+    index, magnitude, _ = numpy_backend.select(draw(n, nonfinite=True), lo, n, 0.001)
     for row in (64, 4096, 65_536):
         rows = -(-(n - lo) // row)
         for threshold in (0.0, 0.02, HUGE):
             device.agrees("compress_rows", index, magnitude, threshold, lo, row, rows)
-            counts, columns = reference.compress_rows(index, magnitude, threshold, lo, row, rows)
+            counts, columns = numpy_backend.compress_rows(index, magnitude, threshold, lo, row, rows)
             device.agrees("expand_rows", counts, columns, lo, row, np.zeros(len(columns), dtype=np.int64))
             for wrong in (len(columns) + 1, max(0, len(columns) - 1)):
                 device.agrees("expand_rows", counts, columns, lo, row, np.zeros(wrong, dtype=np.int64))
@@ -176,6 +175,7 @@ def check_rows(device: Device, n: int) -> None:
 def check_scattered(device: Device, n: int) -> None:
     index, acc = some(n, 0.3), draw(n, nonfinite=True)
     new = draw(len(index), seed=1)
+    device.agrees("read_at", acc, index, np.empty(len(index), dtype=np.float32))
     device.agrees("take", acc, index, np.empty(len(index), dtype=np.float32))
     device.agrees("put", acc, index, new)
     device.agrees("add_at", draw(n) / np.float32(4), index, new / np.float32(4))
@@ -190,12 +190,12 @@ def check_publish(device: Device, kind: int, x: NDArray[np.float32]) -> None:
     backend, index = device.backend, np.arange(1, 2 * len(x), 2)
     twin, left = np.ones(2 * len(x), dtype=STORED[kind]), x.copy()
     buffer, values_left, places = (backend.from_host(a) for a in (twin, left, index))
-    backend.publish_at(buffer.pointer, kind, len(twin), places, values_left)
-    reference.publish_at(twin.ctypes.data, kind, len(twin), index, left)
+    backend.publish_at(buffer.data_ptr(), kind, len(twin), places, values_left)
+    numpy_backend.publish_at(twin.ctypes.data, kind, len(twin), index, left)
     assert_same(backend.to_host(buffer), twin)
     assert_same(backend.to_host(values_left), left)
-    backend.zero_at(buffer.pointer, kind, len(twin), places)
-    reference.zero_at(twin.ctypes.data, kind, len(twin), index)
+    backend.zero_at(buffer.data_ptr(), kind, len(twin), places)
+    numpy_backend.zero_at(twin.ctypes.data, kind, len(twin), index)
     assert_same(backend.to_host(buffer), twin)
 
 
@@ -210,7 +210,7 @@ def check_codecs(device: Device, n: int) -> None:
         codes = np.empty(n, dtype=dtype)
         device.agrees(f"encode_{name}", x, *scales, codes)
         with np.errstate(all="ignore"):
-            getattr(reference, f"encode_{name}")(x.copy(), *scales, codes)
+            getattr(numpy_backend, f"encode_{name}")(x.copy(), *scales, codes)
         device.agrees(f"decode_{name}", *scales, codes, np.empty(n, dtype=np.float32))
 
 
@@ -220,7 +220,7 @@ def check_halves(device: Device, n: int) -> None:
     for kind in (FP16, BF16):
         source = device.backend.from_host(patterns)
         expected = torch.from_numpy(patterns.copy()).view(TYPES[kind]).float().numpy()
-        _, after = device("accumulate", np.full(len(patterns), -0.0, dtype=np.float32), source.pointer, kind)
+        _, after = device("accumulate", np.full(len(patterns), -0.0, dtype=np.float32), source.data_ptr(), kind)
         assert_same(after[0], expected)
 
 
@@ -230,10 +230,10 @@ def check_blend(device: Device, n: int) -> None:
         new, old = draw(len(index), seed=3), draw(len(carried), seed=4)
         for share in (0.7, 1.0):
             device.agrees("blend", index, new, carried, old, share)
-        both, mixed, selected = reference.blend(index, new, carried, old, 0.7)
+        both, mixed, selected = numpy_backend.blend(index, new, carried, old, 0.7)
         mean = np.where(np.random.default_rng(n).random(len(both)) < 0.5, np.float32(0), mixed)
         small = np.float32(0.25)
-        device.agrees("come_to_rest", draw(n) * small, both, mixed, selected, mean, draw(len(both)) * small, 0.43)
+        device.agrees("drop_decayed", draw(n) * small, both, mixed, selected, mean, draw(len(both)) * small, 0.43)
 
 
 CHECKS: dict[str, Callable[[Device, int], None]] = {

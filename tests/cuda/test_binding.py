@@ -7,7 +7,6 @@ as it goes without a driver. A GPU's own answer is in test_gpu.py.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import sys
 import types
@@ -18,10 +17,12 @@ import numpy as np
 import pytest
 import torch
 from checks import CHECKS, Device
-from emulator import Emulator, available
+from emulator import DeviceBuffer, Emulator, available
+from mpi4py import MPI
 
 from mpisparse.backends import device
 from mpisparse.backends.cuda.backend import CudaBackend
+from mpisparse.comm.exchange import Exchange
 from mpisparse.errors import ConfigurationError
 
 STREAM = 77
@@ -40,6 +41,7 @@ class StandIn:
         self.loaded = b""
         self.streams: set[int] = set()
         self.current: list[int] = []
+        self.waits: list[int] = []
         self.fails = False
 
     def modules(self) -> dict[str, types.ModuleType]:
@@ -79,14 +81,12 @@ class StandIn:
 
         cuda.Device = CudaDevice
         cuda.function = types.SimpleNamespace(Module=Module)
-        cuda.runtime = types.SimpleNamespace(
-            memcpyAsync=self._copy, memsetAsync=self._fill, streamSynchronize=self.note
-        )  # fmt: skip
         cupy.cuda = cuda
+        cupy.asarray = lambda tensor: DeviceBuffer(tensor.numpy())
         return {"cupy": cupy, "cupy.cuda": cuda}
 
     def note(self, stream: int) -> None:
-        """Every launch and copy uses torch's stream and the current device."""
+        """Every launch is on torch's stream, with the device the current one."""
         assert self.current == [1]
         self.streams.add(stream)
 
@@ -94,15 +94,6 @@ class StandIn:
         self.options = options
         if self.fails:
             raise NVRTCError
-
-    def _copy(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
-        assert kind in (1, 2, 3)
-        self.note(stream)
-        ctypes.memmove(target, source, nbytes)
-
-    def _fill(self, target: int, value: int, nbytes: int, stream: int) -> None:
-        self.note(stream)
-        ctypes.memset(target, value, nbytes)
 
 
 @pytest.fixture
@@ -115,7 +106,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     monkeypatch.delitem(sys.modules, "mpisparse.backends.cuda.binding", raising=False)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda n, dtype, device=None, pin_memory=False: empty(n, dtype=dtype))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=STREAM))
+    stream = types.SimpleNamespace(cuda_stream=STREAM, synchronize=lambda: cupy.waits.append(STREAM))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     device.load_backend.cache_clear()
     yield cupy
     device.load_backend.cache_clear()
@@ -131,9 +123,44 @@ def test_a_model_on_a_gpu_has_cuda_kernels(stand_in: StandIn) -> None:
     for check in ("select", "scattered", "codecs", "accumulate"):
         CHECKS[check](Device(backend), 1000)
     assert stand_in.streams == {STREAM}
-    array = backend.from_host(backend.launcher.pinned(64))
-    backend.launcher.synchronize()
-    assert array.from_pinned(array.to_pinned()).nbytes == 64
+    tensor = torch.arange(5, dtype=torch.float32)
+    assert backend.array_of(tensor) is tensor
+
+
+def test_a_cuda_aware_mpi_gets_cupys_views(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is sent and of what is received, when the stream has come to its end."""
+    monkeypatch.setenv("MPISPARSE_CUDA_AWARE", "1")
+    viewed = []
+    monkeypatch.setattr(sys.modules["cupy"], "asarray", lambda t: viewed.append(t.data_ptr()) or DeviceBuffer(t.numpy()))
+    backend = device.load_backend(device=torch.device("cuda", 1))
+    comm = Exchange(MPI.COMM_SELF)
+    sent = backend.from_host(np.arange(12, dtype=np.uint8))
+    received = comm.allgatherv(sent, [12], [0])
+    assert isinstance(received, torch.Tensor)
+    assert received.data_ptr() != sent.data_ptr()
+    assert received.tolist() == list(range(12))
+    assert viewed == [sent.data_ptr(), received.data_ptr()]
+    assert stand_in.waits == [STREAM] * 2
+    values = backend.from_host(np.ones(3, dtype=np.float32))
+    assert comm.allreduce_(values) is values
+    assert viewed[2:] == [values.data_ptr()]
+    comm.close()
+
+
+def test_another_mpi_gets_pinned_memory(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPISPARSE_CUDA_AWARE", "0")
+    monkeypatch.setattr(sys.modules["cupy"], "asarray", None)
+    backend = device.load_backend(device=torch.device("cuda", 1))
+    comm = Exchange(MPI.COMM_SELF)
+    for call in (comm.allgatherv, comm.alltoallv):
+        received = call(backend.from_host(np.arange(12, dtype=np.uint8)), [12], [0])
+        assert isinstance(received, torch.Tensor)
+        assert received.tolist() == list(range(12))
+    total = backend.empty(3, np.float32)
+    comm.allreduce(backend.from_host(np.arange(3, dtype=np.float32)), total)
+    assert comm.allreduce_(total) is total
+    assert total.tolist() == [0, 1, 2]
+    comm.close()
 
 
 def test_kernels_that_do_not_compile(stand_in: StandIn) -> None:
@@ -170,15 +197,10 @@ def test_cupy_itself_takes_what_the_binding_gives(monkeypatch: pytest.MonkeyPatc
     launcher = object.__new__(binding.CupyLauncher)
     kind = cupy.cuda.function.Function
     launcher.device, launcher.module, launcher.functions = gpu, cupy.cuda.function.Module(), {"take": kind.__new__(kind)}
-    host = np.zeros(4)
-    calls: list[Callable[[], Any]] = [
-        lambda: launcher.launch("take", 1, 256, [np.uint64(8), np.int64(1), np.uint32(2), np.float32(3)]),
-        lambda: launcher.copy(8, 16, 8),
-        lambda: launcher.fill(8, 0, 8),
-        lambda: launcher.copy_in(8, host),
-        lambda: launcher.copy_out(host, 8),
-        lambda: launcher.synchronize(),
-    ]
-    assert [complaint(call) for call in calls] == [complaint(calls[1])] * len(calls)
-    assert "cudaErrorInsufficientDriver" in complaint(calls[0])
+    tensor = types.SimpleNamespace(
+        __cuda_array_interface__={"shape": (4,), "typestr": "|u1", "data": (256, False), "strides": None, "version": 2}
+    )
+    arguments = [np.uint64(8), np.int64(1), np.uint32(2), np.float32(3)]
+    assert "cudaErrorInsufficientDriver" in complaint(lambda: launcher.launch("take", 1, 256, arguments))
+    assert "cudaErrorInsufficientDriver" in complaint(lambda: binding.mpi_view(tensor))
     assert "libcuda" in complaint(lambda: launcher.launch("put", 1, 256, []))

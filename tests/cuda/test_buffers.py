@@ -7,6 +7,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from emulator import DeviceBuffer
 from mpi4py import MPI
 
 from mpisparse.backends import device
@@ -25,22 +26,11 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-class OnDevice:
-    """Host memory behind the CUDA array interface, so that readers take it for device memory."""
-
-    def __init__(self, values: np.ndarray) -> None:
-        self.values = values
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, object]:
-        return {**self.values.__array_interface__, "version": 3}
-
-
 def test_mpi4py_takes_cuda_arrays() -> None:
     sent, received = np.arange(5, dtype=np.float32), np.zeros(5, dtype=np.float32)
-    MPI.COMM_SELF.Allgatherv(OnDevice(sent), [OnDevice(received), ([20], [0]), MPI.BYTE])
+    MPI.COMM_SELF.Allgatherv(DeviceBuffer(sent), [DeviceBuffer(received), ([20], [0]), MPI.BYTE])
     np.testing.assert_array_equal(received, sent)
-    MPI.COMM_SELF.Allreduce(MPI.IN_PLACE, OnDevice(received), op=MPI.SUM)
+    MPI.COMM_SELF.Allreduce(MPI.IN_PLACE, DeviceBuffer(received), op=MPI.SUM)
     np.testing.assert_array_equal(received, sent)
 
 

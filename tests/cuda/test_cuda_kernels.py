@@ -6,11 +6,12 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from checks import CHECKS, ON_DEVICE, Device
 from emulator import ORDERS, DamageError, Emulator, available, kernels_in
+from samples import assert_same
 
 from mpisparse.backends.cuda import source
-from mpisparse.backends.cuda.arrays import DeviceArray
 from mpisparse.backends.cuda.backend import CudaBackend
 
 pytestmark = pytest.mark.skipif(not available(), reason="no C++ compiler to build the emulator with")
@@ -70,8 +71,8 @@ def test_every_kernel_is_launched() -> None:
     for check in CHECKS.values():
         check(Device(CudaBackend(emulator)), 100)
     assert set(emulator.launches) == set(kernels_in(source.joined()))
-    arrays = {"empty", "array_of", "from_host", "to_host"}
-    operations = {name for name in vars(CudaBackend) if name[0] != "_"} - {"name"}
+    arrays = {"empty", "array_of", "from_host", "to_host", "copy", "fill", "view_as"}
+    operations = {name for name in vars(CudaBackend) if name[0] != "_"} - {"name", "use_threads"}
     assert operations == {*ON_DEVICE, *arrays, "late_nonfinite", "zero_at", "publish_at"}
 
 
@@ -112,40 +113,53 @@ def test_the_emulator_notices_what_a_gpu_would_punish() -> None:
     out = backend.empty(63, np.int32)
     for kernel, where in (("half_a_barrier", "barrier"), ("half_a_ballot", "warp's meeting")):
         with pytest.raises(DamageError, match=f"{kernel}: thread .* waits for ever at a {where}"):
-            emulator.launch(kernel, 1, 64, [np.uint64(out.pointer)])
+            emulator.launch(kernel, 1, 64, [np.uint64(out.data_ptr())])
     rubbish = backend.empty(64, np.int32)
-    emulator.launch("stale", 3, 64, [np.uint64(rubbish.pointer)])
+    emulator.launch("stale", 3, 64, [np.uint64(rubbish.data_ptr())])
     assert (backend.to_host(rubbish).view(np.uint32) == 0xA5A5A5A5).all()
-    emulator.launch("beyond", 1, 64, [np.uint64(out.pointer)])
+    emulator.launch("beyond", 1, 64, [np.uint64(out.data_ptr())])
     del out
     assert emulator.damaged == 1
 
 
-def test_arrays_stay_on_the_device() -> None:
-    """Slices, views, copies and fills work as in NumPy; there is no arithmetic and no implicit copy to the host."""
-    backend = CudaBackend(Emulator(**SMALL))
+def test_vectors_are_tensors_on_the_device() -> None:
+    """What the protocol says of vectors, and no way to the host but by name."""
+    emulator = Emulator(**SMALL)
+    backend = CudaBackend(emulator)
     host = np.arange(10, dtype=np.float32)
     array = backend.from_host(host)
+    assert isinstance(array, torch.Tensor)
     assert (len(array), array.nbytes, array.itemsize) == (10, 40, 4)
+    assert (emulator.copied_in, emulator.copied_out) == (40, 0)
     array[2:4] = array[7:9]
     array[-1:] = 0
     host[2:4], host[-1:] = host[7:9], 0
+    assert emulator.copied_in == 40
     np.testing.assert_array_equal(backend.to_host(array), host)
-    np.testing.assert_array_equal(backend.to_host(array[3:].view(np.uint32)), host[3:].view(np.uint32))
-    twin = array.copy()
-    twin.fill(0)
+    assert emulator.copied_out == 40
+    for dtype in (np.uint32, np.uint16, np.uint8, np.int8, np.int32, np.uint64):
+        bits = backend.view_as(array[4:], dtype)
+        assert bits.data_ptr() == array[4:].data_ptr()
+        assert_same(backend.to_host(bits), host[4:].view(dtype))
+    twin = backend.copy(array)
+    backend.fill(twin, 0.0)
     assert backend.to_host(array[:0]).shape == (0,)
     assert not backend.to_host(twin).any()
     np.testing.assert_array_equal(backend.to_host(array), host)
-    with pytest.raises(TypeError, match="to_host"):
-        np.asarray(array)
-    with pytest.raises(IndexError, match="in steps of 2"):
-        array[::2]
-    with pytest.raises(ValueError, match="3 of float32 do not fit 2 of float32"):
-        array[:2] = array[:3]
-    with pytest.raises(ValueError, match="filled with 0 only"):
-        array.fill(1)
-    with pytest.raises(ValueError, match="no whole number of int64"):
-        array[:3].view(np.int64)
-    assert array.__cuda_array_interface__["data"] == (array.pointer, False)
-    assert isinstance(array, DeviceArray)
+    assert backend.from_host(array) is array
+    assert backend.to_host(host) is host
+
+
+def test_the_emulator_notices_what_would_fail_on_a_gpu() -> None:
+    backend = CudaBackend(Emulator(**SMALL))
+    residual = torch.zeros(4)
+    for vector in (backend.from_host(np.ones(4, dtype=np.float32)), backend.array_of(residual)[:2]):
+        for read in (np.asarray, torch.Tensor.numpy, torch.Tensor.tolist, lambda x: float(x[0]), lambda x: bool(x[0] > 0)):
+            with pytest.raises(TypeError, match=r"in a device's memory: .* to_host\(\)"):
+                read(vector)
+        with pytest.raises(RuntimeError, match="expected all tensors to be on the same device"):
+            vector + torch.ones(len(vector))
+        with pytest.raises(RuntimeError, match="expected all tensors to be on the same device"):
+            torch.ones(len(vector)).add_(vector)
+    backend.array_of(residual)[1:] = backend.from_host(np.ones(3, dtype=np.float32))
+    assert residual.tolist() == [0, 1, 1, 1]

@@ -10,6 +10,7 @@ import torch
 from checks import CHECKS, Device
 
 from mpisparse.backends.cuda.backend import CudaBackend
+from mpisparse.comm import device_memory
 from mpisparse.select.threshold import TINY
 
 pytestmark = pytest.mark.cuda
@@ -56,8 +57,28 @@ def test_memory_is_torchs(backend: CudaBackend) -> None:
     tensor = torch.arange(1000, dtype=torch.float32, device="cuda:0")
     backend.divide(backend.array_of(tensor), 2)
     assert torch.equal(tensor.cpu(), torch.arange(1000, dtype=torch.float32) / 2)
+    assert backend.array_of(tensor) is tensor
     assert cupy.from_dlpack(tensor).data.ptr == tensor.data_ptr()
-    assert cupy.asarray(backend.array_of(tensor)).data.ptr == tensor.data_ptr()
+
+
+def test_mpi_gets_cupy_views_of_tensors(backend: CudaBackend) -> None:
+    """On the tensor's memory, of its type; mpi4py copies between them if MPI is CUDA-aware."""
+    for dtype in (np.uint8, np.float32):
+        tensor = backend.from_host(np.arange(100).astype(dtype))
+        for part in (tensor, tensor[4:9], tensor[:0]):
+            view = device_memory.mpi_view(part)
+            assert (view.size, view.dtype) == (len(part), dtype)
+            assert len(part) == 0 or view.data.ptr == part.data_ptr()
+
+
+def test_staging_in_pinned_memory(backend: CudaBackend) -> None:
+    tensor = backend.from_host(np.arange(1000, dtype=np.uint8))
+    staged = device_memory.to_pinned(tensor)
+    assert torch.from_numpy(staged).is_pinned()
+    back = device_memory.from_pinned(staged, tensor)
+    assert back.device == tensor.device
+    assert torch.equal(back, tensor)
+    assert device_memory.empty_for_mpi(7, tensor).shape == (7,)
 
 
 def test_freed_memory_is_not_written_by_late_launches(backend: CudaBackend) -> None:
@@ -65,7 +86,7 @@ def test_freed_memory_is_not_written_by_late_launches(backend: CudaBackend) -> N
     for _ in range(200):
         values = backend.from_host(np.ones(100_000, dtype=np.float32))
         total = backend.empty(100_000, np.float32)
-        total.fill(0)
+        backend.fill(total, 0)
         backend.add(total, values)
         del values
         assert backend.to_host(total).sum() == 100_000

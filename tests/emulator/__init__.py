@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from mpisparse.backends.cuda import source
@@ -53,8 +54,53 @@ class DamageError(AssertionError):
     """A kernel hung or wrote beyond its memory."""
 
 
+class OnDevice(torch.Tensor):
+    """A tensor that stands for one in a device's memory, which is secretly the host's.
+
+    As on a GPU, nothing is read on the host but by cpu() or copy_(), and no operation mixes it with tensors of the host.
+    Views and results are of the same class.
+    """
+
+    emulator: Emulator
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        if name in READS:
+            raise TypeError(
+                f"{name}: this tensor is in a device's memory: bring it to the host with the backend's to_host()"
+            )
+        if name == "cpu":
+            cls.emulator.copied_out += args[0].nbytes
+            return plain(args[0]).clone()
+        if name in ("copy_", "__setitem__"):
+            cls._count_copy(args[0], args[-1])
+        elif any(isinstance(a, torch.Tensor) and not isinstance(a, OnDevice) for a in args):
+            raise RuntimeError(f"{name}: expected all tensors to be on the same device")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def _count_copy(cls, target: Any, source: Any) -> None:
+        if isinstance(target, OnDevice) and not isinstance(source, OnDevice):
+            cls.emulator.copied_in += source.nbytes if isinstance(source, torch.Tensor) else 0
+        elif not isinstance(target, OnDevice):
+            cls.emulator.copied_out += source.nbytes
+
+
+READS = {
+    "numpy", "tolist", "item", "__array__", "__bool__", "__float__", "__int__", "__index__", "__contains__", "__iter__",
+    "__dlpack__", "equal", "allclose", "is_nonzero",
+}  # fmt: skip
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor of the host."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
+
+
 class Emulator:
-    """A launcher (mpisparse.backends.cuda.launcher) whose device is this process and whose device memory is host memory."""
+    """A launcher (mpisparse.backends.cuda.launcher) whose device is this process."""
 
     def __init__(
         self, *, block: int = 256, scan: int = 1024, order: str = "forward", seed: int = 0, text: str | None = None,
@@ -69,20 +115,25 @@ class Emulator:
         self.library.last_failure.restype = ctypes.c_char_p
         self.order, self.seed = order, seed
         self.launches: list[str] = []
-        self.copied_in = self.copied_out = 0
+        self.copied_in = self.copied_out = self.waits = 0
         self.damaged = 0
+        self.kind: type[OnDevice] = type("OnDevice", (OnDevice,), {"emulator": self})
 
-    def allocate(self, nbytes: int) -> tuple[int, object]:
+    def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """A vector full of rubbish, with guards on both sides that are looked at when it is freed."""
+        nbytes = max(1, count * dtype.itemsize)
         address = int(self.library.device_allocate(nbytes))
-        owner = _Owner()
-        weakref.finalize(owner, self._free, address)
-        return address, owner
+        memory = (ctypes.c_uint8 * nbytes).from_address(address)
+        weakref.finalize(memory, self._free, address)
+        whole = torch.frombuffer(memory, dtype=torch.uint8)[: count * dtype.itemsize]
+        return whole.view(dtype).as_subclass(self.kind)
+
+    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the model as one on the device."""
+        return tensor.detach().as_subclass(self.kind)
 
     def _free(self, address: int) -> None:
         self.damaged += not self.library.device_free(address)
-
-    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        return np.empty(nbytes, dtype=np.uint8)
 
     def launch(self, name: str, grid: int, block: int, args: Sequence[np.generic]) -> None:
         self.launches.append(name)
@@ -97,26 +148,26 @@ class Emulator:
         if outcome < 0:
             raise DamageError(f"{name}: {self.library.last_failure().decode()}")
 
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        ctypes.memmove(target, source, nbytes)
+    def synchronize(self, tensor: torch.Tensor) -> None:
+        """In place of mpisparse.comm.device_memory.synchronize: note that someone waited."""
+        assert isinstance(tensor, self.kind), "only tensors of the device are waited for"
+        self.waits += 1
 
-    def fill(self, target: int, value: int, nbytes: int) -> None:
-        ctypes.memset(target, value, nbytes)
-
-    def copy_in(self, target: int, source: NDArray[Any]) -> None:
-        self.copied_in += source.nbytes
-        ctypes.memmove(target, source.ctypes.data, source.nbytes)
-
-    def copy_out(self, target: NDArray[Any], source: int) -> None:
-        self.copied_out += target.nbytes
-        ctypes.memmove(target.ctypes.data, source, target.nbytes)
-
-    def synchronize(self) -> None:
-        pass
+    def mpi_view(self, tensor: torch.Tensor) -> DeviceBuffer:
+        """In place of mpisparse.comm.device_memory.mpi_view: MPI may take device memory, as it is the host's."""
+        assert isinstance(tensor, self.kind), "only tensors of the device are viewed"
+        return DeviceBuffer(plain(tensor).numpy())
 
 
-class _Owner:
-    """Owns a piece of device memory, which is freed with the last reference."""
+class DeviceBuffer:
+    """The host's memory under the interface of a CUDA array: mpi4py believes it to be on a device."""
+
+    def __init__(self, values: NDArray[Any]) -> None:
+        self.values = values
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {**self.values.__array_interface__, "version": 3}
 
 
 @functools.cache

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mpisparse.backends import device, reference
+import mpisparse
+from mpisparse.backends import device, numpy_backend
 from mpisparse.errors import ConfigurationError
 
-# Prints the backend or the error, then warnings. Torch is slow to load and not needed to choose: an empty module stands in.
+# Prints the backend or the error, then warnings. Torch is slow to load and hardly needed to choose: a module stands in.
 SCRIPT = """
 import sys, types, warnings
-sys.modules["torch"] = types.ModuleType("torch")
+sys.modules["torch"] = torch = types.ModuleType("torch")
+torch.Tensor, torch.get_num_threads = types.SimpleNamespace(numpy=None), lambda: 2
 {before}
 from mpisparse import device, errors
 with warnings.catch_warnings(record=True) as caught:
@@ -84,19 +88,54 @@ def test_unknown_names(cpu: Any) -> None:
 
 def test_a_name_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPISPARSE_BACKEND", "nonsense")
-    assert device.load_backend("numpy") is reference
+    assert device.load_backend("numpy") is numpy_backend
     with pytest.raises(ConfigurationError, match=r"unknown backend .* 'cuda'; choose from: native, numpy"):
         device.load_backend("cuda")
 
 
-def test_native_kernels_take_torchs_threads(cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current number of threads is the last argument of kernels that take it."""
-    for name in (*device.THREADED, "take"):
-        monkeypatch.setattr(cpu, name, lambda *args: args)
-    kernels = device._native()
-    assert kernels.name == "native"
-    for threads in (3, 5):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        for name in device.THREADED:
-            assert getattr(kernels, name)("a", "b") == ("a", "b", threads)
-        assert kernels.take("a", "b") == ("a", "b")
+def test_native_kernels_take_torchs_threads(cpu: Any) -> None:
+    """As many as torch has when they are loaded, then as many as torch has in the last step."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(5)
+        device._native()
+        assert cpu.threads() == 5
+        torch.set_num_threads(3)
+        model = torch.nn.Linear(4, 4)
+        sync = mpisparse.GradientSync(model, density=0.5)
+        model(torch.ones(1, 4)).sum().backward()
+        sync.step()
+        sync.close()
+        assert cpu.threads() == 3
+    finally:
+        torch.set_num_threads(before)
+        cpu.use_threads(before)
+
+
+def test_native_calls_make_no_python_frames(cpu: Any) -> None:
+    backend = device.load_backend("native")
+    in_python = [name for name, f in vars(backend).items() if hasattr(f, "__code__")]
+    assert in_python == []
+
+
+def imported(file: Path) -> set[str]:
+    """The modules, and names in modules, that a file imports anywhere, inside functions too."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} has a relative import, which this test does not resolve"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+    return names
+
+
+def test_production_code_does_not_import_the_oracle() -> None:
+    """Only the choice of the backend may import the NumPy backend, and only that its nets."""
+    root = Path(mpisparse.__file__).parent
+    importers: dict[str, set[str]] = {"numpy_backend": set(), "numpy_nets": set()}
+    for file in root.rglob("*.py"):
+        for module, found in importers.items():
+            if f"mpisparse.backends.{module}" in imported(file):
+                found.add(file.relative_to(root).as_posix())
+    assert importers == {"numpy_backend": {"backends/device.py"}, "numpy_nets": {"backends/numpy_backend.py"}}

@@ -1,10 +1,9 @@
-"""The native kernels against mpisparse.backends.reference, bit for bit, on every instruction set, on 1 and 3 threads."""
+"""The native kernels against the NumPy backend, to the last bit, on every instruction set, on 1 and 3 threads."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import FLOORS, NONFINITE, SPECIAL, TYPES, assert_same, gradients, halfway, values
 
-from mpisparse.backends import reference
-from mpisparse.backends.device import THREADED
-from mpisparse.backends.reference import BF16, FP16, FP32, FP64, HIDDEN, PRODUCTS, SCORES, STORED
+from mpisparse.backends import numpy_backend, numpy_nets
+from mpisparse.backends.keys import PRODUCTS, SCORES, keys_of
+from mpisparse.backends.kinds import BF16, FP16, FP32, FP64, STORED, round_to
+from mpisparse.backends.protocol import HIDDEN
 from mpisparse.select.threshold import HUGE, TINY, spread
 
 cpu = pytest.importorskip("mpisparse._cpu", exc_type=ImportError)
 
-MEMORY = {"memory", "widen", "round_to", "keys_of"}  # what the reference is made of: no kernels
 KERNELS = sorted(
     name
-    for name, f in inspect.getmembers(reference, inspect.isfunction)
-    if f.__module__ == reference.__name__ and name[0] != "_" and name not in MEMORY
+    for name, f in inspect.getmembers(numpy_backend, inspect.isfunction)
+    if f.__module__ in (numpy_backend.__name__, numpy_nets.__name__) and name[0] != "_"
 )
 SPLIT = 3 * 32_768 + 77  # long enough for three threads
 SIZES = (0, 1, 63, 64, 65, 1000, SPLIT)
@@ -33,22 +32,23 @@ SIZES = (0, 1, 63, 64, 65, 1000, SPLIT)
 
 @pytest.fixture(scope="module", params=[f"{isa}-{threads}" for isa in cpu.isas() for threads in (1, 3)])
 def native(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Return the native kernels with the reference's signatures, for one instruction set and number of threads."""
+    """The native kernels on one instruction set and a number of threads."""
     isa, threads = request.param.split("-")
-    before = cpu.isa()
+    before, threads_before = cpu.isa(), cpu.threads()
     cpu.use_isa(isa)
-    assert cpu.isa() == isa
-    plain = {name: getattr(cpu, name) for name in KERNELS}
-    threaded = {name: lambda *args, kernel=plain[name]: kernel(*args, int(threads)) for name in THREADED}
-    yield SimpleNamespace(**{**plain, **threaded})
+    cpu.use_threads(int(threads))
+    assert (cpu.isa(), cpu.threads()) == (isa, int(threads))
+    yield cpu
     cpu.use_isa(before)
+    cpu.use_threads(threads_before)
 
 
 def assert_agree(native: Any, kernel: str, *args: Any, writes: tuple[int, ...] = ()) -> None:
     """Run a kernel natively and in NumPy; results and the arguments at `writes` must agree."""
     here = [arg.copy() if i in writes else arg for i, arg in enumerate(args)]
     there = [arg.copy() if i in writes else arg for i, arg in enumerate(args)]
-    assert_same(getattr(native, kernel)(*here), getattr(reference, kernel)(*there))
+    with np.errstate(all="ignore"):  # what overflows must overflow in both
+        assert_same(getattr(native, kernel)(*here), getattr(numpy_backend, kernel)(*there))
     for i in writes:
         assert_same(here[i], there[i])
 
@@ -61,7 +61,9 @@ def regions(n: int) -> list[tuple[int, int]]:
 
 def test_every_kernel_is_native() -> None:
     functions = {name for name in dir(cpu) if name[0] != "_" and callable(getattr(cpu, name))}
-    assert functions == {*KERNELS, "isa", "isas", "use_isa"}
+    assert functions == {*KERNELS, "isa", "isas", "use_isa", "threads"}
+    with pytest.raises(ValueError, match="the number of threads must be at least 1, got 0"):
+        cpu.use_threads(0)
     with pytest.raises(ValueError, match="no instruction set named sse9"):
         cpu.use_isa("sse9")
 
@@ -119,8 +121,8 @@ def test_selection_by_scores(native: Any, n: int, key: int, nonfinite: bool) -> 
 def test_keys_rank_by_score_then_by_magnitude() -> None:
     acc = np.array([1.0, -2.0, 1.0, 0.0, -1e-42, 5.0], dtype=np.float32)
     scores = np.array([3, 3, 4, 4, 0, 0], dtype=np.uint8)
-    assert np.argsort(-reference.keys_of(acc, scores, SCORES)).tolist() == [2, 3, 1, 0, 5, 4]
-    np.testing.assert_array_equal(reference.keys_of(acc, scores, PRODUCTS), np.abs(acc) * (scores.astype("f4") + 1) / 256)
+    assert np.argsort(-keys_of(acc, scores, SCORES)).tolist() == [2, 3, 1, 0, 5, 4]
+    np.testing.assert_array_equal(keys_of(acc, scores, PRODUCTS), np.abs(acc) * (scores.astype("f4") + 1) / 256)
 
 
 @pytest.mark.parametrize("n", [0, 1, 63, 1000, SPLIT])
@@ -139,7 +141,7 @@ def test_predict_and_learn(native: Any, depth: int) -> None:
     rng = np.random.default_rng(depth)
     ends, size = np.array([0, 65, 65, 1000]), HIDDEN * (depth + 2) + 1
     n = int(ends[-1])
-    history = reference.round_to(values(rng, (depth + 1) * n), BF16)
+    history = round_to(values(rng, (depth + 1) * n), BF16)
     nets = rng.standard_normal(len(ends) * size).astype(np.float32)
     inverse = np.array([1.0, 0.0, 3.0, 1e3], dtype=np.float32)
     assert_agree(native, "predict", history, nets, inverse, ends, depth, np.empty(n, dtype=np.uint8), writes=(5,))
@@ -162,10 +164,10 @@ def test_blend(native: Any, first: set[int], second: set[int], share: float, see
     indices = [np.array(sorted(s), dtype=np.int64) for s in (first, second)]
     new, old = (values(rng, len(i)) for i in indices)
     assert_agree(native, "blend", indices[0], new, indices[1], old, share)
-    index, mixed, selected = reference.blend(indices[0], new, indices[1], old, share)
+    index, mixed, selected = numpy_backend.blend(indices[0], new, indices[1], old, share)
     mean = np.where(rng.random(len(index)) < 0.5, np.float32(0), mixed)
     rest = (index, mixed, selected, mean, values(rng, len(index)), 0.43)
-    assert_agree(native, "come_to_rest", values(rng, 61), *rest, writes=(0, 5))
+    assert_agree(native, "drop_decayed", values(rng, 61), *rest, writes=(0, 5))
 
 
 @pytest.mark.parametrize("kind", [FP32, FP16, BF16])
@@ -237,7 +239,7 @@ def test_tail_counts(native: Any, count: int) -> None:
 
 @pytest.mark.parametrize("blocks", [1, 2, 100, 20_000])
 def test_block_counts(native: Any, blocks: int) -> None:
-    index, magnitude, _ = reference.select(values(np.random.default_rng(blocks), 9000, nonfinite=True), 0, 9000, 0.01)
+    index, magnitude, _ = numpy_backend.select(values(np.random.default_rng(blocks), 9000, nonfinite=True), 0, 9000, 0.01)
     edges = np.sort(np.append(np.random.default_rng(1).integers(0, 9001, blocks - 1), [0, 9000]))
     for threshold in FLOORS:
         assert_agree(native, "block_counts", index, magnitude, threshold, edges)
@@ -248,11 +250,11 @@ def test_block_counts(native: Any, blocks: int) -> None:
 @pytest.mark.parametrize("row", [64, 4096, 65_536])
 def test_rows(native: Any, row: int) -> None:
     lo, hi = 1234, 1234 + 5 * row + 7
-    index, magnitude, _ = reference.select(values(np.random.default_rng(row), hi, nonfinite=True), lo, hi, 0.02)
+    index, magnitude, _ = numpy_backend.select(values(np.random.default_rng(row), hi, nonfinite=True), lo, hi, 0.02)
     assert_agree(native, "compress_rows", index[:0], magnitude[:0], 0.0, lo, row, 6)
     for threshold in FLOORS:
         assert_agree(native, "compress_rows", index, magnitude, threshold, lo, row, 6)
-        counts, columns = reference.compress_rows(index, magnitude, threshold, lo, row, 6)
+        counts, columns = numpy_backend.compress_rows(index, magnitude, threshold, lo, row, 6)
         assert_agree(native, "expand_rows", counts, columns, lo, row, np.zeros(len(columns), dtype=np.int64), writes=(4,))
         damaged = counts + np.eye(1, 6, 3, dtype=np.uint32)[0]
         assert_agree(native, "expand_rows", damaged, columns, lo, row, np.zeros(len(columns), dtype=np.int64))
@@ -265,12 +267,31 @@ def test_scattered_reads_and_writes(native: Any, count: int) -> None:
     rng = np.random.default_rng(count)
     acc, new = values(rng, 1000, nonfinite=True), values(rng, count, nonfinite=True)
     index = np.sort(rng.permutation(1000)[:count])
+    assert_agree(native, "read_at", acc, index, np.empty(count, dtype=np.float32), writes=(0, 2))
     assert_agree(native, "take", acc, index, np.empty(count, dtype=np.float32), writes=(0, 2))
     assert_agree(native, "put", acc, index, new, writes=(0,))
     finite = np.nan_to_num(new, posinf=1.0, neginf=-1.0) * np.float32(0.25)
     assert_agree(
         native, "add_at", np.nan_to_num(acc, posinf=1.0, neginf=-1.0) * np.float32(0.25), index, finite, writes=(0,)
     )
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_add(native: Any, n: int) -> None:
+    rng = np.random.default_rng(n)
+    assert_agree(native, "add", values(rng, n, nonfinite=True), values(rng, n, nonfinite=True), writes=(0,))
+    with pytest.raises(ValueError, match="not as long as"):
+        native.add(np.zeros(n, dtype=np.float32), np.zeros(n + 1, dtype=np.float32))
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_divide(native: Any, n: int) -> None:
+    x = np.concatenate([SPECIAL, values(np.random.default_rng(n), n, nonfinite=True)])[:n]
+    for by in (1, 3, 0.1, 7e-39):
+        assert_agree(native, "divide", x, by, writes=(0,))
+        divided = x.copy()
+        native.divide(divided, by)
+        assert_same(divided, torch.from_numpy(x.copy()).div_(by).numpy())
 
 
 @pytest.mark.parametrize("kind", [FP32, FP16, BF16, FP64])
@@ -283,14 +304,14 @@ def test_publish_and_clear(native: Any, kind: int) -> None:
     buffer, twin = np.ones((2, 2 * len(x)), dtype=STORED[kind])
     left, left_twin = x.copy(), x.copy()
     native.publish_at(buffer.ctypes.data, kind, len(buffer), index, left)
-    reference.publish_at(twin.ctypes.data, kind, len(twin), index, left_twin)
+    numpy_backend.publish_at(twin.ctypes.data, kind, len(twin), index, left_twin)
     assert_same(buffer, twin)
     assert_same(left, left_twin)
     published = torch.from_numpy(buffer[1::2].copy()).view(TYPES[kind]).double()
     assert torch.equal(published, expected)
     np.testing.assert_array_equal(published.numpy() + left, x.astype(np.float64))
     native.zero_at(buffer.ctypes.data, kind, len(buffer), index)
-    reference.zero_at(twin.ctypes.data, kind, len(twin), index)
+    numpy_backend.zero_at(twin.ctypes.data, kind, len(twin), index)
     assert_same(buffer, twin)
     assert not buffer[1::2].any()
     assert (buffer[::2] == 1).all()
@@ -305,7 +326,7 @@ def test_encode_and_decode(native: Any, codec: str, count: int) -> None:
         codes = np.empty(count, dtype=np.int8 if codec == "int8" else np.uint16)
         scales = [] if codec == "bf16" else [np.empty(-(-count // 256), dtype=np.float32)]
         assert_agree(native, f"encode_{codec}", x, *scales, codes, writes=tuple(range(2 + len(scales))))
-        getattr(reference, f"encode_{codec}")(x.copy(), *scales, codes)
+        getattr(numpy_backend, f"encode_{codec}")(x.copy(), *scales, codes)
         assert_agree(native, f"decode_{codec}", *scales, codes, np.empty_like(x), writes=(1 + len(scales),))
 
 
@@ -320,7 +341,7 @@ def test_fletcher32(native: Any, nbytes: int) -> None:
             one += int.from_bytes(data[at : at + 2].tobytes().ljust(2, b"\0"))
             two += one
         folded = [(total - 1) % 65535 + 1 if total else 0 for total in (two, one)]
-        assert native.fletcher32(data) == reference.fletcher32(data) == folded[0] << 16 | folded[1]
+        assert native.fletcher32(data) == numpy_backend.fletcher32(data) == folded[0] << 16 | folded[1]
 
 
 def test_indices_beyond_2_24(native: Any) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from mpisparse.backends import device
 from mpisparse.backends.flat import add_sparse_, in_order, memory_order, zeros
-from mpisparse.backends.reference import BF16, FP16, FP32
+from mpisparse.backends.kinds import BF16, FP16, FP32
 from mpisparse.errors import ConfigurationError
 from mpisparse.model.layout import Layout, collect_gradients
 from mpisparse.model.published import Published

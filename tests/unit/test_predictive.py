@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpisparse.backends import reference
+from mpisparse.backends import numpy_backend
 from mpisparse.backends.device import load_backend
-from mpisparse.backends.reference import BF16, PRODUCTS, SCORES, round_to
+from mpisparse.backends.keys import PRODUCTS, SCORES
+from mpisparse.backends.kinds import BF16, round_to
 from mpisparse.core.adaptive_k import AdaptiveK
 from mpisparse.errors import ConfigurationError
 from mpisparse.schemes.predictive.background import Background, PredictorError
@@ -134,7 +135,7 @@ def test_nets_learn_to_rank_what_they_have_not_seen(key: int) -> None:
 
 @pytest.mark.parametrize("key", [PRODUCTS, SCORES])
 def test_the_numpy_backend_learns_the_same_bits(key: int) -> None:
-    native, plain = nets(key), nets(key, reference)
+    native, plain = nets(key), nets(key, numpy_backend)
     for number in range(2):
         first, second = (learner.work(Job(lesson(number), None)) for learner in (native, plain))
         assert first.ranking == second.ranking

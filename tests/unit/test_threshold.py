@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mpisparse.backends import reference
+from mpisparse.backends import numpy_backend
 from mpisparse.comm.agreement import Notice
 from mpisparse.select.candidates import Candidates
 from mpisparse.select.search import Settled, Settlement
@@ -82,9 +82,9 @@ def settle(acc: Floats, controller: Controller, k: int) -> tuple[Settled, int]:
     lo, hi, floor = (0, len(acc), float(ladder[0])) if len(ladder) else (0, 0, 0.0)
     bounded: Any = Bounded(controller)
     notice = Notice(k, np.zeros(1, dtype=np.bool_))
-    live = Live(reference, acc, VectorKeys(reference, acc))  # type: ignore[arg-type]
-    settlement = Settlement(Alone(), reference, live, bounded, notice, len(acc))  # type: ignore[arg-type]
-    settled = settlement.settle((0, len(acc)), ladder, Candidates(*reference.select(acc, lo, hi, floor)))
+    live = Live(numpy_backend, acc, VectorKeys(numpy_backend, acc))  # type: ignore[arg-type]
+    settlement = Settlement(Alone(), numpy_backend, live, bounded, notice, len(acc))  # type: ignore[arg-type]
+    settled = settlement.settle((0, len(acc)), ladder, Candidates(*numpy_backend.select(acc, lo, hi, floor)))
     assert settled.total[settled.rung] == (np.abs(acc) >= np.float32(settled.threshold)).sum()
     return settled, bounded.rounds
 
@@ -289,8 +289,8 @@ def test_located_ladders_hold_k(seed: int, k: int, power: int) -> None:
     rng = np.random.default_rng(seed)
     acc = (np.clip(rng.standard_t(2, 500), -9, 9) * 10.0**power).astype(np.float32)
     acc[: rng.integers(0, 400)] = 0
-    ladder = locate_rungs(reference.histogram(acc, 0, 500), k)
-    reached = reference.tail_counts(np.abs(acc), ladder)
+    ladder = locate_rungs(numpy_backend.histogram(acc, 0, 500), k)
+    reached = numpy_backend.tail_counts(np.abs(acc), ladder)
     assert reached[0] >= k or (ladder[0] == np.float32(TINY) and reached[0] == np.count_nonzero(acc))
     assert reached[-1] < k
     assert ladder[-1] <= 1.34 * ladder[0] or ladder[0] < 1e-37

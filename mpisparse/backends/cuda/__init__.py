@@ -1,1 +1,1 @@
-"""The kernels on a GPU. Only `binding` imports cupy; the rest runs against any launcher, in tests against an emulator."""
+"""The CUDA backend. Only `binding` imports cupy; the rest works with any launcher, in tests with an emulator."""

@@ -1,7 +1,7 @@
-"""The operations of mpisparse.backends.reference on a device, by launches; the same results to the last bit.
+"""The operations of mpisparse.backends.protocol on a device, by kernel launches; the same results to the last bit.
 
-Vectors, indices and values are device arrays; counts and everything small come back as NumPy arrays. What is collected is
-put in order in three launches (mark, scan, write), between which the host learns only how much there is.
+Vectors are torch tensors on the device: copies, fills, slices and views are torch's. What is collected is compacted in three
+launches (mark, scan, write); between them the host learns only how many elements there are.
 """
 
 from __future__ import annotations
@@ -12,67 +12,74 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from mpisparse.arrays import Bytes, Floats, Ints
-from mpisparse.backends.cuda.arrays import DeviceArray, allocate
 from mpisparse.backends.cuda.launcher import Launcher
+from mpisparse.backends.protocol import GROUP
 
-Found = tuple[DeviceArray, DeviceArray, int]
+Found = tuple[Tensor, Tensor, int]
 
-GROUP = 256
-RUNGS = 1024  # the most that one launch of tail_counts takes
+DTYPES: dict[Any, torch.dtype] = {
+    np.dtype(dtype): getattr(torch, dtype)
+    for dtype in ("float32", "float64", "int64", "uint64", "uint32", "int32", "uint16", "int8", "uint8")
+}
+RUNGS = 1024  # limit of one launch of tail_counts
 
 
 class Marks(NamedTuple):
-    """Bits of the elements to collect, their count in each tile, and where a tile's first value is not finite."""
+    """Per tile: bits of the elements to collect, their count, and the index of the first non-finite value."""
 
-    masks: DeviceArray
-    counts: DeviceArray
-    bads: DeviceArray
+    masks: Tensor
+    counts: Tensor
+    bads: Tensor
 
 
 class CudaBackend:
-    """Kernels through a launcher."""
+    """The CUDA backend on one device; mpisparse.backends.protocol documents its operations."""
 
     name = "cuda"
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
         self.tile = 32 * launcher.block
-        self._notes: dict[int, DeviceArray] = {}  # by the memory that was added to, as backends are shared
+        self._notes: dict[int, Tensor] = {}  # by the address of the storage added to, as backends are shared
+
+    def use_threads(self, count: int) -> None:
+        """Do nothing: only host kernels use threads."""
 
     # Arrays
 
-    def empty(self, count: int, dtype: Any) -> DeviceArray:
-        """An array of anything."""
-        return allocate(self.launcher, count, dtype)
+    def empty(self, count: int, dtype: Any) -> Tensor:
+        return self.launcher.empty(count, DTYPES[np.dtype(dtype)])
 
-    def array_of(self, tensor: torch.Tensor) -> DeviceArray:
-        """A flat float32 tensor as an array on the same memory."""
-        return DeviceArray(self.launcher, tensor.data_ptr(), len(tensor), np.float32, tensor)
+    def array_of(self, tensor: Tensor) -> Tensor:
+        return self.launcher.adopt(tensor)
 
-    def from_host(self, values: NDArray[Any] | DeviceArray) -> DeviceArray:
-        """A copy on the device; what is there already, itself."""
-        if isinstance(values, DeviceArray):
+    def from_host(self, values: NDArray[Any] | Tensor) -> Tensor:
+        """Copy to the device; a tensor is there already and is returned unchanged."""
+        if isinstance(values, Tensor):
             return values
         array = self.empty(len(values), values.dtype)
-        if len(values):
-            self.launcher.copy_in(array.pointer, np.ascontiguousarray(values))
-        return array
+        return array.copy_(torch.from_numpy(np.require(values, requirements=("C", "W"))))
 
-    def to_host(self, array: DeviceArray | NDArray[Any]) -> NDArray[Any]:
-        """A copy in the host's memory; what is there already, itself."""
-        if not isinstance(array, DeviceArray):
-            return array
-        values = np.empty(len(array), array.dtype)
-        if len(array):
-            self.launcher.copy_out(values, array.pointer)
-        return values
+    def to_host(self, array: Tensor | NDArray[Any]) -> NDArray[Any]:
+        """Wait for earlier launches and copy to the host; a NumPy array is there already and is returned unchanged."""
+        return array.cpu().numpy() if isinstance(array, Tensor) else array
+
+    def copy(self, array: Tensor) -> Tensor:
+        return array.clone()
+
+    def fill(self, array: Tensor, value: float) -> None:
+        array.fill_(value)
+
+    def view_as(self, array: Tensor, dtype: Any) -> Tensor:
+        return array.view(DTYPES[np.dtype(dtype)])
 
     # Passes over the flat vector
 
     def accumulate_select(
-        self, acc: DeviceArray, pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes, lo: int, hi: int,
+        self, acc: Tensor, pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes, lo: int, hi: int,
         floor: float,
     ) -> Found:  # fmt: skip
         marks = self._marks(len(acc))
@@ -82,7 +89,7 @@ class CudaBackend:
         return self._selected(acc, 0, marks)
 
     def average_select(
-        self, acc: DeviceArray, average: DeviceArray, rate: float, pointers: NDArray[np.uint64], ends: Ints,
+        self, acc: Tensor, average: Tensor, rate: float, pointers: NDArray[np.uint64], ends: Ints,
         kinds: Bytes, lo: int, hi: int, floor: float,
     ) -> Found:  # fmt: skip
         marks = self._marks(len(acc))
@@ -92,7 +99,7 @@ class CudaBackend:
         self._over_tiles("average_select", len(acc), acc, average, *rates, *gradients, *region, *marks)
         return self._selected(average, 0, marks)
 
-    def select(self, acc: DeviceArray, lo: int, hi: int, floor: float) -> Found:
+    def select(self, acc: Tensor, lo: int, hi: int, floor: float) -> Found:
         first = lo // self.tile
         length = max(0, hi - first * self.tile) if hi > lo else 0
         marks = self._marks(length)
@@ -100,8 +107,8 @@ class CudaBackend:
         self._over_tiles("accumulate_select", length, acc, np.int64(hi), *_NO_GRADIENTS, *region, *marks)
         return self._selected(acc, first, marks)
 
-    def accumulate(self, acc: DeviceArray, pointer: int, kind: int) -> int:
-        """Returns -1 at once, as nobody waits during backward; late_nonfinite() tells what was met."""
+    def accumulate(self, acc: Tensor, pointer: int, kind: int) -> int:
+        """Launch and return -1, since backward must not wait; late_nonfinite() reports later."""
         if not pointer or not len(acc):
             return -1
         bads = self.empty(self._tiles(len(acc)), np.int64)
@@ -109,14 +116,14 @@ class CudaBackend:
         self._launch("note_bad", 1, self.launcher.block, acc, bads, np.int64(len(bads)), self._note_of(acc))
         return -1
 
-    def late_nonfinite(self, acc: DeviceArray) -> int:
-        """The index in acc where accumulate() first met a value that is not finite since the last call, or -1."""
-        note = self._notes.get(id(acc.owner))
+    def late_nonfinite(self, acc: Tensor) -> int:
+        """Wait for the device and return the first non-finite index since the last call, or -1."""
+        note = self._notes.get(acc.untyped_storage().data_ptr())
         if note is None:
             return -1
         address = int(self.to_host(note)[0])
-        note.fill(0)
-        return (address - acc.pointer) // acc.itemsize if address else -1
+        note.zero_()
+        return (address - acc.data_ptr()) // acc.itemsize if address else -1
 
     def first_nonfinite(self, pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes) -> int:
         size = int(ends[-1]) if len(ends) else 0
@@ -128,35 +135,35 @@ class CudaBackend:
 
     # Counts
 
-    def histogram(self, acc: DeviceArray, lo: int, hi: int) -> Ints:
+    def histogram(self, acc: Tensor, lo: int, hi: int) -> Ints:
         bins = self._zeros(2048, np.uint64)
         self._over_tiles("histogram", hi - lo, acc, np.int64(lo), np.int64(hi), bins)
         return self.to_host(bins).astype(np.int64)
 
-    def tail_counts(self, magnitudes: DeviceArray, rungs: Floats) -> Ints:
+    def tail_counts(self, magnitudes: Tensor, rungs: Floats) -> Ints:
         pieces = [self._tail_counts(magnitudes, rungs[at : at + RUNGS]) for at in range(0, len(rungs), RUNGS)]
         return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
 
-    def _tail_counts(self, magnitudes: DeviceArray, rungs: Floats) -> Ints:
+    def _tail_counts(self, magnitudes: Tensor, rungs: Floats) -> Ints:
         reached = self._zeros(len(rungs) + 1, np.uint64)
         n, count = np.int64(len(magnitudes)), np.uint32(len(rungs))
         self._over_tiles("tail_counts", len(magnitudes), magnitudes, n, self.from_host(rungs), count, reached)
         counts: Ints = np.cumsum(self.to_host(reached).astype(np.int64)[::-1])[::-1][1:]
         return counts
 
-    def block_counts(self, index: DeviceArray, magnitude: DeviceArray, threshold: float, edges: Ints) -> Ints:
+    def block_counts(self, index: Tensor, magnitude: Tensor, threshold: float, edges: Ints) -> Ints:
         counts, blocks = self.empty(len(edges) - 1, np.int64), len(edges) - 1
         found = (index, magnitude, np.int64(len(index)), np.float32(threshold))
         self._for_each("block_counts", 32 * blocks, *found, self.from_host(edges), np.int64(blocks), counts)
         return self.to_host(counts)
 
-    def search(self, index: DeviceArray, values: Ints) -> Ints:
+    def search(self, index: Tensor, values: Ints) -> Ints:
         places = self.empty(len(values), np.int64)
         wanted = self.from_host(np.asarray(values, dtype=np.int64))
         self._for_each("search", len(values), index, np.int64(len(index)), wanted, np.int64(len(values)), places)
         return self.to_host(places)
 
-    def pick(self, index: DeviceArray, places: Ints) -> Ints:
+    def pick(self, index: Tensor, places: Ints) -> Ints:
         picked = self.empty(len(places), np.int64)
         wanted = self.from_host(np.asarray(places, dtype=np.int64))
         self._for_each("pick", len(places), index, wanted, np.int64(len(places)), picked)
@@ -165,8 +172,8 @@ class CudaBackend:
     # Rows
 
     def compress_rows(
-        self, index: DeviceArray, magnitude: DeviceArray, threshold: float, lo: int, row: int, rows: int
-    ) -> tuple[DeviceArray, DeviceArray]:
+        self, index: Tensor, magnitude: Tensor, threshold: float, lo: int, row: int, rows: int
+    ) -> tuple[Tensor, Tensor]:
         row_counts, n, least = self.empty(rows, np.uint32), np.int64(len(index)), np.float32(threshold)
         shape = (np.int64(lo), np.int64(row))
         self._for_each("row_counts", 32 * rows, index, magnitude, n, least, *shape, np.int64(rows), row_counts)
@@ -177,7 +184,7 @@ class CudaBackend:
         self._over_tiles("write_columns", len(index), index, *shape, masks, offsets, columns)
         return row_counts, columns
 
-    def expand_rows(self, counts: DeviceArray, columns: DeviceArray, lo: int, row: int, out: DeviceArray) -> bool:
+    def expand_rows(self, counts: Tensor, columns: Tensor, lo: int, row: int, out: Tensor) -> bool:
         offsets, total, _ = self._scan(counts)
         if total != len(out) or len(columns) != len(out):
             return False
@@ -187,36 +194,36 @@ class CudaBackend:
 
     # Reads and writes at an index
 
-    def read_at(self, acc: DeviceArray, index: DeviceArray, out: DeviceArray) -> None:
+    def read_at(self, acc: Tensor, index: Tensor, out: Tensor) -> None:
         self._for_each("read_at", len(index), acc, index, np.int64(len(index)), out)
 
-    def take(self, acc: DeviceArray, index: DeviceArray, out: DeviceArray) -> None:
+    def take(self, acc: Tensor, index: Tensor, out: Tensor) -> None:
         self._for_each("take", len(index), acc, index, np.int64(len(index)), out)
 
-    def put(self, acc: DeviceArray, index: DeviceArray, values: DeviceArray) -> None:
+    def put(self, acc: Tensor, index: Tensor, values: Tensor) -> None:
         self._for_each("put", len(index), acc, index, np.int64(len(index)), values)
 
-    def add_at(self, acc: DeviceArray, index: DeviceArray, values: DeviceArray) -> None:
+    def add_at(self, acc: Tensor, index: Tensor, values: Tensor) -> None:
         self._for_each("add_at", len(index), acc, index, np.int64(len(index)), values)
 
-    def zero_at(self, address: int, kind: int, count: int, index: DeviceArray) -> None:
+    def zero_at(self, address: int, kind: int, count: int, index: Tensor) -> None:
         self._for_each("zero_at", len(index), np.uint64(address), np.uint32(kind), index, np.int64(len(index)))
 
-    def publish_at(self, address: int, kind: int, count: int, index: DeviceArray, values: DeviceArray) -> None:
+    def publish_at(self, address: int, kind: int, count: int, index: Tensor, values: Tensor) -> None:
         place = (np.uint64(address), np.uint32(kind))
         self._for_each("publish_at", len(index), *place, index, np.int64(len(index)), values)
 
-    def add(self, total: DeviceArray, term: DeviceArray) -> None:
+    def add(self, total: Tensor, term: Tensor) -> None:
         self._for_each("add", len(total), total, term, np.int64(len(total)))
 
-    def divide(self, values: DeviceArray, by: float) -> None:
+    def divide(self, values: Tensor, by: float) -> None:
         self._for_each("divide", len(values), values, np.float32(by), np.int64(len(values)))
 
     # Momentum
 
     def blend(
-        self, index: DeviceArray, values: DeviceArray, carried: DeviceArray, previous: DeviceArray, share: float
-    ) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
+        self, index: Tensor, values: Tensor, carried: Tensor, previous: Tensor, share: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         n, m = len(index), len(carried)
         masks, counts, _ = self._marks(m)
         self._over_tiles("mark_absent", m, carried, np.int64(m), index, np.int64(n), masks, counts)
@@ -230,72 +237,69 @@ class CudaBackend:
         self._for_each("blend_carried", len(absent), *second, *shares, both, mixed, selected)
         return both, mixed, selected
 
-    def come_to_rest(
-        self, acc: DeviceArray, index: DeviceArray, values: DeviceArray, selected: DeviceArray, mean: DeviceArray,
-        left: DeviceArray, pending: float,
-    ) -> tuple[DeviceArray, DeviceArray]:  # fmt: skip
+    def drop_decayed(
+        self, acc: Tensor, index: Tensor, values: Tensor, selected: Tensor, mean: Tensor,
+        left: Tensor, pending: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         n = len(index)
         masks, counts, _ = self._marks(n)
         sent = (acc, index, values, selected, mean, left, np.int64(n), np.float32(pending))
-        self._over_tiles("come_to_rest", n, *sent, masks, counts)
+        self._over_tiles("drop_decayed", n, *sent, masks, counts)
         return self._kept(index, values, masks, counts)
 
     # Codecs
 
-    def encode_int8(self, x: DeviceArray, scales: DeviceArray, q: DeviceArray) -> None:
+    def encode_int8(self, x: Tensor, scales: Tensor, q: Tensor) -> None:
         self._launch("encode_int8", -(-len(x) // GROUP), GROUP, x, np.int64(len(x)), scales, q)
 
-    def decode_int8(self, scales: DeviceArray, q: DeviceArray, x: DeviceArray) -> None:
+    def decode_int8(self, scales: Tensor, q: Tensor, x: Tensor) -> None:
         self._for_each("decode_int8", len(x), scales, q, np.int64(len(x)), x)
 
-    def encode_fp16(self, x: DeviceArray, scales: DeviceArray, h: DeviceArray) -> None:
+    def encode_fp16(self, x: Tensor, scales: Tensor, h: Tensor) -> None:
         self._launch("encode_fp16", -(-len(x) // GROUP), GROUP, x, np.int64(len(x)), scales, h)
 
-    def decode_fp16(self, scales: DeviceArray, h: DeviceArray, x: DeviceArray) -> None:
+    def decode_fp16(self, scales: Tensor, h: Tensor, x: Tensor) -> None:
         self._for_each("decode_fp16", len(x), scales, h, np.int64(len(x)), x)
 
-    def encode_bf16(self, x: DeviceArray, h: DeviceArray) -> None:
+    def encode_bf16(self, x: Tensor, h: Tensor) -> None:
         self._for_each("encode_bf16", len(x), x, np.int64(len(x)), h)
 
-    def decode_bf16(self, h: DeviceArray, x: DeviceArray) -> None:
+    def decode_bf16(self, h: Tensor, x: Tensor) -> None:
         self._for_each("decode_bf16", len(x), h, np.int64(len(x)), x)
 
     # Launches
 
-    def _launch(self, name: str, grid: int, block: int, *args: DeviceArray | np.generic) -> None:
+    def _launch(self, name: str, grid: int, block: int, *args: Tensor | np.generic) -> None:
         if grid:
-            plain = [np.uint64(a.pointer) if isinstance(a, DeviceArray) else a for a in args]
+            plain = [np.uint64(a.data_ptr()) if isinstance(a, Tensor) else a for a in args]
             self.launcher.launch(name, grid, block, plain)
 
-    def _over_tiles(self, name: str, count: int, *args: DeviceArray | np.generic) -> None:
+    def _over_tiles(self, name: str, count: int, *args: Tensor | np.generic) -> None:
         self._launch(name, self._tiles(count), self.launcher.block, *args)
 
-    def _for_each(self, name: str, count: int, *args: DeviceArray | np.generic) -> None:
+    def _for_each(self, name: str, count: int, *args: Tensor | np.generic) -> None:
         self._launch(name, -(-count // self.launcher.block), self.launcher.block, *args)
 
     def _tiles(self, count: int) -> int:
         return -(-max(0, count) // self.tile)
 
-    def _zeros(self, count: int, dtype: Any) -> DeviceArray:
-        array = self.empty(count, dtype)
-        array.fill(0)
-        return array
+    def _zeros(self, count: int, dtype: Any) -> Tensor:
+        return self.empty(count, dtype).zero_()
 
-    def _note_of(self, acc: DeviceArray) -> DeviceArray:
-        """Where the address of the first value that is not finite is noted, for as long as acc's memory lives."""
-        key = id(acc.owner)
+    def _note_of(self, acc: Tensor) -> Tensor:
+        """The device word that holds the address of the first non-finite value, for as long as acc's memory lives."""
+        storage = acc.untyped_storage()
+        key = storage.data_ptr()
         if key not in self._notes:
             self._notes[key] = self._zeros(1, np.uint64)
-            weakref.finalize(acc.owner, self._notes.pop, key, None)
+            weakref.finalize(storage, self._notes.pop, key, None)
         return self._notes[key]
 
-    def _gradients(
-        self, pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes
-    ) -> tuple[DeviceArray, DeviceArray, DeviceArray, np.int64]:
-        """Addresses, ends and types in one copy to the device."""
+    def _gradients(self, pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes) -> tuple[Tensor, Tensor, Tensor, np.int64]:
+        """Copy addresses, ends and kinds to the device, in one copy."""
         count = len(pointers)
         packed = self.from_host(np.concatenate([pointers.view(np.uint8), ends.view(np.uint8), kinds]))
-        addresses, bounds = packed[: 8 * count].view(np.uint64), packed[8 * count : 16 * count].view(np.int64)
+        addresses, bounds = packed[: 8 * count], packed[8 * count : 16 * count]
         return addresses, bounds, packed[16 * count :], np.int64(count)
 
     def _marks(self, count: int) -> Marks:
@@ -303,16 +307,16 @@ class CudaBackend:
         masks = self.empty(tiles * self.launcher.block, np.uint32)
         return Marks(masks, self.empty(tiles, np.uint32), self.empty(tiles, np.int64))
 
-    def _scan(self, counts: DeviceArray, bads: DeviceArray | None = None) -> tuple[DeviceArray, int, int]:
-        """Where each count's elements begin, their number, and the lowest of `bads` or -1."""
+    def _scan(self, counts: Tensor, bads: Tensor | None = None) -> tuple[Tensor, int, int]:
+        """Return exclusive prefix sums of the counts, their total, and the lowest of `bads` or -1."""
         offsets, summary = self.empty(len(counts) + 1, np.int64), self.empty(2, np.int64)
         low = np.uint64(0) if bads is None else bads
         self._launch("scan_counts", 1, self.launcher.scan, counts, low, np.int64(len(counts)), offsets, summary)
         total, bad = self.to_host(summary).tolist()
         return offsets, total, bad
 
-    def _selected(self, acc: DeviceArray, first: int, marks: Marks) -> Found:
-        """What the marks select, with its magnitudes in acc; `first` is the tile that the marks begin with."""
+    def _selected(self, acc: Tensor, first: int, marks: Marks) -> Found:
+        """Collect the marked elements with their magnitudes in acc; the marks start at tile `first`."""
         offsets, total, bad = self._scan(marks.counts, marks.bads)
         index, magnitude = self.empty(total, np.int64), self.empty(total, np.float32)
         if total:
@@ -320,10 +324,8 @@ class CudaBackend:
             self._launch("write_selected", len(marks.counts), self.launcher.block, *args)
         return index, magnitude, bad
 
-    def _kept(
-        self, index: DeviceArray, values: DeviceArray, masks: DeviceArray, counts: DeviceArray
-    ) -> tuple[DeviceArray, DeviceArray]:
-        """The marked elements of an index and its values."""
+    def _kept(self, index: Tensor, values: Tensor, masks: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the marked elements of an index with their values."""
         offsets, total, _ = self._scan(counts)
         kept = self.empty(total, np.int64), self.empty(total, np.float32)
         self._over_tiles("write_kept", len(index), index, values, masks, offsets, *kept)
@@ -334,7 +336,7 @@ _NO_GRADIENTS = (np.uint64(0), np.uint64(0), np.uint64(0), np.int64(0))
 
 
 def _bits(floor: float) -> np.uint32:
-    """A threshold as the integer that magnitudes are compared with."""
+    """Return the bits of a threshold: magnitudes are compared as integers."""
     if not floor >= 0.0:
         raise ValueError(f"threshold must be a number >= 0, got {floor}")
     return np.float32(floor).view(np.uint32)

@@ -1,8 +1,7 @@
-"""The device as CuPy binds it: compiles the kernels with NVRTC, launches them on torch's current stream. Imports cupy.
+"""The only module that imports cupy: compile the kernels with NVRTC, launch them on torch's current stream.
 
-Memory is torch's: its allocator knows the current stream, so that what is freed here is used again in the right order.
-CuPy's own RawModule would add -ftz=true to the options, and denormals would be lost: so NVRTC is called directly, and the
-cubin it makes is loaded.
+Memory is torch's: its allocator follows the current stream, so freed memory is not reused too early. CuPy's own RawModule
+would add -ftz=true to the options and flush denormals, so this calls NVRTC directly and loads the cubin.
 """
 
 from __future__ import annotations
@@ -16,19 +15,15 @@ import cupy
 import numpy as np
 import torch
 from cupy.cuda import nvrtc
-from numpy.typing import NDArray
 
-from mpisparse.arrays import Bytes
 from mpisparse.backends.cuda import source
 from mpisparse.backends.cuda.launcher import BLOCK, SCAN
 from mpisparse.errors import ConfigurationError
 
-HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
-
 
 @functools.cache
 def compile_cubin(capability: str) -> bytes:
-    """The kernels as machine code for a compute capability such as "90"; needs no GPU."""
+    """Compile the kernels for a compute capability such as "90"; needs no GPU."""
     options = (f"--gpu-architecture=sm_{capability}", *source.EXACT, *source.defines(), "-std=c++17")
     program = nvrtc.createProgram(source.joined(), "mpisparse.cu", (), ())
     try:
@@ -40,18 +35,19 @@ def compile_cubin(capability: str) -> bytes:
         nvrtc.destroyProgram(program)
 
 
+def mpi_view(tensor: torch.Tensor) -> Any:
+    """View a tensor of a CUDA device as a CuPy array, which mpi4py takes as a device buffer."""
+    return cupy.asarray(tensor)
+
+
 class Stream(NamedTuple):
-    """A stream of torch's; CuPy asks a stream for its address alone."""
+    """A stream of torch's; CuPy only asks a stream for its address."""
 
     ptr: int
 
-    def synchronize(self) -> None:
-        """Wait for all that was launched on it."""
-        cupy.cuda.runtime.streamSynchronize(self.ptr)
-
 
 class CupyLauncher:
-    """One CUDA device, and whatever stream of torch is current on it when something is launched."""
+    """One CUDA device; launches go to torch's current stream on it."""
 
     block, scan = BLOCK, SCAN
 
@@ -62,13 +58,11 @@ class CupyLauncher:
             self.module.load(compile_cubin(cupy.cuda.Device().compute_capability))
         self.functions: dict[str, Any] = {}
 
-    def allocate(self, nbytes: int) -> tuple[int, object]:
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        return memory.data_ptr(), memory
+    def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(count, dtype=dtype, device=self.device)
 
-    def pinned(self, nbytes: int) -> Bytes:
-        values: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
-        return values
+    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
 
     def launch(self, name: str, grid: int, block: int, args: Sequence[np.generic]) -> None:
         if name not in self.functions:
@@ -76,30 +70,8 @@ class CupyLauncher:
         with self._current() as stream:
             self.functions[name]((grid,), (block,), tuple(args), stream=stream)
 
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        with self._current() as stream:
-            cupy.cuda.runtime.memcpyAsync(target, source, nbytes, DEVICE_TO_DEVICE, stream.ptr)
-
-    def fill(self, target: int, value: int, nbytes: int) -> None:
-        with self._current() as stream:
-            cupy.cuda.runtime.memsetAsync(target, value, nbytes, stream.ptr)
-
-    def copy_in(self, target: int, source: NDArray[Any]) -> None:
-        with self._current() as stream:
-            cupy.cuda.runtime.memcpyAsync(target, source.ctypes.data, source.nbytes, HOST_TO_DEVICE, stream.ptr)
-            stream.synchronize()
-
-    def copy_out(self, target: NDArray[Any], source: int) -> None:
-        with self._current() as stream:
-            cupy.cuda.runtime.memcpyAsync(target.ctypes.data, source, target.nbytes, DEVICE_TO_HOST, stream.ptr)
-            stream.synchronize()
-
-    def synchronize(self) -> None:
-        with self._current() as stream:
-            stream.synchronize()
-
     @contextlib.contextmanager
     def _current(self) -> Iterator[Stream]:
-        """Torch's current stream of the device, while the device is the current one: stream 0 is of that."""
+        """Make the device current, since stream 0 belongs to the current device; yield torch's current stream."""
         with cupy.cuda.Device(self.device.index):
             yield Stream(torch.cuda.current_stream(self.device).cuda_stream)

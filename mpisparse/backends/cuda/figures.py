@@ -1,4 +1,4 @@
-"""What nvcc makes of the kernels: registers, spills, shared memory, and how many threads fit on a multiprocessor.
+"""Resources that the compiled kernels use: registers, spills, shared memory, occupancy.
 
 `python -m mpisparse.backends.cuda.figures [SM ...]` prints the table of docs/cuda.md; it needs nvcc and no GPU.
 """
@@ -16,14 +16,13 @@ from pathlib import Path
 
 from mpisparse.backends.cuda import source
 from mpisparse.backends.cuda.launcher import BLOCK, SCAN
+from mpisparse.backends.protocol import GROUP
 from mpisparse.errors import ConfigurationError
-
-GROUP = 256
 
 
 @dataclass(frozen=True)
 class Multiprocessor:
-    """What one has: threads and blocks at a time, and bytes of shared memory; all have 65,536 registers."""
+    """Limits of a multiprocessor: resident threads and blocks, bytes of shared memory; all have 65,536 registers."""
 
     threads: int
     blocks: int
@@ -42,7 +41,7 @@ REGISTERS, REGISTER_UNIT, WARP_UNIT, SHARED_UNIT, SHARED_RESERVED = 65_536, 256,
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one kernel on one chip."""
+    """Resources of one kernel on one chip."""
 
     kernel: str
     sm: int
@@ -52,12 +51,12 @@ class Figures:
 
     @property
     def block(self) -> int:
-        """The threads of its blocks."""
+        """Threads per block."""
         return SCAN if self.kernel == "scan_counts" else GROUP if self.kernel in ("encode_int8", "encode_fp16") else BLOCK
 
     @property
     def occupancy(self) -> float:
-        """The share of a multiprocessor's threads that can be there at a time."""
+        """Resident threads as a share of the multiprocessor's limit."""
         chip, warps = CHIPS[self.sm], self.block // 32
         a_warp = -(-self.registers * 32 // REGISTER_UNIT) * REGISTER_UNIT
         by_registers = REGISTERS // a_warp // WARP_UNIT * WARP_UNIT // warps
@@ -67,7 +66,7 @@ class Figures:
 
 
 def compile_text(text: str, options: Sequence[str]) -> str:
-    """Give a source to nvcc; returns what it says, or raises with it."""
+    """Compile a source with nvcc; return the PTX if there is any, else its output."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         raise ConfigurationError("nvcc is not on PATH; it comes with the CUDA toolkit")
@@ -81,12 +80,12 @@ def compile_text(text: str, options: Sequence[str]) -> str:
 
 
 def ptx(sm: int) -> str:
-    """The kernels as nvcc's intermediate code."""
+    """Compile the kernels to PTX."""
     return compile_text(source.joined(), ["-ptx", f"-arch=compute_{sm}", *source.EXACT, *source.defines()])
 
 
 def measure(chips: Sequence[int]) -> list[Figures]:
-    """Compile for all chips; what the assembler says of every kernel."""
+    """Compile for all chips and parse the assembler's report on every kernel."""
     targets = [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in chips]
     options = ["-fatbin", *targets, "-Xptxas=-v", "-o", "kernels.fatbin", *source.EXACT, *source.defines()]
     said = compile_text(source.joined(), options)
@@ -101,7 +100,7 @@ def measure(chips: Sequence[int]) -> list[Figures]:
 
 
 def table(figures: Sequence[Figures]) -> str:
-    """Kernels by chips, in Markdown: registers and occupancy in per cent."""
+    """Format registers and occupancy in per cent as a Markdown table, kernels by chips."""
     chips = sorted({f.sm for f in figures})
     by_place = {(f.kernel, f.sm): f for f in figures}
     lines = [

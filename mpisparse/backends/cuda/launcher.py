@@ -1,50 +1,32 @@
-"""What the CUDA backend needs of a device: memory, copies, launches, in the order in which they are asked for."""
+"""What the CUDA backend needs of a device beyond torch: kernels launched by name, in order, on its current stream."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
 
-from mpisparse.arrays import Bytes
-
-BLOCK, SCAN = 256, 1024  # threads of a block, and of the one that scans; the kernels' -D options
+BLOCK, SCAN = 256, 1024  # threads per block, and of the one block that scans; -D options of the kernels
 
 
 class Launcher(Protocol):
-    """A device and its current stream. Arguments are NumPy scalars of the kernel's own types, addresses uint64."""
+    """A device and its current stream. tests/emulator has one that runs the kernels on the CPU."""
 
     @property
     def block(self) -> int: ...
     @property
     def scan(self) -> int: ...
 
-    def allocate(self, nbytes: int) -> tuple[int, object]:
-        """An address, and what keeps the memory alive."""
+    def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Allocate a vector on the device without initializing it."""
         ...
 
-    def pinned(self, nbytes: int) -> Bytes:
-        """Host memory that copies to and from the device take the direct way from."""
+    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the model's device as the kernels take it, on the same memory."""
         ...
 
-    def launch(self, name: str, grid: int, block: int, args: Sequence[np.generic]) -> None: ...
-
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Copy inside the device."""
-        ...
-
-    def fill(self, target: int, value: int, nbytes: int) -> None: ...
-
-    def copy_in(self, target: int, source: NDArray[Any]) -> None:
-        """Copy to the device; `source` may change after it."""
-        ...
-
-    def copy_out(self, target: NDArray[Any], source: int) -> None:
-        """Copy to the host when all that was launched is done; `target` is complete after it."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait for all that was launched."""
+    def launch(self, name: str, grid: int, block: int, args: Sequence[np.generic]) -> None:
+        """Launch a kernel; arguments are NumPy scalars of the kernel's own types, addresses uint64."""
         ...

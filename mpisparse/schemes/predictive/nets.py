@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from mpisparse.arrays import Bytes, Floats, Halves, Ints
-from mpisparse.backends.reference import BF16, HIDDEN, PRODUCTS, keys_of, widen
+from mpisparse.backends.keys import PRODUCTS, keys_of
+from mpisparse.backends.kinds import BF16, widen
+from mpisparse.backends.protocol import HIDDEN
 from mpisparse.errors import ConfigurationError
 
 PAIRS, BATCH = 16_384, 512

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from mpisparse.backends.flat import Pieces
-from mpisparse.backends.reference import PRODUCTS, SCORES
+from mpisparse.backends.keys import PRODUCTS, SCORES
 from mpisparse.core.adaptive_k import AdaptiveK
 from mpisparse.core.records import Parts
 from mpisparse.core.rescale import Rescale

@@ -17,7 +17,7 @@ import torch
 
 from mpisparse.arrays import Bytes, Floats, Halves, Ints
 from mpisparse.backends.flat import Pieces, Slot, collect, zeros
-from mpisparse.backends.reference import BF16, FP32, round_to, widen
+from mpisparse.backends.kinds import BF16, FP32, round_to, widen
 from mpisparse.errors import ConfigurationError
 from mpisparse.schemes.predictive.background import Background, PredictorError
 from mpisparse.schemes.predictive.nets import Job, Lesson, Nets, Prediction, Slice

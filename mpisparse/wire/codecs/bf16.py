@@ -23,13 +23,13 @@ class Bf16:
         return 4 * -(-count // 2)
 
     def encode(self, kernels: Kernels, values: Floats, payload: Bytes) -> int:
-        halves = payload.view(np.uint16)
+        halves = kernels.view_as(payload, np.uint16)
         halves[len(values) :] = 0
         kernels.encode_bf16(values, halves[: len(values)])
         return self.nbytes(len(values))
 
     def decode(self, kernels: Kernels, payload: Bytes, values: Floats) -> None:
-        kernels.decode_bf16(payload.view(np.uint16)[: len(values)], values)
+        kernels.decode_bf16(kernels.view_as(payload, np.uint16)[: len(values)], values)
 
 
 CODEC = Bf16()

@@ -24,13 +24,13 @@ class Fp16:
         return grouped_nbytes(count, 2)
 
     def encode(self, kernels: Kernels, values: Floats, payload: Bytes) -> int:
-        scales, halves = split_payload(payload, len(values), np.uint16)
+        scales, halves = split_payload(kernels, payload, len(values), np.uint16)
         halves[len(values) :] = 0
         kernels.encode_fp16(values, scales, halves[: len(values)])
         return self.nbytes(len(values))
 
     def decode(self, kernels: Kernels, payload: Bytes, values: Floats) -> None:
-        scales, halves = split_payload(payload, len(values), np.uint16)
+        scales, halves = split_payload(kernels, payload, len(values), np.uint16)
         kernels.decode_fp16(scales, halves[: len(values)], values)
 
 

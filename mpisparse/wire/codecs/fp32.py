@@ -23,12 +23,12 @@ class Fp32:
         return 4 * count
 
     def encode(self, kernels: Kernels, values: Floats, payload: Bytes) -> int:
-        payload.view(np.float32)[:] = values
-        values.fill(0.0)
+        kernels.view_as(payload, np.float32)[:] = values
+        kernels.fill(values, 0.0)
         return self.nbytes(len(values))
 
     def decode(self, kernels: Kernels, payload: Bytes, values: Floats) -> None:
-        values[:] = payload.view(np.float32)
+        values[:] = kernels.view_as(payload, np.float32)
 
 
 CODEC = Fp32()

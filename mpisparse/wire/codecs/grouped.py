@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpisparse.arrays import Bytes, Floats
+from mpisparse.backends.protocol import GROUP
 
-GROUP = 256
+if TYPE_CHECKING:
+    from mpisparse.wire.codecs.protocol import Kernels
 
 
 def grouped_nbytes(count: int, itemsize: int) -> int:
@@ -17,8 +19,8 @@ def grouped_nbytes(count: int, itemsize: int) -> int:
     return 4 * (-(-count // GROUP) + -(-count * itemsize // 4))
 
 
-def split_payload(payload: Bytes, count: int, dtype: type[np.generic]) -> tuple[Floats, NDArray[Any]]:
+def split_payload(kernels: Kernels, payload: Bytes, count: int, dtype: type[np.generic]) -> tuple[Floats, NDArray[Any]]:
     """Return views of the scales and of the values in a payload of `count` values."""
     scales_nbytes = 4 * -(-count // GROUP)
-    values = payload[scales_nbytes:].view(dtype)
-    return payload[:scales_nbytes].view(np.float32), values
+    values = kernels.view_as(payload[scales_nbytes:], dtype)
+    return kernels.view_as(payload[:scales_nbytes], np.float32), values

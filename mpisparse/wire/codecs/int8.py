@@ -24,13 +24,13 @@ class Int8:
         return grouped_nbytes(count, 1)
 
     def encode(self, kernels: Kernels, values: Floats, payload: Bytes) -> int:
-        scales, steps = split_payload(payload, len(values), np.int8)
+        scales, steps = split_payload(kernels, payload, len(values), np.int8)
         steps[len(values) :] = 0
         kernels.encode_int8(values, scales, steps[: len(values)])
         return self.nbytes(len(values))
 
     def decode(self, kernels: Kernels, payload: Bytes, values: Floats) -> None:
-        scales, steps = split_payload(payload, len(values), np.int8)
+        scales, steps = split_payload(kernels, payload, len(values), np.int8)
         kernels.decode_int8(scales, steps[: len(values)], values)
 
 

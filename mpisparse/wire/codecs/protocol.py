@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,13 @@ ALIGNMENT = 4  # payloads are packed one after the other and read as float32
 
 
 class Kernels(Protocol):
-    """The kernels of a backend that codecs call; each encoder leaves in x what it did not send."""
+    """The kernels of a backend that codecs call; each encoder leaves in x what it did not send.
+
+    On a device values and payloads are torch tensors: fill and view_as work on both, as do len and slices.
+    """
+
+    def fill(self, array: NDArray[Any], value: float, /) -> None: ...
+    def view_as(self, array: NDArray[Any], dtype: Any, /) -> NDArray[Any]: ...
 
     def encode_int8(self, x: Floats, scales: Floats, q: NDArray[np.int8]) -> None: ...
     def decode_int8(self, scales: Floats, q: NDArray[np.int8], x: Floats) -> None: ...

@@ -1,0 +1,112 @@
+// Counts over selected candidates, and their indices as compressed sparse rows.
+#pragma once
+#include "host.hpp"
+
+namespace {
+
+// Counts how many rungs a magnitude reaches, by a table of equal cells over the bit patterns between the first and the last rung.
+// If no cell holds two rungs, a look-up and one comparison without a branch give the answer.
+class Ladder {
+public:
+    Ladder(const float* rungs, int64_t count) : count_(count), bits_(count) {
+        for (int64_t r = 0; r < count; ++r) bits_[r] = magnitude_bits(rungs[r]);
+        const uint32_t span = uint32_t(bits_.back() - bits_.front());
+        while ((span >> shift_) >= CELLS) ++shift_;
+        first_.resize((span >> shift_) + 1);
+        for (size_t cell = 0; cell < first_.size(); ++cell) {
+            first_[cell] = reached_from(cell ? first_[cell - 1] : 0, bits_.front() + int32_t(cell << shift_));
+            single_ &= cell == 0 || first_[cell] <= first_[cell - 1] + 1;
+        }
+        single_ &= count_ <= first_.back() + 1;
+    }
+    // Increments counts[r] for each magnitude that reaches exactly r rungs.
+    void count(const float* magnitudes, size_t n, int64_t* counts) const {
+        for (size_t i = 0; i < n; ++i) {
+            const int32_t x = int32_t(bits_of(magnitudes[i]));
+            if (single_ && x >= bits_.front() && x < bits_.back()) {
+                const int64_t r = first_[uint32_t(x - bits_.front()) >> shift_];
+                ++counts[r + (bits_[r] <= x)];
+            } else {
+                ++counts[reached(x)];
+            }
+        }
+    }
+
+private:
+    static constexpr uint32_t CELLS = 4096;
+    int64_t reached(int32_t x) const {
+        if (x < bits_.front() || x > INFINITE) return 0;
+        if (x >= bits_.back()) return count_;
+        return reached_from(first_[uint32_t(x - bits_.front()) >> shift_], x);
+    }
+    int64_t reached_from(int64_t r, int32_t x) const {
+        while (r < count_ && bits_[r] <= x) ++r;
+        return r;
+    }
+    int64_t count_;
+    std::vector<int32_t> bits_;
+    std::vector<int64_t> first_;
+    int shift_ = 0;
+    bool single_ = true;
+};
+
+NumPy<int64_t> tail_counts(Array<const float> magnitudes, Array<const float> rungs) {
+    const int64_t n = int64_t(rungs.size());
+    std::vector<int64_t> counts(n + 1, 0);
+    if (n) {
+        nb::gil_scoped_release released;
+        const Ladder ladder(rungs.data(), n);
+        ladder.count(magnitudes.data(), magnitudes.size(), counts.data());
+        for (int64_t r = n - 1; r > 0; --r) counts[r] += counts[r + 1];
+    }
+    counts.erase(counts.begin());
+    return to_numpy(std::move(counts));
+}
+
+// Counts the candidates that reach the threshold in each block [edges[b], edges[b + 1]).
+NumPy<int64_t> block_counts(Array<const int64_t> index, Array<const float> magnitude, float threshold, Array<const int64_t> edges) {
+    std::vector<int64_t> counts(edges.size() - 1, 0);
+    {
+        nb::gil_scoped_release released;
+        size_t block = 0;
+        for (size_t i = 0; i < index.size(); ++i) {
+            while (index.data()[i] >= edges.data()[block + 1]) ++block;
+            counts[block] += magnitude.data()[i] >= threshold;
+        }
+    }
+    return to_numpy(std::move(counts));
+}
+
+nb::tuple compress_rows(Array<const int64_t> index, Array<const float> magnitude, float threshold, int64_t lo, int64_t row, int64_t rows) {
+    std::vector<uint32_t> counts(rows, 0);
+    std::vector<uint16_t> columns(index.size());
+    size_t kept = 0;
+    {
+        nb::gil_scoped_release released;
+        const int shift = __builtin_ctzll(uint64_t(row));  // the row length is a power of two
+        for (size_t i = 0; i < index.size(); ++i) {
+            const int64_t offset = index.data()[i] - lo;
+            columns[kept] = uint16_t(offset & (row - 1));
+            const bool keep = magnitude.data()[i] >= threshold;
+            counts[offset >> shift] += keep;
+            kept += keep;
+        }
+        columns.resize(kept);
+    }
+    return nb::make_tuple(to_numpy(std::move(counts)), to_numpy(std::move(columns)));
+}
+
+// Writes the flat indices of compressed rows to `out`; false if the counts do not add up to its length.
+bool expand_rows(Array<const uint32_t> counts, Array<const uint16_t> columns, int64_t lo, int64_t row, Array<int64_t> out) {
+    nb::gil_scoped_release released;
+    size_t at = 0;
+    if (columns.size() != out.size()) return false;
+    for (size_t r = 0; r < counts.size(); ++r) {
+        const size_t stop = at + counts.data()[r];
+        if (stop > out.size()) return false;
+        for (; at < stop; ++at) out.data()[at] = lo + int64_t(r) * row + columns.data()[at];
+    }
+    return at == out.size();
+}
+
+}  // namespace

@@ -1,0 +1,142 @@
+// Reads and writes at an ascending index without duplicates, the sums of a reduction, and momentum between steps.
+#pragma once
+#include "host.hpp"
+
+namespace {
+
+constexpr int64_t AHEAD = 24;  // indices are far apart: prefetch the cache line, and with it the page
+
+template <class T, class Visit>
+void each_at(T* data, const Array<const int64_t>& index, Visit visit) {
+    const int64_t n = int64_t(index.size());
+    for (int64_t i = 0; i < n; ++i) {
+        if (i + AHEAD < n) __builtin_prefetch(data + index.data()[i + AHEAD], 1);
+        visit(i, data[index.data()[i]]);
+    }
+}
+
+void read_at(Array<const float> acc, Array<const int64_t> index, Array<float> out) {
+    nb::gil_scoped_release released;
+    each_at(acc.data(), index, [&](int64_t i, const float& x) { out.data()[i] = x; });
+}
+
+void take(Array<float> acc, Array<const int64_t> index, Array<float> out) {
+    nb::gil_scoped_release released;
+    each_at(acc.data(), index, [&](int64_t i, float& x) { out.data()[i] = x; x = 0.0f; });
+}
+
+void put(Array<float> acc, Array<const int64_t> index, Array<const float> values) {
+    nb::gil_scoped_release released;
+    each_at(acc.data(), index, [&](int64_t i, float& x) { x = values.data()[i]; });
+}
+
+void add_at(Array<float> acc, Array<const int64_t> index, Array<const float> values) {
+    nb::gil_scoped_release released;
+    each_at(acc.data(), index, [&](int64_t i, float& x) { x += values.data()[i]; });
+}
+
+MPISPARSE_CLONES
+void add_part(float* total, const float* term, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) total[i] += term[i];
+}
+
+void add(Array<float> total, Array<const float> term) {
+    if (total.size() != term.size()) throw std::invalid_argument("the term is not as long as the sum");
+    nb::gil_scoped_release released;
+    const int64_t n = int64_t(total.size());
+    in_parts(0, n, threads_for(n), [&](int, int64_t begin, int64_t end) { add_part(total.data() + begin, term.data() + begin, end - begin); });
+}
+
+MPISPARSE_CLONES
+void divide_part(float* values, int64_t n, float by) {
+    for (int64_t i = 0; i < n; ++i) values[i] /= by;
+}
+
+void divide(Array<float> values, float by) {
+    nb::gil_scoped_release released;
+    const int64_t n = int64_t(values.size());
+    in_parts(0, n, threads_for(n), [&](int, int64_t begin, int64_t end) { divide_part(values.data() + begin, end - begin, by); });
+}
+
+void zero_at(uint64_t data, uint8_t kind, int64_t, Array<const int64_t> index) {
+    nb::gil_scoped_release released;
+    if (kind == FP32)
+        each_at(reinterpret_cast<float*>(data), index, [](int64_t, float& x) { x = 0.0f; });
+    else if (kind == FP64)
+        each_at(reinterpret_cast<double*>(data), index, [](int64_t, double& x) { x = 0.0; });
+    else
+        each_at(reinterpret_cast<uint16_t*>(data), index, [](int64_t, uint16_t& x) { x = 0; });
+}
+
+// Writes values at `index`, rounded to the buffer's kind; `values` becomes the rounding error.
+void publish_at(uint64_t data, uint8_t kind, int64_t, Array<const int64_t> index, Array<float> values) {
+    nb::gil_scoped_release released;
+    float* v = values.data();
+    if (kind == FP32)
+        each_at(reinterpret_cast<float*>(data), index, [&](int64_t i, float& x) { x = v[i]; v[i] = 0.0f; });
+    else if (kind == FP64)
+        each_at(reinterpret_cast<double*>(data), index, [&](int64_t i, double& x) { x = v[i]; v[i] = 0.0f; });
+    else if (kind == FP16)
+        each_at(reinterpret_cast<uint16_t*>(data), index, [&](int64_t i, uint16_t& x) {
+            x = float_to_finite_fp16(v[i]);
+            v[i] -= fp16_to_float(x);
+        });
+    else
+        each_at(reinterpret_cast<uint16_t*>(data), index, [&](int64_t i, uint16_t& x) {
+            x = float_to_finite_bf16(v[i]);
+            v[i] -= bf16_to_float(x);
+        });
+}
+
+// Merges two ascending indices: share x value + (1 - share) x previous at their union, zero for what one of them lacks.
+nb::tuple blend(Array<const int64_t> index, Array<const float> values, Array<const int64_t> carried, Array<const float> previous, float share) {
+    const size_t n = index.size(), m = carried.size();
+    std::vector<int64_t> all(n + m);
+    std::vector<float> mixed(n + m);
+    std::vector<uint8_t> selected(n + m);
+    size_t at = 0;
+    {
+        nb::gil_scoped_release released;
+        const float rest = 1.0f - share;
+        for (size_t i = 0, j = 0; i < n || j < m; ++at) {
+            const bool first = j == m || (i < n && index.data()[i] <= carried.data()[j]);
+            const bool second = i == n || (j < m && carried.data()[j] <= index.data()[i]);
+            all[at] = first ? index.data()[i] : carried.data()[j];
+            mixed[at] = share * (first ? values.data()[i] : 0.0f) + rest * (second ? previous.data()[j] : 0.0f);
+            selected[at] = first;
+            i += first;
+            j += second;
+        }
+        all.resize(at);
+        mixed.resize(at);
+        selected.resize(at);
+    }
+    return nb::make_tuple(to_numpy(std::move(all)), to_numpy(std::move(mixed)), to_numpy(std::move(selected)));
+}
+
+// Drops elements that are not selected and whose mean is zero: their unsent momentum, pending x value, goes to `left`. Adds `left`
+// into acc and returns the other elements with their values.
+nb::tuple drop_decayed(Array<float> acc, Array<const int64_t> index, Array<const float> values, Array<const uint8_t> selected,
+                       Array<const float> mean, Array<float> left, float pending) {
+    const int64_t n = int64_t(index.size());
+    std::vector<int64_t> kept_index(n);
+    std::vector<float> sent(n);
+    int64_t kept = 0;
+    {
+        nb::gil_scoped_release released;
+        for (int64_t i = 0; i < n; ++i) {
+            if (i + AHEAD < n) __builtin_prefetch(acc.data() + index.data()[i + AHEAD], 1);
+            const bool decayed = !selected.data()[i] && mean.data()[i] == 0.0f;
+            if (decayed) left.data()[i] += pending * values.data()[i];
+            acc.data()[index.data()[i]] += left.data()[i];
+            kept_index[kept] = index.data()[i];
+            sent[kept] = values.data()[i];
+            kept += !decayed;
+        }
+        kept_index.resize(kept);
+        sent.resize(kept);
+    }
+    return nb::make_tuple(to_numpy(std::move(kept_index)), to_numpy(std::move(sent)));
+}
+
+}  // namespace
