@@ -16,6 +16,8 @@ from mpisparse.comm.exchange import Exchange
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.metrics import StepRows
 
+pytestmark = pytest.mark.mpi
+
 
 @pytest.mark.parametrize("path", ["step", "backward"])
 @pytest.mark.parametrize("codec", ["fp32", "upper16", "momentum-upper16", "momentum-fp16", "momentum-bf16"])
