@@ -83,7 +83,7 @@ class StandIn:
         self.layout, backend = Layout(model), load_backend()
         self.residual = torch.zeros(self.layout.size)
         sink = Published(self.layout, backend)
-        parts = Parts(self.residual, self.layout.slots, self.layout.held, sink, nobody, backend)
+        parts = Parts(self.residual, self.layout.slots, self.layout.held, sink, no_exchange, backend)
         with warnings.catch_warnings():  # whoever trained with the scheme was warned of what it lacks
             warnings.simplefilter("ignore")
             self.aggregator, self.companion = self.options.build(parts, Site(model, self.layout))

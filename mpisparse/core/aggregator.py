@@ -46,10 +46,10 @@ class Aggregator:
             selection=selection, reducer=reducer, stages=tuple(stages), sink=parts.sink, held=parts.held,
         )  # fmt: skip
         self.staleness = staleness
-        self._beside = parts.exchange.beside() if staleness else None
-        if self._beside is not None:
-            carry = functools.partial(step.deliver_late, self._beside, parts.backend, reducer)
-            self.works.flight = InFlight(carry, staleness, threaded=self._beside.threaded)
+        self._polling = parts.exchange.polling() if staleness else None
+        if self._polling is not None:
+            carry = functools.partial(step.deliver_late, self._polling, parts.backend, reducer)
+            self.works.flight = InFlight(carry, staleness, threaded=self._polling.threaded)
 
     # A step
 
@@ -82,7 +82,7 @@ class Aggregator:
     def deliver(self, outgoing: Outgoing, clock: Clock | None = None) -> Delivered:
         """Agree on what is sent and average it over ranks. Touches nothing but what it is given. Collective."""
         works = self.works
-        return step.deliver(self._beside or works.exchange, works.backend, works.reducer, outgoing, clock or Clock())
+        return step.deliver(self._polling or works.exchange, works.backend, works.reducer, outgoing, clock or Clock())
 
     def apply(self, arrived: Arrived | None, clock: Clock | None = None) -> Delivered | None:
         """Keep what was not sent, adapt, publish the mean; local."""
@@ -171,8 +171,8 @@ class Aggregator:
         self.works.scorer.close()
         if self.works.flight is not None:
             self.works.flight.close()
-        if self._beside is not None:
-            self._beside.close()
+        if self._polling is not None:
+            self._polling.close()
 
     # State: each part knows its own keys
 

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 import mpisparse
-from mpisparse.runtime.recording import Recorder
 from mpisparse.checkpoint import onefile
 from mpisparse.comm.exchange import end_job_on_uncaught_exception
 from mpisparse.core.step import Clock
@@ -19,6 +18,7 @@ from mpisparse.runtime.journal import Journal
 from mpisparse.runtime.metrics import StepRows
 from mpisparse.runtime.parts import Parts
 from mpisparse.runtime.progress import human_bytes
+from mpisparse.runtime.recording import Recorder
 from mpisparse.runtime.resume import Resumed, resume
 from mpisparse.runtime.run_checkpoints import RunCheckpoints
 from mpisparse.runtime.run_state import RunState

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mpisparse.select.adaptive_k import Demand, with_window
 
 from mpisparse.backends import reference
 from mpisparse.backends.device import load_backend
@@ -19,7 +20,6 @@ from mpisparse.errors import ConfigurationError
 from mpisparse.schemes.predictive.background import Background, PredictorError
 from mpisparse.schemes.predictive.nets import Job, Lesson, Nets, Slice
 from mpisparse.schemes.predictive.sample import LEAST, draw
-from mpisparse.select.adaptive_k import Demand, with_window
 
 DEPTH = 4
 ENDS = np.array([700, 700, 5000, 20_000])  # a layer of no elements too

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from mpisparse.schemes.speculative.wire import pack, unpack
 from numpy.typing import NDArray
 from torch import nn
 
@@ -22,7 +23,6 @@ from mpisparse.schemes.speculative.influence import Influence, Probe
 from mpisparse.schemes.speculative.local import LocalUpdate, check_elementwise
 from mpisparse.schemes.speculative.policy import Learned, Policy, Rule, Schedule, Seen
 from mpisparse.schemes.speculative.weights import Tolerance, TwoSets
-from mpisparse.schemes.speculative.wire import pack, unpack
 
 Floats = NDArray[np.float32]
 

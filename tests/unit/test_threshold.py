@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from mpisparse.core.agree import Inputs
 from numpy.typing import NDArray
 
 from mpisparse.backends import reference
-from mpisparse.core.agree import Inputs
 from mpisparse.select.candidates import Found
 from mpisparse.select.scorers import Magnitude
 from mpisparse.select.search import Settled, Settlement
