@@ -27,7 +27,7 @@ _HOMES = {
     "GradientError": "errors",
     "GradientSync": "sync",
     "NonFiniteGradientError": "errors",
-    "Stats": "core.step",
+    "Stats": "core.records",
     "attach": "attachment",
     "register_codec": "wire.codecs",
     "register_scheme": "schemes",

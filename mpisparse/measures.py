@@ -38,7 +38,6 @@ PHASES = (  # in the order of a step; those outside the exchange last
     Phase("accumulate", "adding the gradient to the residual", "#3f86cf"),
     Phase("agree", "on threshold and partition borders", "#e3ad2f"),
     Phase("probe", "the loss at perturbed weights", "#5aa9a2"),
-    Phase("select", "choosing elements", "#c9a227"),
     Phase("unite", "exchanging indices", "#dd7320"),
     Phase("reduce", "exchanging and summing values", "#c9404f"),
     Phase("feedback", "returning to the residual what was not sent", "#8f62cc"),

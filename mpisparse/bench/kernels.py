@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from mpisparse.backends.device import load_backend
 from mpisparse.runtime.table import show
-from mpisparse.wire.codecs import CODECS
+from mpisparse.wire.codecs import CODECS, codec_names
 
 COLUMNS = {"kernel": "", "ms": ".3f", "GB_per_s": ".1f", "limit": "", "of_limit": ".2f"}
 WARM_UP = 2
@@ -76,7 +76,7 @@ def _work(backend: Any, n: int, density: float, seed: int) -> dict[str, tuple[Ca
         "take at k": (lambda: backend.take(acc, index, values), 16 * k, None),
         "put at k": (lambda: backend.put(acc, index, values), 16 * k, None),
     }
-    for codec in CODECS.values():
+    for codec in (CODECS[name] for name in codec_names(blended=False)):
         payload = np.empty(codec.nbytes(k), dtype=np.uint8)
         source = acc[:k].copy()
 

@@ -20,10 +20,11 @@ class Counting(Magnitude):
         self.share = share
         self.waiting = 0.0
 
-    def prepare(self, exchange: Any, clock: Any) -> None:
+    def ready(self, exempt: Any, lap: Any) -> str:
         magnitude = self.residual.abs()
         self.waiting = float((magnitude > self.share * magnitude.max()).sum())
-        clock.lap("head_count")
+        lap("head_count")
+        return super().ready(exempt, lap)
 
     def details(self) -> dict[str, float]:
         return {"waiting_elements": self.waiting}

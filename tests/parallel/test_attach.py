@@ -216,11 +216,11 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all(comm: MPI.Intracomm, name
     run = Scaled(comm, name, clips, infinite=(0, 3))
     for step in range(6):
         before = state_of(run.model, run.sync)
-        steps = run.sync._step.state()["step"]
+        steps = run.sync._aggregator.number
         run.step(step)
         skipped = step in run.infinite
         assert everywhere(comm, (state_of(run.model, run.sync) == before) == skipped)
-        assert everywhere(comm, run.sync._step.state()["step"] == steps + (not skipped))
+        assert everywhere(comm, run.sync._aggregator.number == steps + (not skipped))
         assert alike(comm, run.model.parameters())
         assert everywhere(comm, run.scaler.get_scale() == SCALE / 2 ** sum(bad <= step for bad in run.infinite))
     assert run.close() == train_unscaled(comm, name, clips, [1, 2, 4, 5]), "as if the skipped steps had not been"

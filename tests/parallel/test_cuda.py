@@ -41,7 +41,9 @@ def device(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Emulator:
 @contextlib.contextmanager
 def nothing_on_the_host(sync: mpisparse.GradientSync) -> Iterator[None]:
     """Refuse NumPy access to the residual and the published gradient on the device, as a GPU would."""
-    vectors = [sync.residual, *(run.buffer for run in sync._published.runs)] if sync._backend.name == "cuda" else []
+    vectors = (
+        [sync.residual, *(run.buffer for run in sync._gradients.published.runs)] if sync._backend.name == "cuda" else []
+    )
     mine = {t.untyped_storage().data_ptr() for t in vectors}
     plain = torch.Tensor.numpy
 
@@ -159,7 +161,7 @@ def test_only_what_is_selected_comes_to_the_host(comm: MPI.Intracomm, device: Em
         before = device.copied_in + device.copied_out
         sync.step()
         moved.append(device.copied_in + device.copied_out - before)
-    selected, blocks = sync.stats.selected, len(sync._step.state()["edges"])
+    selected, blocks = sync.stats.selected, len(sync._aggregator.state()["edges"])
     sync.close()
     assert moved[-1] < 40 * selected + 3 * 16 * blocks + 20_000 < 4 * 100_000 / 3
 

@@ -89,7 +89,7 @@ def test_regions_are_disjoint_and_cover_everything(comm: MPI.Intracomm, path: st
         assert (np.diff(borders) >= 0).all()
         assert len(borders) == comm.size + 1
         published = flat(p.grad for p in model.parameters())
-        union = sync._published.union
+        union = sync._gradients.published.union
         assert (np.diff(union) > 0).all(), "no index twice"
         assert set(published.nonzero().flatten().tolist()) <= set(union.tolist())
         inside = [int(((union >= lo) & (union < hi)).sum()) for lo, hi in itertools.pairwise(borders)]

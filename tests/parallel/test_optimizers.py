@@ -102,7 +102,7 @@ def test_foreach_nesterov_writes_into_the_gradient_and_the_next_step_clears_it(
         sync.step()
         mean = published(model)
         outside = torch.ones(len(mean), dtype=torch.bool)
-        outside[sync._published.union] = False
+        outside[sync._gradients.published.union] = False
         assert not mean[outside].any()
         optimizer.step()
         wrote.append(bool(published(model)[outside].any()))

@@ -20,11 +20,18 @@ pytestmark = pytest.mark.mpi
 
 
 @pytest.mark.parametrize("path", ["step", "backward"])
-@pytest.mark.parametrize("codec", ["fp32", "upper16", "momentum-upper16", "momentum-fp16", "momentum-bf16"])
+@pytest.mark.parametrize("codec", ["upper16", "momentum-upper16", "bitmap", "momentum-bitmap", "momentum-fp16"])
 @pytest.mark.parametrize("scheme", ["census", "exdyna", "momentum", "topk"])
 def test_nothing_is_lost_and_replicas_are_equal(comm: MPI.Intracomm, scheme: str, codec: str, path: str) -> None:
     model = small()
     sync = mpisparse.GradientSync(model, scheme=scheme, codec=codec, density=0.02, accumulate=path)
+    train_lawfully(comm, model, sync, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loss_of, 8)
+
+
+@pytest.mark.parametrize("codec", ["upper16", "bitmap"])
+def test_a_scheme_whose_ranks_send_their_own_elements_loses_nothing(comm: MPI.Intracomm, codec: str) -> None:
+    model = small()
+    sync = mpisparse.GradientSync(model, scheme="speculative", codec=codec, density=0.05, staleness=0)
     train_lawfully(comm, model, sync, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loss_of, 8)
 
 

@@ -92,7 +92,7 @@ def test_the_mask_is_the_documents(comm: MPI.Intracomm, compensate: str) -> None
         )
         owned = np.arange(len(owners))
         mask = create_sparsity_mask(whole[owners, owned], every[owners, owned], sync.k)
-        union = sync._published.union
+        union = sync._gradients.published.union
         assert everywhere(comm, np.array_equal(np.flatnonzero(mask), union)), step
         np.testing.assert_allclose(
             torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]).numpy(),
@@ -134,7 +134,7 @@ def test_scores_change_exactly_so_many_steps_after(
     def changes() -> list[int]:
         model = small()
         sync = make(model, publish_after=publish_after, comm=MPI.COMM_SELF)
-        scores = sync._step.scorer.tags  # type: ignore[attr-defined]
+        scores = sync._aggregator.works.scorer.tags  # type: ignore[attr-defined]
         changed = []
         for step in range(20):
             before = scores.copy()
@@ -169,7 +169,7 @@ def test_a_predictor_that_dies_ends_the_next_step_everywhere(
     checkpoint.save(directory, step=0, model=model, sync=sync)
     train(comm, model, sync, range(3))
     deadline = time.monotonic() + 600
-    while comm.rank == 0 and sync._step.scorer.background.failure is None:  # type: ignore[attr-defined]
+    while comm.rank == 0 and sync._aggregator.works.scorer.background.failure is None:  # type: ignore[attr-defined]
         assert time.monotonic() < deadline
         time.sleep(0.01)
     model.zero_grad()
@@ -388,7 +388,7 @@ def test_what_is_sent_stands_for_the_rest(comm: MPI.Intracomm) -> None:
         loss_of(model, seeded(comm.rank, step)).backward()
         own = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]).double()
         sync.step()
-        union = torch.from_numpy(sync._published.union)
+        union = torch.from_numpy(sync._gradients.published.union)
         scaled = torch.zeros_like(own)
         begin = 0
         for p in model.parameters():

@@ -58,7 +58,7 @@ def test_real_and_simulated_steps_are_equal(
         model.backward()
         sync.step()
         stats, expected = sync.stats, comm.bcast(virtual.step() if comm.rank == 0 else None)
-        assert everywhere(comm, np.array_equal(sync._published.union, expected.union)), f"step {step}"
+        assert everywhere(comm, np.array_equal(sync._gradients.published.union, expected.union)), f"step {step}"
         assert everywhere(comm, (stats.threshold, stats.borders) == (expected.threshold, expected.borders)), f"step {step}"
         assert everywhere(comm, stats.workloads == tuple(expected.workloads[[r.rank for r in expected.regions]]))
         counted = (int(expected.log.sent()[comm.rank]), int(expected.log.received()[comm.rank]))

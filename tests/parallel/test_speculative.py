@@ -317,7 +317,7 @@ def test_a_slow_rank_changes_nothing(comm: MPI.Intracomm, granularity: str) -> N
     options: dict[str, Any] = {"granularity": granularity, "largest": 10_000, "codec": "int8"}
     options |= {} if granularity == "learned" else {"horizon": 20}
     plain, slow = Run(comm, **options), Run(comm, **options)
-    exchange = slow.sync._step.flight.delivery.exchange
+    exchange = slow.sync._aggregator._polling
     call, calls = exchange._call, [0]
 
     def late(*args: Any) -> None:
@@ -343,7 +343,7 @@ def test_a_reward_in_seconds(comm: MPI.Intracomm) -> None:
         time.sleep(0.002 * comm.rank)
         run.step(step)
         fine.append(run.sync.stats.speculation.fine)
-    policy = run.sync._step.policy
+    policy = run.sync._companion.selection.policy
     assert everywhere(comm, policy.draws == 4 and policy.cost > 0.0 and comm.bcast(policy.cost) == policy.cost)
     assert everywhere(comm, comm.bcast(fine) == fine)
     with run.sync.global_weights():

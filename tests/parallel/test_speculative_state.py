@@ -19,6 +19,7 @@ from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradien
 from mpisparse.runtime import train
 from mpisparse.runtime.settings import Settings
 from mpisparse.runtime.signals import StopRequest
+from mpisparse.wire.reduction import OwnByOwner
 
 # Checkpoints
 
@@ -140,7 +141,9 @@ def test_a_noted_loss_counts_once(comm: MPI.Intracomm, directory: Path, saved_at
         assert everywhere(comm, run.sync.state_dict()["step.flight"][-1]["loss"] == 7.0)
         train(run, saved_at + 1, 24)
     assert everywhere(comm, saved.bits() == resumed.bits())
-    assert everywhere(comm, repr(saved.sync._step.policy.state()) == repr(resumed.sync._step.policy.state()))
+    assert everywhere(
+        comm, repr(saved.sync._companion.selection.policy.state()) == repr(resumed.sync._companion.selection.policy.state())
+    )
     for run in (whole, saved, resumed):
         run.close()
 
@@ -208,25 +211,31 @@ def must_be_loaded(run: Run) -> None:
     assert "damaged since an earlier error" in raised(run.comm, GradientError, run.sync.synchronize)
 
 
+def settled(run: Run) -> None:
+    """Wait for what is in flight; it stays there."""
+    if run.sync._aggregator.works.flight is not None:
+        run.sync._aggregator.works.flight.results()
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_an_error_in_the_thread_is_raised_by_all(comm: MPI.Intracomm, directory: Path, staleness: int) -> None:
+def test_an_error_in_the_thread_is_raised_by_all(
+    comm: MPI.Intracomm, directory: Path, staleness: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Loading a checkpoint takes the run back to before the error."""
     run = Run(comm, staleness=staleness).train(0, 3)
     checkpoint.save(directory, step=3, **subjects(run))
-    delivery = run.sync._step.flight.delivery
-    run.sync._step.flight.results()  # what is in flight arrives before anything fails
+    settled(run)  # what is in flight arrives before anything fails
 
     def fail(*_: Any) -> Any:
         raise MemoryError("no room")
 
-    if comm.rank == comm.size - 1:
-        delivery._serve = fail
-    said = raised(comm, GradientError, lambda: run.train(3, 4 + staleness))
-    assert f"step 3 failed on rank {comm.size - 1}: MemoryError: no room" in said
-    must_be_loaded(run)
-    run.sync._step.flight.results()
-    if comm.rank == comm.size - 1:
-        del delivery._serve
+    with monkeypatch.context() as patch:
+        if comm.rank == comm.size - 1:
+            patch.setattr(OwnByOwner, "_sum", fail)
+        said = raised(comm, GradientError, lambda: run.train(3, 4 + staleness))
+        assert f"r{comm.size - 1} | MemoryError: no room" in said
+        must_be_loaded(run)
+        settled(run)
     checkpoint.load(directory, **subjects(run))
     whole = Run(comm, staleness=staleness).train(0, 6)
     assert everywhere(comm, run.train(3, 6).sync.residual.equal(whole.sync.residual))
@@ -261,7 +270,7 @@ def test_an_error_in_the_users_function_is_raised_by_all(comm: MPI.Intracomm, na
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_policy_without_losses(comm: MPI.Intracomm, staleness: int) -> None:
     run = Run(comm, granularity="learned", staleness=staleness, probe_every=1)
-    run.noting, run.sync._step.policy.patience = False, 12
+    run.noting, run.sync._companion.selection.policy.patience = False, 12
     said = raised(comm, ConfigurationError, lambda: run.train(0, 20))
     assert "heard of no loss for 12 steps" in said
     must_be_loaded(run)

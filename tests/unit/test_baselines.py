@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mpisparse.arrays import Floats, Ints
 from mpisparse.backends.device import load_backend
 from mpisparse.select.pickers import HardThreshold, SampledTopK, merged
 
@@ -20,7 +21,7 @@ def test_the_threshold_of_a_sample(k: int) -> None:
         expected = np.flatnonzero(np.abs(acc) >= sample[4096 - max(1, round(k * 4096 / len(acc)))])
         if len(expected) > 1.3 * k:
             expected, cut = np.sort(np.argsort(-np.abs(acc), kind="stable")[:k]), cut + 1
-        index, threshold = picker.pick(acc, k, step)
+        index, threshold, _ = picker.pick(acc, k, step)
         assert index.tolist() == expected.tolist()
         assert threshold <= np.abs(acc[index]).min()
     assert cut or k > 20, "a small sample was never far off"
@@ -31,15 +32,22 @@ def test_what_is_wanted_while_density_falls() -> None:
     assert [picker.wanted(10, 10_000, step) for step in range(6)] == [2500, 629, 158, 40, 10, 10]
 
 
+def picked(picker: HardThreshold, acc: Floats) -> Ints:
+    """Pick 10 elements, and learn from it as a step does."""
+    index, _, lesson = picker.pick(acc, 10, 0)
+    picker.learn(lesson)
+    return index
+
+
 def test_a_first_step_with_too_little_does_not_set_the_threshold() -> None:
     picker = HardThreshold(load_backend(), None, density=0.1)
     acc = np.zeros(100, np.float32)
     acc[:3] = 5, 6, 7
-    assert picker.pick(acc, 10, 0)[0].tolist() == [0, 1, 2]
+    assert picked(picker, acc).tolist() == [0, 1, 2]
     acc[:] = np.arange(100)
-    assert picker.pick(acc, 10, 1)[0].tolist() == list(range(90, 100))
+    assert picked(picker, acc).tolist() == list(range(90, 100))
     acc *= 2
-    assert len(picker.pick(acc, 10, 2)[0]) == 55, "and then it stays"
+    assert len(picked(picker, acc)) == 55, "and then it stays"
 
 
 def test_runs_are_merged() -> None:

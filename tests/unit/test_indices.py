@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mpisparse.backends import device
-from mpisparse.core.records import Region
-from mpisparse.core.step import spans_of
-from mpisparse.select.candidates import Found
+from mpisparse.comm.regions import Region, spans_of
+from mpisparse.select.candidates import Candidates
 from mpisparse.wire.indices import ROW, unite
 
 Ints = NDArray[np.int64]
@@ -28,8 +27,8 @@ def backend(request: pytest.FixtureRequest) -> Any:
     return device.load_backend(request.param)
 
 
-def found(index: Ints, magnitude: float = 1.0) -> Found:
-    return Found(index, np.full(len(index), magnitude, dtype=np.float32))
+def found(index: Ints, magnitude: float = 1.0) -> Candidates:
+    return Candidates(index, np.full(len(index), magnitude, dtype=np.float32))
 
 
 class Sent(Exception):  # noqa: N818 - ends a rank's part once its payload is known
@@ -53,12 +52,14 @@ class Wire:
         return gathered
 
 
-def send(backend: Any, selected: list[Found], regions: list[Region], workloads: list[int], threshold: float) -> list[Bytes]:
+def send(
+    backend: Any, selected: list[Candidates], regions: list[Region], workloads: list[int], threshold: float
+) -> list[Bytes]:
     """Return the payload of every rank."""
     payloads = []
     for rank, mine in enumerate(selected):
         with pytest.raises(Sent) as sent:
-            unite(Wire(rank), backend, mine, threshold, regions, workloads)  # type: ignore[arg-type]
+            unite(Wire(rank), backend, *mine[:2], threshold, regions, workloads)  # type: ignore[arg-type]
         payloads.append(sent.value.args[0])
     return payloads
 
@@ -126,10 +127,10 @@ def test_unite(backend: Any, n: int, step: int) -> None:
     chosen = np.sort(rng.permutation(n)[: max(3, n // 50)])
     magnitude = (0.5 + rng.random(len(chosen))).astype(np.float32)
     regions = split(n, 3, step)
-    selected: list[Found] = [found(chosen[:0])] * 3
+    selected: list[Candidates] = [found(chosen[:0])] * 3
     for region in regions:
         inside = (chosen >= region.lo) & (chosen < region.hi)
-        selected[region.rank] = Found(chosen[inside], magnitude[inside])
+        selected[region.rank] = Candidates(chosen[inside], magnitude[inside])
     union = chosen[magnitude >= 1]
     workloads = [int((mine.magnitude >= 1).sum()) for mine in selected]
     payloads = send(backend, selected, regions, workloads, 1.0)
@@ -137,9 +138,9 @@ def test_unite(backend: Any, n: int, step: int) -> None:
         rows = -(-(region.hi - region.lo) // ROW)
         assert len(payloads[region.rank]) == 4 * rows + 4 * -(-workloads[region.rank] // 2)
     for rank, mine in enumerate(selected):
-        got, tags = unite(Wire(rank, payloads), backend, mine, 1.0, regions, workloads)  # type: ignore[arg-type]
+        got, tags = unite(Wire(rank, payloads), backend, *mine[:2], 1.0, regions, workloads)  # type: ignore[arg-type]
         assert tags is None
-        spans = spans_of(backend, got, regions)
+        spans = spans_of(backend.search, got, regions)
         np.testing.assert_array_equal(got, union)
         for region in regions:
             start, stop = spans[region.rank]
@@ -156,10 +157,10 @@ def test_tags_travel_with_what_is_selected(backend: Any) -> None:
     payloads = []
     for rank, mine in enumerate(selected):
         with pytest.raises(Sent) as sent:
-            unite(Wire(rank), backend, mine, 0.5, regions, workloads, tags[rank])  # type: ignore[arg-type]
+            unite(Wire(rank), backend, *mine[:2], 0.5, regions, workloads, tags[rank])  # type: ignore[arg-type]
         payloads.append(sent.value.args[0])
     for rank, mine in enumerate(selected):
-        union, arrived = unite(Wire(rank, payloads), backend, mine, 0.5, regions, workloads, tags[rank])  # type: ignore[arg-type]
+        union, arrived = unite(Wire(rank, payloads), backend, *mine[:2], 0.5, regions, workloads, tags[rank])  # type: ignore[arg-type]
         owner = np.concatenate([np.full(workloads[r.rank], r.rank) for r in regions])
         np.testing.assert_array_equal(arrived, np.stack(tags)[owner, union])
 
@@ -170,7 +171,7 @@ def test_unite_reports_the_damaged_rank(backend: Any) -> None:
     payloads = send(backend, selected, regions, [1, 2], 0.5)
     payloads[1][0] += 1
     with pytest.raises(RuntimeError, match=r"^r0 \| the rows of rank 1 do not add up"):
-        unite(Wire(0, payloads), backend, selected[0], 0.5, regions, [1, 2])  # type: ignore[arg-type]
+        unite(Wire(0, payloads), backend, *selected[0][:2], 0.5, regions, [1, 2])  # type: ignore[arg-type]
 
 
 def test_golden_payload(backend: Any) -> None:

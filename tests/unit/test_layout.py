@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from mpisparse.backends import device
+from mpisparse.backends.flat import add_sparse_, in_order, memory_order, zeros
 from mpisparse.backends.reference import BF16, FP16, FP32
 from mpisparse.errors import ConfigurationError
-from mpisparse.model.layout import Layout, Published, add_sparse_, collect, in_order, memory_order, zeros
+from mpisparse.model.layout import Layout, collect_gradients
+from mpisparse.model.published import Published
 
 
 class Model(nn.Module):
@@ -68,7 +70,7 @@ def flatten(layout: Layout, tensors: list[torch.Tensor | None]) -> torch.Tensor:
 
 def accumulated(backend: Any, layout: Layout, grads: list[torch.Tensor | None]) -> torch.Tensor:
     """Return the accumulator after adding dense and sparse gradients to zero, as a step does."""
-    collected = collect(layout, grads)
+    collected = collect_gradients(layout, grads)
     acc = torch.zeros(layout.size)
     for slot, grad in collected.sparse:
         assert add_sparse_(acc, slot, grad) == -1
@@ -115,7 +117,7 @@ def test_gradients_in_order_are_not_copied(name: str) -> None:
     model.p0.square().sum().backward()
     grad = model.p0.grad
     assert in_order(layout.slots[0], grad) is grad
-    collected = collect(layout, [grad])
+    collected = collect_gradients(layout, [grad])
     assert collected.pointers.tolist() == [grad.data_ptr()]
     assert collected.alive[0] is grad
 
@@ -144,7 +146,7 @@ def test_mixed_types_are_read(backend: Any) -> None:
     for absent in range(len(grads)):
         some = [None if i == absent else grad for i, grad in enumerate(grads)]
         assert torch.equal(accumulated(backend, layout, some), flatten(layout, some))
-        assert collect(layout, some).pointers[absent] == 0
+        assert collect_gradients(layout, some).pointers[absent] == 0
     assert not accumulated(backend, layout, [None] * len(grads)).any()
 
 
@@ -162,7 +164,7 @@ def test_sparse_gradients(backend: Any) -> None:
     for tensor in (numbered(5, 2), numbered(2, 5).t()):
         layout = Layout(Model(numbered(2), tensor, numbered(3, 2), numbered(2, 3).double()))
         grads: list[torch.Tensor | None] = [numbered(2), rows, points, doubles]
-        collected = collect(layout, grads)
+        collected = collect_gradients(layout, grads)
         assert [slot.name for slot, _ in collected.sparse] == ["p1", "p2", "p3"]
         assert (collected.pointers == 0).tolist() == [False, True, True, True]
         assert torch.equal(accumulated(backend, layout, grads), flatten(layout, grads))
@@ -172,12 +174,12 @@ def test_sparse_gradients(backend: Any) -> None:
 def test_nonfinite_gradients_are_found(backend: Any, bad: float) -> None:
     layout = Layout(Model(*mixed()))
     grads: list[torch.Tensor | None] = [-p for p in mixed()]
-    assert collect(layout, grads).first_nonfinite(backend) == -1
+    assert collect_gradients(layout, grads).first_nonfinite(backend) == -1
     for name, element, flat in (("p6", 0, 20), ("p5", 2, 18), ("p3", 3, 15), ("p2", 0, 7), ("p0", 5, 5)):
         grad = grads[int(name[1])]
         assert grad is not None
         grad.view(-1)[element] = bad
-        assert collect(layout, grads).first_nonfinite(backend) == flat
+        assert collect_gradients(layout, grads).first_nonfinite(backend) == flat
         assert layout.name_at(flat) == name
 
 
@@ -185,7 +187,7 @@ def test_nonfinite_sparse_gradients_are_found(backend: Any) -> None:
     layout = Layout(Model(numbered(3), numbered(4, 2)))
     for value, index in ((1.0, -1), (torch.inf, 3), (torch.nan, 3)):
         rows = torch.sparse_coo_tensor(torch.tensor([[2]]), torch.tensor([[1.0, value]]), (4, 2), check_invariants=True)
-        collected = collect(layout, [numbered(3), rows])
+        collected = collect_gradients(layout, [numbered(3), rows])
         assert collected.first_nonfinite(backend) == index
         assert add_sparse_(torch.zeros(11), *collected.sparse[0]) == index
     points = torch.sparse_coo_tensor(torch.tensor([[2], [1]]), torch.tensor([torch.nan]), (4, 2), check_invariants=True)
@@ -202,9 +204,10 @@ def test_published_through_views(backend: Any, name: str) -> None:
     for start in (0, 1, 2):
         union = np.arange(start, layout.size, 3)
         mean = (union + 1).astype(np.float32)
-        published.clear()
-        assert published.write(union, mean) is False
+        acc = np.ones(layout.size, dtype=np.float32)
+        published.write(union, mean, acc)
         assert not mean.any()
+        assert (acc == 1).all()
         expected = torch.zeros(layout.size, dtype=torch.float64)
         expected[torch.from_numpy(union)] = torch.from_numpy(union + 1).double()
         assert torch.equal(flatten(layout, list(published.views)), expected)
@@ -221,21 +224,21 @@ def test_published_in_runs_of_equal_types(backend: Any) -> None:
     union = np.array([0, 6, 7, 11, 12, 15, 16, 20])
     value = 1 + 2.0**-12 + 2.0**-20
     mean = np.full(8, value, dtype=np.float32)
-    assert published.write(union, mean) is True
-    assert mean.tolist() == [0, 0, value - 1, value - 1, value - 1, value - 1, 0, 0]
+    acc = np.zeros(21, dtype=np.float32)
+    published.write(union, mean, acc)
+    assert acc[union].tolist() == mean.tolist() == [0, 0, value - 1, value - 1, value - 1, value - 1, 0, 0]
     expected = np.zeros(21)
     expected[union] = [value, value, 1, 1, 1, 1, value, value]
     assert flatten(layout, list(published.views)).tolist() == expected.tolist()
-    published.write(union[:0], mean[:0])
-    published.clear()
-    assert flatten(layout, list(published.views)).tolist() == expected.tolist()
+    published.write(union[:0], mean[:0], acc)
+    assert not flatten(layout, list(published.views)).any()
 
 
 def test_published_clears_only_what_it_must(backend: Any) -> None:
     """It clears its last union, or everything after somebody wrote into a view or it was filled."""
     layout = Layout(Model(numbered(4), numbered(3, dtype=torch.float16)))
     published = Published(layout, backend)
-    published.write(np.array([1, 5]), np.array([2, 3], dtype=np.float32))
+    published.write(np.array([1, 5]), np.array([2, 3], dtype=np.float32), np.zeros(7, dtype=np.float32))
     for run in published.runs:
         run.buffer.numpy()[0] = 9  # behind torch's back: a clear of the union alone leaves it
     published.clear()
@@ -243,12 +246,12 @@ def test_published_clears_only_what_it_must(backend: Any) -> None:
     published.views[1][2] = 4
     published.clear()
     assert not any(run.buffer.any() for run in published.runs)
-    for run in published.runs:
-        run.buffer.numpy()[:] = 9
-    published.filled()
+    published.whole().fill_(9)
+    published.write(range(7), None, np.zeros(7, dtype=np.float32))
+    assert all((run.buffer == 9).all() for run in published.runs)
     published.clear()
     assert not any(run.buffer.any() for run in published.runs)
-    published.write(np.array([0]), np.array([1], dtype=np.float32))
+    published.write(np.array([0]), np.array([1], dtype=np.float32), np.zeros(7, dtype=np.float32))
     published.clear()
     assert not any(run.buffer.any() for run in published.runs)
 
@@ -265,7 +268,7 @@ def test_a_run_without_elements(backend: Any) -> None:
     """A parameter without elements whose type differs from its neighbours'."""
     layout = Layout(Model(numbered(2), numbered(0, dtype=torch.float16), numbered(2)))
     published = Published(layout, backend)
-    published.write(np.array([1, 2]), np.array([5, 6], dtype=np.float32))
+    published.write(np.array([1, 2]), np.array([5, 6], dtype=np.float32), np.zeros(4, dtype=np.float32))
     assert flatten(layout, list(published.views)).tolist() == [0, 5, 6, 0]
     published.clear()
     assert not flatten(layout, list(published.views)).any()

@@ -28,7 +28,7 @@ def lapped() -> set[str]:
         node
         for path in PACKAGE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "lap"
+        if isinstance(node, ast.Call) and "lap" in (getattr(node.func, "attr", ""), getattr(node.func, "id", ""))
     ]
     words = [word for call in calls for arg in call.args for word in ast.walk(arg)]
     return {word.value for word in words if isinstance(word, ast.Constant) and isinstance(word.value, str)}

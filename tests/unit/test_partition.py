@@ -286,11 +286,11 @@ def test_paper_borders_balance_in_the_end() -> None:
 def test_static_partitions_stay_and_rotate(reads_region: bool) -> None:
     from mpisparse.select.selector import ExclusiveSelector
 
-    selector = ExclusiveSelector(
+    selector = ExclusiveSelector.first(
         1000, 3, controller="tail", partitioner="static", blocks=10, reads_region=reads_region, prior=0.0
     )
     for step in range(4):
         assert [(r.lo, r.hi) for r in selector.regions()] == [(0, 300), (300, 600), (600, 1000)]
         assert [r.rank for r in selector.regions()] == [(p - step) % 3 for p in range(3)]
         assert selector.scope(0) == [(0, 300), (300, 600), (600, 1000)][step % 3]
-        selector.adapt(np.arange(50), selector.controller)
+        selector = selector.after(np.arange(50), selector.controller, np.searchsorted, np.take)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mpisparse.select.adaptive_k import Demand, with_window
 
 from mpisparse.backends import reference
 from mpisparse.backends.device import load_backend
 from mpisparse.backends.reference import BF16, PRODUCTS, SCORES, round_to
+from mpisparse.core.adaptive_k import AdaptiveK
 from mpisparse.errors import ConfigurationError
 from mpisparse.schemes.predictive.background import Background, PredictorError
 from mpisparse.schemes.predictive.nets import Job, Lesson, Nets, Slice
@@ -27,9 +27,9 @@ ENDS = np.array([700, 700, 5000, 20_000])  # a layer of no elements too
 
 def after(metrics: list[float], **options: Any) -> list[float]:
     """Return the factor on k after each metric."""
-    demand, scales = Demand(factor=2.0, least=0.25, most=4.0, slow=0.01, fast=0.1, patience=2, **options), []
+    demand, scales = AdaptiveK(factor=2.0, least=0.25, most=4.0, slow=0.01, fast=0.1, patience=2, **options), []
     for metric in metrics:
-        demand = demand.after(metric)
+        demand = demand.observe(metric)
         scales.append(demand.scale)
     return scales
 
@@ -56,12 +56,12 @@ def test_k_moves_as_specified(metrics: list[float], scales: list[float]) -> None
 
 
 def test_demand_goes_on_from_its_state() -> None:
-    demand = Demand()
+    demand = AdaptiveK()
     for metric in (0.5, 0.5, 0.9, 0.1):
-        demand = demand.after(metric)
-    again = Demand().load(dict(demand.state()))
+        demand = demand.observe(metric)
+    again = AdaptiveK().loaded(dict(demand.state()))
     assert again == demand
-    assert again.after(0.1) == demand.after(0.1)
+    assert again.observe(0.1) == demand.observe(0.1)
     for damage in (
         {"scale": math.nan},
         {"scale": 100.0},
@@ -71,14 +71,14 @@ def test_demand_goes_on_from_its_state() -> None:
         {"recent": np.zeros(4)},
     ):
         with pytest.raises(ConfigurationError, match="the demand in the state"):
-            Demand().load({**demand.state(), **damage})
+            AdaptiveK().loaded({**demand.state(), **{f"demand.{key}": value for key, value in damage.items()}})
 
 
 def test_k_stays_while_the_metric_recovers() -> None:
     """With default options."""
-    demand, scales = Demand(), []
+    demand, scales = AdaptiveK(), []
     for metric in (0.9, 0.5, 0.6, 0.7, 0.8, 0.85):
-        demand = demand.after(metric)
+        demand = demand.observe(metric)
         scales.append(demand.scale)
     assert scales == pytest.approx([1, 1.5, 1.5, 1.5, 1, 1 / 1.5])
 
@@ -86,23 +86,22 @@ def test_k_stays_while_the_metric_recovers() -> None:
 @given(st.lists(st.floats(0.1, 1.0), min_size=2, max_size=12), st.integers(1, 4))
 def test_a_metric_that_rises_fast_never_raises_k(metrics: list[float], patience: int) -> None:
     """Whatever came before: progress counts, not the best metric so far."""
-    demand = Demand(patience=patience)
+    demand = AdaptiveK(patience=patience)
     for metric in metrics:
-        demand = demand.after(metric)
+        demand = demand.observe(metric)
     for _ in range(6):
         scale = demand.scale
-        demand = demand.after(demand.recent[-1] * 1.1)
+        demand = demand.observe(demand.recent[-1] * 1.1)
         assert demand.scale <= scale
 
 
 def test_a_demand_of_an_earlier_version_goes_on_with_its_last_metric() -> None:
-    old = {"step.demand.scale": 2.0, "step.demand.best": 0.9, "step.demand.last": 0.5, "step.demand.still": 1}
-    state = {key.removeprefix("step.demand."): value for key, value in with_window(old).items()}
-    assert Demand().load(state) == Demand(scale=2.0, recent=(0.5,))
-    unseen = {**old, "step.demand.last": -math.inf, "step.demand.best": -math.inf}
-    assert with_window(unseen)["step.demand.recent"].tolist() == []
-    today = {"step.demand.recent": np.array([0.5, 0.6]), "step.demand.since": 1, "step.demand.last": 0.1}
-    assert with_window(today) == today
+    old, stage = {"demand.scale": 2.0, "demand.best": 0.9, "demand.last": 0.5, "demand.still": 1}, AdaptiveK()
+    assert stage.loaded(stage.upgraded(old)) == AdaptiveK(scale=2.0, recent=(0.5,))
+    unseen = {**old, "demand.last": -math.inf, "demand.best": -math.inf}
+    assert stage.upgraded(unseen)["demand.recent"].tolist() == []
+    today = {"demand.recent": np.array([0.5, 0.6]), "demand.since": 1, "demand.last": 0.1}
+    assert stage.upgraded(today) == today
 
 
 def nets(key: int = PRODUCTS, backend: Any = None) -> Nets:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mpisparse.schemes.speculative.wire import pack, unpack
 from numpy.typing import NDArray
 from torch import nn
 
@@ -23,6 +22,7 @@ from mpisparse.schemes.speculative.influence import Influence, Probe
 from mpisparse.schemes.speculative.local import LocalUpdate, check_elementwise
 from mpisparse.schemes.speculative.policy import Learned, Policy, Rule, Schedule, Seen
 from mpisparse.schemes.speculative.weights import Tolerance, TwoSets
+from mpisparse.wire.stretches import pack, unpack
 
 Floats = NDArray[np.float32]
 
@@ -427,7 +427,9 @@ def test_indices_survive_the_wire(data: st.DataObject) -> None:
     backend = load_backend()
     payload = pack(backend, index, lo, lo + size)
     assert len(payload) % 4 == 0
-    assert np.array_equal(unpack(backend, payload, lo, lo + size), index)
+    read, used = unpack(backend, payload, lo, lo + size)
+    assert np.array_equal(read, index)
+    assert used == len(payload)
 
 
 def test_a_whole_layer_takes_few_bytes() -> None:

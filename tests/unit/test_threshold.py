@@ -9,15 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mpisparse.core.agree import Inputs
 from numpy.typing import NDArray
 
 from mpisparse.backends import reference
-from mpisparse.select.candidates import Found
-from mpisparse.select.scorers import Magnitude
+from mpisparse.comm.agreement import Notice
+from mpisparse.select.candidates import Candidates
 from mpisparse.select.search import Settled, Settlement
 from mpisparse.select.threshold import (
     HUGE,
@@ -34,6 +32,7 @@ from mpisparse.select.threshold import (
     paper_factor,
     spread,
 )
+from mpisparse.select.view import Live, VectorKeys
 
 Floats = NDArray[np.float32]
 
@@ -82,10 +81,10 @@ def settle(acc: Floats, controller: Controller, k: int) -> tuple[Settled, int]:
     ladder = controller.ladder(k)
     lo, hi, floor = (0, len(acc), float(ladder[0])) if len(ladder) else (0, 0, 0.0)
     bounded: Any = Bounded(controller)
-    inputs = Inputs(None, k, np.zeros(1, dtype=np.bool_))
-    scorer = Magnitude(torch.from_numpy(acc), reference)
-    settlement = Settlement(Alone(), reference, scorer, bounded, inputs)  # type: ignore[arg-type]
-    settled = settlement.settle((0, len(acc)), ladder, Found(*reference.select(acc, lo, hi, floor)))
+    notice = Notice(k, np.zeros(1, dtype=np.bool_))
+    live = Live(reference, acc, VectorKeys(reference, acc))  # type: ignore[arg-type]
+    settlement = Settlement(Alone(), reference, live, bounded, notice, len(acc))  # type: ignore[arg-type]
+    settled = settlement.settle((0, len(acc)), ladder, Candidates(*reference.select(acc, lo, hi, floor)))
     assert settled.total[settled.rung] == (np.abs(acc) >= np.float32(settled.threshold)).sum()
     return settled, bounded.rounds
 

@@ -19,7 +19,7 @@ from mpisparse.schemes.speculative.influence import Influence, InfluenceScorer, 
 from mpisparse.schemes.speculative.policy import Fixed, Learned, Policy, Rule, Schedule
 from mpisparse.schemes.speculative.selection import GranularSelection
 from mpisparse.schemes.speculative.weights import Tolerance
-from mpisparse.wire.codecs import CODECS
+from mpisparse.wire.codecs import CODECS, codec_names
 from mpisparse.wire.reduction import OwnByOwner
 
 GRANULARITIES = {"fine": 1.0, "hybrid": 0.5, "coarse": 0.0}
@@ -104,7 +104,7 @@ class Speculative(Options):
             )
 
     def codecs(self) -> Sequence[str]:
-        return [name for name, codec in CODECS.items() if not codec.blended]
+        return list(codec_names(blended=False))
 
     def without_effect(self) -> dict[str, str]:
         idle = {name: f"it is for granularity {kinds}; choose that" for name, kinds in self._for_others().items()}
