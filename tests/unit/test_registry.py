@@ -239,7 +239,7 @@ def run_with_package(tmp_path: Path, entries: str, code: str) -> subprocess.Comp
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: extras\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text(entries)
     path = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(Path(__file__).parents[1])!r}]\n"
-    return subprocess.run([sys.executable, "-c", path + code], capture_output=True, text=True, timeout=300)
+    return subprocess.run([sys.executable, "-c", path + code], capture_output=True, text=True, timeout=900)
 
 
 def test_a_declared_codec_is_imported_when_it_is_asked_for(tmp_path: Path) -> None:
@@ -355,6 +355,6 @@ def test_the_examples_of_contributing_run() -> None:
     text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
     examples = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     code = "\n".join(examples) + "\nprint(mpisparse.schemes.configure('coarse', codec='momentum-plain'))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900)
     assert len(examples) == 2
     assert done.stdout.startswith("Coarse(density=0.001, codec='momentum-plain',"), done.stderr
