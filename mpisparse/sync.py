@@ -21,7 +21,7 @@ import torch
 from mpisparse.arrays import Bools
 from mpisparse.backends.device import load_backend
 from mpisparse.backends.flat import zeros
-from mpisparse.comm.agreement import NONFINITE, FrozenDiffers, Overflow, Refusal, StepRefused
+from mpisparse.comm.agreement import FINE, NONFINITE, FrozenDiffers, Overflow, Refusal, StepRefused
 from mpisparse.comm.exchange import Exchange, end_job_on_uncaught_exception
 from mpisparse.comm.watchdog import TIMEOUT, check_timeout, watch
 from mpisparse.core.records import Parts, Stats
@@ -134,7 +134,7 @@ class GradientSync:
             delivered, stats = aggregator.run(pieces, notice, clock)
         if self._layout.held.stretches:
             stats = _of_the_rest(stats, self._layout)
-        self._stats = self._companion.published(delivered, stats)
+        self._stats = self._companion.published(delivered, stats, sound=notice.status == FINE)
         gradients.publish(self._used_late(delivered) if aggregator.staleness else used)
         self._exchange.place.steps = stats.step + 1
 

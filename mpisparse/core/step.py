@@ -57,6 +57,8 @@ def run(works: Works, pieces: Pieces | None, notice: Notice, clock: Clock) -> De
         clock.lap("wait")
         delivered = settle(works, arrived, clock)
         works.flight.send(prepare(works, pieces, notice, clock))
+        if notice.status != FINE:  # this rank moves nothing until all ranks raise why, in the same later step
+            delivered = None
     publish(works, delivered, clock)
     return delivered
 

@@ -57,8 +57,11 @@ class Companion:
     def begin(self) -> None:
         """A step begins. Raise if the weights are not where they belong."""
 
-    def published(self, delivered: Delivered | None, stats: Stats) -> Stats:
-        """The mean of a delivery is published (None: of none), and the optimizer will use it."""
+    def published(self, delivered: Delivered | None, stats: Stats, *, sound: bool) -> Stats:
+        """The mean of a delivery is published (None: of none), and the optimizer will use it.
+
+        sound: False if this rank cannot go on, and waits for the step in which all ranks raise why.
+        """
         return stats
 
     def finish(self, stats: Stats) -> Stats:

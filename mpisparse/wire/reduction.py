@@ -160,7 +160,8 @@ class OwnByOwner(NamedTuple):
         if not self.received:
             mean /= np.float32(exchange.size)
         moved = int(nbytes.sum() + sizes[:, 0].sum() * (exchange.size - 1)) // exchange.size
-        return Reduced(np.concatenate([part for part, _ in parts]), mean, values, union, total, moved)
+        reduced = Reduced(np.concatenate([part for part, _ in parts]), mean, values, nbytes=moved)
+        return reduced if self.codec.lossless else reduced._replace(kept_index=union, kept=total)
 
     def _message(self, backend: Backend, region: Region, index: Ints, values: Floats) -> Bytes:
         """Indices and values as bytes; `values` becomes what was not sent."""

@@ -100,10 +100,10 @@ class Speculating(Companion):
                 "global_weights(), or the last one did not end"
             )
 
-    def published(self, delivered: Delivered | None, stats: Stats) -> Stats:
+    def published(self, delivered: Delivered | None, stats: Stats, *, sound: bool) -> Stats:
         """Have the global weights in the model for the optimizer to move."""
         picked = self.selection.picked
-        self._ahead = picked
+        self._ahead = picked if sound else None
         if delivered is not None and self.sets is not None:
             self.sets.swap()
         probed, fine = self.scorer.probe_loss, picked.filtered.fine
