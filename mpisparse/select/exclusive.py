@@ -153,9 +153,11 @@ class ExclusivePlan(NamedTuple):
             wanted = min(self.selector.n, MARGIN * self.k)
             floor = float(locate_rungs(live.histogram(*self.region), wanted)[0])
             found = live.select(*self.region, floor)
-        index = live.backend.to_host(found.index)
-        values = live.backend.to_host(live.take(found.index))
-        return Snapshot(live.backend, Candidates(index, live.backend.to_host(found.magnitude)), values)
+        found, values = found.on_host(live.backend), live.backend.to_host(live.take(found.index))
+        if self.k < self.selector.n:  # what has just set out (`Ahead`) must not be selected again: nothing is left of it
+            waits = values != 0.0
+            found, values = Candidates(found.index[waits], found.magnitude[waits]), values[waits]
+        return Snapshot(live.backend, found, values)
 
     def agree(self, exchange: Exchange, backend: Backend, notice: Notice, view: View) -> Agreed:
         """Agree on the threshold and the borders. Collective."""
