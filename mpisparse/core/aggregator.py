@@ -6,6 +6,7 @@ A step is three calls over frozen records: prepare (local), deliver (collective)
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from mpisparse.arrays import Bools, Floats
 from mpisparse.backends.flat import Pieces, Slot, pieces_of
-from mpisparse.comm.agreement import Notice, share_readiness
+from mpisparse.comm.agreement import Notice
 from mpisparse.comm.inflight import InFlight
 from mpisparse.core import flights, step
 from mpisparse.core.records import Arrived, Delivered, Outgoing, Parts, Stats, Works
@@ -41,11 +42,14 @@ class Aggregator:
     ) -> None:  # fmt: skip
         self.parts = parts
         acc = parts.acc
+        seen = read_only(acc)
+        take = functools.partial(parts.backend.values_at, seen)
         self.works = Works(
-            exchange=parts.exchange, backend=parts.backend, acc=acc, seen=read_only(acc), scorer=scorer,
+            exchange=parts.exchange, backend=parts.backend, acc=acc, seen=seen, take=take, scorer=scorer,
             selection=selection, reducer=reducer, stages=tuple(stages), sink=parts.sink, held=parts.held,
         )  # fmt: skip
         self.staleness = staleness
+        self._scale()
         self._polling = parts.exchange.polling() if staleness else None
         if self._polling is not None:
             carry = functools.partial(step.deliver_late, self._polling, parts.backend, reducer)
@@ -56,20 +60,21 @@ class Aggregator:
     def step(self, vector: torch.Tensor, k: int) -> torch.Tensor:
         """Average a vector over ranks, k elements of it; returns the mean, zero where nothing was sent. Collective."""
         notice = Notice(k, np.zeros(len(self.parts.slots), dtype=bool), trouble=self.ready(_no_lap))
-        self.agree(notice)
-        self.run(pieces_of(vector), notice, Clock())
+        clock = Clock()
+        self.agree(notice, clock)
+        step.run(self.works, pieces_of(vector), notice, clock)
         return self.parts.sink.whole()
 
     def ready(self, lap: Callable[[str], None]) -> str:
         """Wait for what a step needs of this rank alone; return why it cannot go on, or an empty text. Local."""
         return self.works.scorer.ready(self.parts.exchange.place.exempt, lap)
 
-    def agree(self, notice: Notice) -> Bools | None:
+    def agree(self, notice: Notice, clock: Clock) -> Bools | None:
         """Raise on all ranks if any cannot go on; in flight that is part of the delivery. Collective.
 
         Returns which parameters had a gradient on some rank; None: all.
         """
-        return None if self.works.late else share_readiness(self.parts.exchange, notice)
+        return step.agree(self.works, notice, clock)
 
     def add(self, i: int, slot: Slot, grad: torch.Tensor) -> int:
         """Add one piece before the step; return a flat index that is not finite now, or -1. Local."""
@@ -91,20 +96,14 @@ class Aggregator:
         step.publish(self.works, delivered, clock)
         return delivered
 
-    def run(self, pieces: Pieces | None, notice: Notice, clock: Clock) -> tuple[Delivered | None, Stats]:
-        """Do one step and say what it did; collective. Raises a Refusal on all ranks alike."""
-        number = self.number
-        delivered = step.run(self.works, pieces, notice, clock)
-        return delivered, self._stats(number, notice, delivered, clock)
-
-    def _stats(self, number: int, notice: Notice, delivered: Delivered | None, clock: Clock) -> Stats:
-        n, works = len(self.works.acc), self.works
-        details = works.scorer.details()
-        for stage in works.stages:
-            details |= stage.details()
+    def stats(
+        self, number: int, notice: Notice, delivered: Delivered | None, seconds: dict[str, float], details: dict[str, float]
+    ) -> Stats:
+        """What a step did, from what step.run returned."""
+        n = len(self.works.acc)
         stats = Stats(
             step=number, density=0.0, set_density=notice.k / n, selected=0, threshold=0.0, bytes_sent=0, bytes_received=0,
-            imbalance=0.0, seconds=clock.seconds, details=details,
+            imbalance=0.0, seconds=seconds, details=details,
         )  # fmt: skip
         if delivered is None:
             return stats
@@ -151,14 +150,6 @@ class Aggregator:
         return self.works.scorer.cause
 
     @property
-    def k_scale(self) -> float:
-        """The factor on the set density that observed metrics led to."""
-        scale = 1.0
-        for stage in self.works.stages:
-            scale *= stage.k_scale
-        return scale
-
-    @property
     def observes(self) -> bool:
         """Tell whether observed metrics change anything."""
         return any(stage.observes for stage in self.works.stages)
@@ -166,6 +157,11 @@ class Aggregator:
     def observe(self, metric: float) -> None:
         """Note a metric, the same on all ranks; larger is better."""
         self.works.stages = tuple(stage.observe(metric) for stage in self.works.stages)
+        self._scale()
+
+    def _scale(self) -> None:
+        """Note the factor on the set density that observed metrics led to."""
+        self.works.k_scale = math.prod(stage.k_scale for stage in self.works.stages)
 
     def hold(self) -> None:
         """Other elements than before are held back (parts.held): nothing of them stays on its way."""
@@ -219,6 +215,7 @@ class Aggregator:
         works.selection.load(state)
         works.scorer.load(state)
         works.stages = tuple(stage.loaded(state) for stage in works.stages)
+        self._scale()
         if works.flight is not None:
             works.flight.replace([flights.unpack(works.selection, packed) for packed in state["flight"]])
             packed = state.get("waiting")
