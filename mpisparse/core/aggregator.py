@@ -16,7 +16,7 @@ import torch
 
 from mpisparse.arrays import Bools, Floats
 from mpisparse.backends.flat import Pieces, Slot, pieces_of
-from mpisparse.comm.agreement import Notice
+from mpisparse.comm.agreement import BROKEN, FINE, Notice
 from mpisparse.comm.inflight import InFlight
 from mpisparse.core import flights, step
 from mpisparse.core.records import Arrived, Delivered, Outgoing, Parts, Stats, Works
@@ -59,8 +59,9 @@ class Aggregator:
 
     def step(self, vector: torch.Tensor, k: int) -> torch.Tensor:
         """Average a vector over ranks, k elements of it; returns the mean, zero where nothing was sent. Collective."""
-        notice = Notice(k, np.zeros(len(self.parts.slots), dtype=bool), trouble=self.ready(_no_lap))
-        clock = Clock()
+        trouble, clock = self.ready(_no_lap), Clock()
+        all_used = np.zeros(len(self.parts.slots), dtype=bool)
+        notice = Notice(k, all_used, BROKEN if trouble else FINE, trouble=trouble)
         self.agree(notice, clock)
         step.run(self.works, pieces_of(vector), notice, clock)
         return self.parts.sink.whole()
@@ -207,7 +208,9 @@ class Aggregator:
         for stage in self.works.stages:
             stage.check(state, n)
         for packed in state.get("flight", ()):
-            flights.check(self.works.selection, packed, n)
+            flights.check(self.works.selection, packed, *self._shape)
+        if state.get("waiting") is not None:
+            flights.check_agreed(self.works.selection, state["waiting"], *self._shape)
 
     def load(self, state: State) -> None:
         """Take what state() gave; the residual is the caller's."""
@@ -217,9 +220,14 @@ class Aggregator:
         works.stages = tuple(stage.loaded(state) for stage in works.stages)
         self._scale()
         if works.flight is not None:
-            works.flight.replace([flights.unpack(works.selection, packed) for packed in state["flight"]])
+            works.flight.replace([flights.unpack(works.selection, packed, *self._shape) for packed in state["flight"]])
             packed = state.get("waiting")
-            works.waiting = None if packed is None else works.selection.unpacked(packed)
+            works.waiting = None if packed is None else flights.unpack_agreed(works.selection, packed, *self._shape)
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        """The numbers of elements and of ranks."""
+        return len(self.works.acc), self.works.exchange.size
 
     def resize(
         self, states: Mapping[int, State], residuals: Mapping[int, Floats], old: int, new: int, rank: int

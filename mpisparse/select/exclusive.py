@@ -243,8 +243,10 @@ class ExclusiveSelection:
 
     def learn(self, agreed: Agreed, outcome: Outcome) -> None:
         """Go on to the next step: its controller, blocks and borders."""
-        controller, backend = self.selector.controller, self.backend
-        self.selector = next_selector(controller, agreed.lesson, agreed.union, backend.search, backend.pick)
+        before, backend = self.selector, self.backend
+        after = next_selector(before.controller, agreed.lesson, agreed.union, backend.search, backend.pick)
+        # In flight for two steps or more, the lesson's selector has not counted the steps that were learnt from meanwhile.
+        self.selector = after if after.step == before.step + 1 else replace(after, step=before.step + 1)
 
     def state(self) -> State:
         """What the next selection depends on."""
@@ -264,13 +266,17 @@ class ExclusiveSelection:
 
     def packed(self, agreed: Agreed) -> State:
         """An agreement in flight: also what the next threshold is learnt from."""
-        lesson: Lesson = agreed.lesson
+        lesson: Lesson | None = agreed.lesson
+        if lesson is None:  # nothing_agreed(), before the first agreement
+            return pack_agreed(agreed)
         settled = lesson.settled
         learnt = {} if settled is None else {"rungs": settled.rungs, "total": settled.total, "rung": settled.rung}
         return {**pack_agreed(agreed), "selector": lesson.selector.state(), "lesson_k": lesson.k, **learnt}
 
     def unpacked(self, state: State) -> Agreed:
         settled = None
+        if "selector" not in state:
+            return unpack_agreed(state)
         if "rungs" in state:
             rungs, total = np.asarray(state["rungs"], dtype=np.float32), np.asarray(state["total"], dtype=np.int64)
             settled = Settled(None, rungs, int(state["rung"]), total, total)
