@@ -68,7 +68,6 @@ class Predicted(WholeGradient):
     """
 
     prior = FIRST_GROWTH
-    follows = tells = True
     backend: Any  # one of the host: it has the kernels for scores
 
     def __init__(

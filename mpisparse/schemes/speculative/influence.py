@@ -91,7 +91,6 @@ class InfluenceScorer(Magnitude):
 
     prior = 0.0
     by_magnitude = False
-    asks = True
 
     def __init__(
         self, residual: torch.Tensor, backend: Backend, influence: Influence, *, rank: int, step: Callable[[], int],
