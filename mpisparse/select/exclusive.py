@@ -269,12 +269,17 @@ class ExclusiveSelection:
 
     def packed(self, agreed: Agreed) -> State:
         """An agreement in flight: also what the next threshold is learnt from."""
-        lesson: Lesson = agreed.lesson
+        lesson: Lesson | None = agreed.lesson
+        if lesson is None:  # the first delivery sends what nobody has agreed on: nothing
+            return pack_agreed(agreed)
         settled = lesson.settled
         learnt = {} if settled is None else {"rungs": settled.rungs, "total": settled.total, "rung": settled.rung}
         return {**pack_agreed(agreed), "selector": lesson.selector.state(), "lesson_k": lesson.k, **learnt}
 
     def unpacked(self, state: State) -> Agreed:
+        """What packed() was given."""
+        if "selector" not in state:
+            return unpack_agreed(state)
         settled = None
         if "rungs" in state:
             rungs, total = np.asarray(state["rungs"], dtype=np.float32), np.asarray(state["total"], dtype=np.int64)
