@@ -17,7 +17,7 @@ from mpisparse.select.partition import imbalance
 from mpisparse.select.plans import Agreed, Outcome, State, pack_agreed, unpack_agreed
 from mpisparse.select.search import Collected, Scope, Search, Settled, Settlement, both, not_poor
 from mpisparse.select.selector import ExclusiveSelector
-from mpisparse.select.threshold import TINY, Controller, Rungs, locate_rungs
+from mpisparse.select.threshold import TINY, Controller, Rungs, TailAware, locate_rungs
 from mpisparse.select.view import Live, Snapshot, View
 
 if TYPE_CHECKING:
@@ -249,6 +249,8 @@ class ExclusiveSelection:
     def learn(self, agreed: Agreed, outcome: Outcome) -> None:
         """Go on to the next step: its controller, blocks and borders."""
         controller, backend = self.selector.controller, self.backend
+        if self.rules.late and agreed.lesson.settled is None and isinstance(controller, TailAware):
+            controller = replace(controller, threshold=0.0)  # the ladder missed: the next step counts its whole vector
         self.selector = next_selector(controller, agreed.lesson, agreed.union, backend.search, backend.pick)
 
     def state(self) -> State:

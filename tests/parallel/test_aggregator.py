@@ -7,6 +7,7 @@ import re
 import runpy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
@@ -15,6 +16,7 @@ from torch import nn
 
 import mpisparse
 from mpisparse.core.aggregator import Aggregator
+from mpisparse.core.records import Outgoing
 
 pytestmark = pytest.mark.mpi
 
@@ -233,3 +235,164 @@ def load(aggregator: Aggregator, state: dict[str, Any], residual: torch.Tensor) 
     aggregator.check(state)
     aggregator.load(state)
     aggregator.residual.copy_(residual)
+
+
+# In flight
+
+
+class Account:
+    """What was given, what was published, and what is on its way, on this rank."""
+
+    def __init__(self, comm: MPI.Intracomm, aggregator: Aggregator) -> None:
+        self.comm, self.aggregator = comm, aggregator
+        self.given = torch.zeros(2, N, dtype=torch.float64)  # the sum, and the sum of magnitudes
+        self.means = torch.zeros(N, dtype=torch.float64)
+        self.on_its_way = torch.zeros(N, dtype=torch.float64)
+        self.sent: list[tuple[Any, Any]] = []  # per step: the index whose values set out, and what was agreed on before
+        assert aggregator.works.flight is not None
+        send = aggregator.works.flight.send
+        aggregator.works.flight.send = lambda out: (self._note(out), send(out))[1]  # type: ignore[method-assign]
+
+    def _note(self, outgoing: Outgoing) -> None:
+        assert outgoing.ahead is not None
+        index, values = outgoing.ahead.sent.index, outgoing.ahead.sent.values
+        self.on_its_way = torch.zeros(N, dtype=torch.float64)
+        self.on_its_way[torch.from_numpy(index)] = torch.from_numpy(values.astype(np.float64))
+        self.sent.append((index.copy(), outgoing.view.found.index.copy()))
+
+    def step(self, given: torch.Tensor) -> torch.Tensor:
+        self.given += torch.stack([given, given.abs()])
+        mean = self.aggregator.step(given)
+        self.means += mean
+        return mean
+
+    def check(self) -> None:
+        """Nothing is lost, and all ranks have published the same. Collective."""
+        expected, magnitude = total(self.comm, self.given)
+        waiting = self.aggregator.residual.double() + self.on_its_way
+        close_together(expected, self.comm.size * self.means + total(self.comm, waiting), magnitude)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"density": 0.05},
+        {"density": 0.05, "codec": "int8"},
+        {"density": 0.05, "codec": "bf16", "partitioner": "static"},
+        {"density": 0.05, "controller": "paper", "partitioner": "paper", "blocks": 64},
+        {"density": 0.05, "controller": "fixed", "reduce": "allreduce"},
+        {"density": 0.0003},
+        {"density": 1.0},
+    ],
+)
+def test_in_flight_nothing_is_lost_and_ranks_are_equal(comm: MPI.Intracomm, options: dict[str, Any]) -> None:
+    aggregator = mpisparse.aggregator(N, staleness=1, **options)
+    account = Account(comm, aggregator)
+    for step in range(70):  # past a sweep
+        mean = account.step(vector(comm.rank, step))
+        assert alike(comm, [mean])
+        assert aggregator.number == step + 1
+        if step % 10 == 3 or step < 3:
+            account.check()
+    for _ in aggregator.arrivals():
+        account.means += aggregator.parts.sink.published()
+    account.on_its_way.zero_()
+    account.check()
+    mean = account.step(vector(comm.rank, 70))  # it goes on after nothing was in flight
+    assert everywhere(comm, not mean.any())
+    account.check()
+    aggregator.close()
+
+
+def test_indices_travel_one_step_ahead_of_their_values(comm: MPI.Intracomm) -> None:
+    """What step t finds is agreed on in its delivery, sent with the values of t + 1, and published at t + 2."""
+    aggregator = mpisparse.aggregator(N, density=0.01, staleness=1)
+    account = Account(comm, aggregator)
+    means = [account.step(vector(comm.rank, step)).clone() for step in range(6)]
+    sent = [index for index, _ in account.sent]
+    assert everywhere(comm, len(sent[0]) == 0 and all(len(index) for index in sent[1:])), list(map(len, sent))
+    assert everywhere(comm, not means[0].any() and not means[1].any())
+    assert alike(comm, [torch.from_numpy(index) for index in sent])
+    for step in range(2, 6):
+        assert everywhere(comm, np.isin(means[step].nonzero()[:, 0].numpy(), sent[step - 1]).all())
+        found = np.unique(np.concatenate(comm.allgather(account.sent[step - 2][1])))
+        assert everywhere(comm, np.isin(sent[step - 1], found).all()), "sent what no rank had found a step before"
+    only = vector(comm.rank, 0) + vector(comm.rank, 1)  # the first values are those of two steps
+    expected = total(comm, only)[torch.from_numpy(sent[1])] / comm.size
+    assert everywhere(comm, torch.allclose(means[2][torch.from_numpy(sent[1])].double(), expected, atol=1e-5))
+    aggregator.close()
+
+
+@pytest.mark.parametrize("factor", [1e-3, 1e3])
+def test_a_ladder_that_misses_loses_nothing_and_the_density_recovers(comm: MPI.Intracomm, factor: float) -> None:
+    """The vectors become far smaller, or far larger, from one step to the next."""
+    aggregator = mpisparse.aggregator(N, density=0.05, staleness=1)
+    account, k = Account(comm, aggregator), N // 20
+    for step in range(30):
+        if step == 10:  # nothing is left of before: no large residual keeps the ladder busy
+            aggregator.residual.zero_()
+            account.given.zero_()
+            account.means.zero_()
+            for _ in aggregator.arrivals():
+                aggregator.residual.zero_()
+            account.on_its_way.zero_()
+        account.step(vector(comm.rank, step) * (1.0 if step < 10 else factor))
+        if step >= 10:
+            account.check()
+    counts = [len(index) for index, _ in account.sent]
+    assert all(abs(count - k) <= 0.1 * k for count in counts[5:11]), counts
+    if factor < 1:
+        assert counts[11] < 0.5 * k, counts
+    assert all(abs(count - k) <= 0.1 * k for count in counts[13:]), counts
+    aggregator.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"codec": "int8"}, {"partitioner": "static"}, {"controller": "paper"}])
+@pytest.mark.parametrize("at", [0, 1, 2, 7])
+def test_a_state_resumes_with_the_same_bits(comm: MPI.Intracomm, options: dict[str, Any], at: int) -> None:
+    aggregator = mpisparse.aggregator(N, density=0.02, staleness=1, **options)
+    for step in range(at):
+        aggregator.step(vector(comm.rank, step))
+    state, residual = saved(aggregator)
+    resumed = mpisparse.aggregator(N, density=0.02, staleness=1, **options)
+    resumed.step(vector(comm.rank, 99))  # what it did before does not matter
+    load(resumed, state, residual)
+    same = []
+    for step in range(at, at + 6):
+        means = [each.step(vector(comm.rank, step)).clone() for each in (aggregator, resumed)]
+        same.append(bits(means[:1]) == bits(means[1:]))
+        same.append(bits([aggregator.residual]) == bits([resumed.residual]))
+    assert everywhere(comm, all(same)), same
+    assert aggregator.number == resumed.number
+    aggregator.close()
+    resumed.close()
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("kind", ["one element", "two elements", "zeros", "ties", "disjoint", "one rank only", "denormal"])
+def test_odd_vectors_lose_nothing(comm: MPI.Intracomm, kind: str, staleness: int) -> None:
+    n = {"one element": 1, "two elements": 2}.get(kind, 600)
+    aggregator = mpisparse.aggregator(n, density=0.02, staleness=staleness)
+    given, means = torch.zeros(2, n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
+    for step in range(40):
+        each = vector(comm.rank, step, n)
+        if kind == "zeros":
+            each.zero_()
+        elif kind == "ties":
+            each = torch.ones(n)
+        elif kind == "disjoint":
+            each[torch.arange(n) % comm.size != comm.rank] = 0.0
+        elif kind == "one rank only":
+            each *= comm.rank == comm.size - 1
+        elif kind == "denormal":
+            each *= 1e-41
+        given += torch.stack([each, each.abs()])
+        mean = aggregator.step(each)
+        assert alike(comm, [mean])
+        means += mean
+    for _ in aggregator.arrivals():
+        means += aggregator.parts.sink.published()
+    expected, magnitude = total(comm, given)
+    close_together(expected, comm.size * means + total(comm, aggregator.residual), magnitude + 1e-37)
+    assert everywhere(comm, means.any() or kind == "zeros"), "nothing was ever sent"
+    aggregator.close()
