@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import re
 import runpy
+import sys
+import threading
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,9 +15,13 @@ import pytest
 import torch
 from mpi4py import MPI
 from ranks import alike, bits, everywhere, raised, seeded, total
+from speculating import Run
 from torch import nn
 
 import mpisparse
+from mpisparse.backends.flat import pieces_of
+from mpisparse.comm.agreement import Notice
+from mpisparse.core import flights
 from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Outgoing
 
@@ -395,4 +402,134 @@ def test_odd_vectors_lose_nothing(comm: MPI.Intracomm, kind: str, staleness: int
     expected, magnitude = total(comm, given)
     close_together(expected, comm.size * means + total(comm, aggregator.residual), magnitude + 1e-37)
     assert everywhere(comm, means.any() or kind == "zeros"), "nothing was ever sent"
+    aggregator.close()
+
+
+# What a delivery reads
+
+
+class Gate:
+    """Holds a delivery on the last rank before its call number `call`, and so on all ranks, until it is opened."""
+
+    def __init__(self, comm: MPI.Intracomm, aggregator: Aggregator, call: int) -> None:
+        exchange = aggregator._polling
+        assert exchange is not None
+        assert exchange.threaded, "without threads nothing is in flight"
+        self.reached, self.opened, self.calls = threading.Event(), threading.Event(), 0
+        passes = exchange._call
+
+        def held(*args: Any, **options: Any) -> None:
+            if self.calls == call:
+                self.reached.set()
+                assert self.opened.wait(600)
+            self.calls += 1
+            passes(*args, **options)
+
+        if comm.rank == comm.size - 1:
+            exchange._call = held  # type: ignore[method-assign]
+        else:
+            self.reached.set()
+        self.release = lambda: vars(exchange).pop("_call", None)
+
+    def open_after_all(self, comm: MPI.Intracomm, aggregator: Aggregator) -> None:
+        """Open it when all ranks are here, and wait for the delivery; collective."""
+        flight = aggregator.works.flight
+        assert flight is not None
+        waits = everywhere(comm, not flight.waiting[-1].done())
+        self.opened.set()
+        flight.results()
+        self.release()
+        assert waits, "the delivery was over before anything was overwritten"
+
+
+class Overwritten:
+    """Has garbage in tensors, and in place of all parts of an aggregator that a step may change, for a while."""
+
+    def __init__(self, aggregator: Aggregator, tensors: Iterable[torch.Tensor]) -> None:
+        self.works = aggregator.works
+        memories = [torch.from_numpy(memory) for memory in aggregator.memories().values()]
+        self.tensors = [each.detach() for each in [aggregator.residual, *memories, *tensors]]
+
+    def __enter__(self) -> None:
+        self.kept = [each.clone() for each in self.tensors]
+        self.parts = {name: part for name, part in vars(self.works).items() if name not in ("flight", "exchange", "backend")}
+        self.inside = {id(part): dict(vars(part)) for part in (self.works.scorer, self.works.selection)}
+        for each in self.tensors:
+            each.fill_(float("nan"))
+        for part in (self.works.scorer, self.works.selection):
+            for name in vars(part):
+                setattr(part, name, None)
+        for name in self.parts:
+            setattr(self.works, name, None)
+
+    def __exit__(self, *_: object) -> None:
+        for name, part in self.parts.items():
+            setattr(self.works, name, part)
+        for part in (self.works.scorer, self.works.selection):
+            vars(part).update(self.inside[id(part)])
+        for each, kept in zip(self.tensors, self.kept, strict=True):
+            each.copy_(kept)
+
+
+def delivery(aggregator: Aggregator) -> bytes:
+    """Wait for what is in flight; all of it as bytes."""
+    assert aggregator.works.flight is not None
+    with torch.no_grad(), np.printoptions(threshold=sys.maxsize, floatmode="unique"):
+        return repr([flights.pack(aggregator.works.selection, d) for d in aggregator.works.flight.results()]).encode()
+
+
+@pytest.mark.parametrize("call", [0, 1, 3])
+def test_a_delivery_in_flight_reads_only_its_snapshot(comm: MPI.Intracomm, call: int) -> None:
+    aggregator, twin = (mpisparse.aggregator(N, density=0.02, staleness=1) for _ in range(2))
+    for step in range(6):
+        undisturbed = twin.step(vector(comm.rank, step))
+        given = vector(comm.rank, step)
+        delivery(aggregator)
+        gate = Gate(comm, aggregator, call)
+        mean = aggregator.step(given)
+        assert everywhere(comm, gate.reached.wait(600))
+        same = bits([mean]) == bits([undisturbed])
+        with Overwritten(aggregator, [given, mean]):
+            gate.open_after_all(comm, aggregator)
+        assert everywhere(comm, same)
+        assert everywhere(comm, delivery(aggregator) == delivery(twin)), step
+        assert everywhere(comm, bits([aggregator.residual]) == bits([twin.residual]))
+    aggregator.close()
+    twin.close()
+
+
+@pytest.mark.parametrize("call", [0, 1, 3])
+@pytest.mark.parametrize("granularity", ["fine", "coarse"])
+def test_a_delivery_of_speculative_reads_only_its_snapshot(comm: MPI.Intracomm, granularity: str, call: int) -> None:
+    run, twin = (Run(comm, granularity=granularity, codec="int8") for _ in range(2))
+    aggregator = run.sync._aggregator
+    for step in range(6):
+        twin.step(step)
+        delivery(aggregator)
+        gate = Gate(comm, aggregator, call)
+        run.step(step)
+        assert everywhere(comm, gate.reached.wait(600))
+        published = [each.buffer for each in run.sync._gradients.published.runs]
+        with Overwritten(aggregator, [*published, *run.tensors()]):
+            gate.open_after_all(comm, aggregator)
+        assert everywhere(comm, delivery(aggregator) == delivery(twin.sync._aggregator)), step
+        assert everywhere(comm, run.bits() == twin.bits())
+    run.close()
+    twin.close()
+
+
+@pytest.mark.parametrize("scheme", ["exdyna", "topk", "dense"])
+def test_at_once_deliver_cannot_write_to_the_accumulator(comm: MPI.Intracomm, scheme: str) -> None:
+    aggregator = mpisparse.aggregator(N, scheme=scheme)
+    notice = Notice(5, np.zeros(1, dtype=bool))
+    outgoing = aggregator.prepare(pieces_of(vector(comm.rank, 0)), notice)
+    before = aggregator.residual.clone()
+    for view in (outgoing.view, outgoing.view.by_magnitude()):
+        with pytest.raises(ValueError, match="read-only"):
+            view.acc[0] = 1.0  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match="read-only"):
+            view.acc += 1.0  # type: ignore[attr-defined]
+    aggregator.deliver(outgoing)
+    same = bits([before]) == bits([aggregator.residual])
+    assert everywhere(comm, same), "deliver changed the accumulator"
     aggregator.close()
