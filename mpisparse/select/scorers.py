@@ -19,7 +19,7 @@ from mpisparse.backends.flat import Pieces, Slot, add_sparse_, in_order, zeros
 from mpisparse.errors import ConfigurationError, GradientError
 from mpisparse.select.candidates import Candidates
 from mpisparse.select.threshold import FIRST_GROWTH
-from mpisparse.select.view import Keys, VectorKeys
+from mpisparse.select.view import Keys, VectorKeys, read_only
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,7 +113,7 @@ class Magnitude(Scorer):
         self.residual = residual
         self.backend = backend
         self.acc = backend.array_of(residual)
-        self._keys = VectorKeys(backend, self.acc)
+        self._keys = VectorKeys(backend, read_only(self.acc))
 
     @property
     def keys(self) -> Keys:
@@ -242,7 +242,7 @@ class Average(Remembering):
 
     @property
     def keys(self) -> Keys:
-        return VectorKeys(self.backend, self.memory)
+        return VectorKeys(self.backend, read_only(self.memory))
 
     def _pass(self, dense: Dense, lo: int, hi: int, floor: float) -> Candidates:
         return Candidates(*self.backend.average_select(self.acc, self.memory, self.rate, *dense, lo, hi, floor))
@@ -273,7 +273,7 @@ class Corrected(Remembering):
 
     @property
     def keys(self) -> Keys:
-        return VectorKeys(self.backend, self.acc)
+        return VectorKeys(self.backend, read_only(self.acc))
 
     def accumulate(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
         if pieces is None:

@@ -7,7 +7,7 @@ import re
 import runpy
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -518,18 +518,39 @@ def test_a_delivery_of_speculative_reads_only_its_snapshot(comm: MPI.Intracomm, 
     twin.close()
 
 
-@pytest.mark.parametrize("scheme", ["exdyna", "topk", "dense"])
-def test_at_once_deliver_cannot_write_to_the_accumulator(comm: MPI.Intracomm, scheme: str) -> None:
+WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "assigns": lambda _, acc: acc.__setitem__(0, 1.0),
+    "adds": lambda _, acc: acc.__iadd__(np.float32(1.0)),
+    "puts": lambda backend, acc: backend.put(acc, np.array([0]), np.ones(1, dtype=np.float32)),
+    "takes": lambda backend, acc: backend.take(acc, np.array([0]), np.empty(1, dtype=np.float32)),
+    "fills": lambda backend, acc: backend.fill(acc, 1.0),
+}
+
+
+class WritingPlan:
+    """A plan that writes where it may only read."""
+
+    def __init__(self, write: Callable[[Any, Any], Any], reach: Callable[[Any], Any]) -> None:
+        self.write, self.reach = write, reach
+
+    def agree(self, exchange: Any, backend: Any, notice: Notice, view: Any) -> Any:
+        self.write(backend, self.reach(view))
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("scheme", ["exdyna", "momentum", "topk", "dgc", "dense"])
+def test_at_once_deliver_cannot_write_to_the_accumulator(comm: MPI.Intracomm, scheme: str, write: str) -> None:
     aggregator = mpisparse.aggregator(N, scheme=scheme)
     notice = Notice(5, np.zeros(1, dtype=bool))
     outgoing = aggregator.prepare(pieces_of(vector(comm.rank, 0)), notice)
-    before = aggregator.residual.clone()
-    for view in (outgoing.view, outgoing.view.by_magnitude()):
-        with pytest.raises(ValueError, match="read-only"):
-            view.acc[0] = 1.0  # type: ignore[attr-defined]
-        with pytest.raises(ValueError, match="read-only"):
-            view.acc += 1.0  # type: ignore[attr-defined]
-    aggregator.deliver(outgoing)
-    same = bits([before]) == bits([aggregator.residual])
-    assert everywhere(comm, same), "deliver changed the accumulator"
+    before = bits([aggregator.residual])
+    for reach in (lambda v: v.acc, lambda v: v.keys.vector, lambda v: v.by_magnitude().keys.vector):
+        plan: Any = WritingPlan(WRITES[write], reach)
+        with pytest.raises((ValueError, TypeError), match=r"read-only|incompatible function arguments"):
+            aggregator.deliver(outgoing._replace(plan=plan))
+    delivered = aggregator.deliver(outgoing)
+    assert everywhere(comm, bits([aggregator.residual]) == before), "deliver changed the accumulator"
+    aggregator.apply(delivered)
+    assert alike(comm, [aggregator.parts.sink.published()])
+    assert everywhere(comm, bits([aggregator.residual]) != before)
     aggregator.close()
