@@ -11,6 +11,7 @@ import numpy as np
 
 from mpisparse.arrays import Ints
 from mpisparse.comm.agreement import Notice, share_counts
+from mpisparse.comm.regions import shared_out
 from mpisparse.select.candidates import Candidates, count_ties, drop_ties
 from mpisparse.select.fill import ascending_shares, fill, is_short
 from mpisparse.select.partition import imbalance
@@ -279,12 +280,15 @@ class ExclusiveSelection:
         return {**pack_agreed(agreed), "selector": lesson.selector.state(), "lesson_k": lesson.k, **learnt}
 
     def unpacked(self, state: State) -> Agreed:
-        """What packed() was given."""
+        """What packed() was given; among another number of ranks the sums are shared out anew."""
+        agreed, size = unpack_agreed(state), self.selector.size
+        if len(agreed.regions) != size:
+            idle = np.zeros(size, dtype=np.int64)
+            agreed = agreed._replace(regions=shared_out(agreed.union, self.selector.n, size), workloads=idle)
         if "selector" not in state:
-            return unpack_agreed(state)
+            return agreed
         settled = None
         if "rungs" in state:
             rungs, total = np.asarray(state["rungs"], dtype=np.float32), np.asarray(state["total"], dtype=np.int64)
             settled = Settled(None, rungs, int(state["rung"]), total, total)
-        lesson = Lesson(self.selector.loaded(state["selector"]), settled, int(state["lesson_k"]))
-        return unpack_agreed(state, lesson=lesson)
+        return agreed._replace(lesson=Lesson(self.selector.loaded(state["selector"]), settled, int(state["lesson_k"])))

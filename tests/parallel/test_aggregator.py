@@ -24,6 +24,7 @@ from mpisparse.comm.agreement import Notice
 from mpisparse.core import flights
 from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Outgoing
+from mpisparse.core.state import sources
 
 pytestmark = pytest.mark.mpi
 
@@ -373,6 +374,49 @@ def test_a_state_resumes_with_the_same_bits(comm: MPI.Intracomm, options: dict[s
     assert aggregator.number == resumed.number
     aggregator.close()
     resumed.close()
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+@pytest.mark.parametrize("fewer_first", [False, True])
+def test_a_state_goes_on_among_more_or_fewer_ranks(comm: MPI.Intracomm, codec: str, fewer_first: bool) -> None:
+    """What was given divided by the ranks that gave it is what is published, and what waits divided by the ranks."""
+    few, all_ranks = comm.Split(0 if comm.rank < max(1, comm.size - 1) else MPI.UNDEFINED), comm.Dup()
+    first, second = (few, all_ranks) if fewer_first else (all_ranks, few)
+    old, new = (max(1, comm.size - 1), comm.size) if fewer_first else (comm.size, max(1, comm.size - 1))
+    given, means = torch.zeros(2, N, dtype=torch.float64), torch.zeros(N, dtype=torch.float64)
+    state: Any = None
+    if first != MPI.COMM_NULL:
+        aggregator = mpisparse.aggregator(N, density=0.02, codec=codec, staleness=1, comm=first)
+        for step in range(5):
+            given += torch.stack([vector(comm.rank, step), vector(comm.rank, step).abs()]) / old
+            means += aggregator.step(vector(comm.rank, step))
+        state = saved(aggregator)
+        aggregator.close()
+    states = [each for each in comm.allgather(state) if each is not None]
+    means = torch.from_numpy(comm.bcast(means.numpy()))
+    waiting = torch.zeros(N, dtype=torch.float64)
+    if second != MPI.COMM_NULL:
+        aggregator = mpisparse.aggregator(N, density=0.02, codec=codec, staleness=1, comm=second)
+        taken = sources(old, new, comm.rank)
+        residuals = {rank: states[rank][1].numpy().copy() for rank in taken}
+        merged, residual = aggregator.resize({rank: states[rank][0] for rank in taken}, residuals, old, new, comm.rank)
+        load(aggregator, merged, torch.from_numpy(residual))
+        for step in range(5, 12):
+            given += torch.stack([vector(comm.rank, step), vector(comm.rank, step).abs()]) / new
+            mean = aggregator.step(vector(comm.rank, step))
+            assert alike(second, [mean])
+            means += mean
+        for _ in aggregator.arrivals():
+            means += aggregator.parts.sink.published()
+        assert aggregator.number == 12
+        waiting += aggregator.residual / new
+        aggregator.close()
+    means = torch.from_numpy(comm.bcast(means.numpy()))
+    expected, magnitude = total(comm, given)
+    close_together(expected, means + total(comm, waiting), 3 * magnitude)
+    for each in (few, all_ranks):
+        if each != MPI.COMM_NULL:
+            each.Free()
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
