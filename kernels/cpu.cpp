@@ -51,7 +51,7 @@ NB_MODULE(_cpu, m) {
     m.def("block_counts", &block_counts);
     m.def("compress_rows", &compress_rows);
     m.def("expand_rows", &expand_rows);
-    m.def("read_at", &read_at);
+    m.def("values_at", &values_at);
     m.def("take", &take);
     m.def("put", &put);
     m.def("add_at", &add_at);

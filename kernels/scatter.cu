@@ -1,6 +1,6 @@
 // Reads and writes at an ascending index without duplicates, and the sums of a reduction.
 
-extern "C" __global__ void read_at(const float* acc, const i64* index, i64 n, float* out) {
+extern "C" __global__ void values_at(const float* acc, const i64* index, i64 n, float* out) {
     const i64 i = at_thread();
     if (i < n) out[i] = acc[index[i]];
 }

@@ -15,9 +15,13 @@ void each_at(T* data, const Array<const int64_t>& index, Visit visit) {
     }
 }
 
-void read_at(Array<const float> acc, Array<const int64_t> index, Array<float> out) {
-    nb::gil_scoped_release released;
-    each_at(acc.data(), index, [&](int64_t i, const float& x) { out.data()[i] = x; });
+NumPy<float> values_at(Array<const float> acc, Array<const int64_t> index) {
+    std::vector<float> values(index.size());
+    {
+        nb::gil_scoped_release released;
+        each_at(acc.data(), index, [&](int64_t i, const float& x) { values[i] = x; });
+    }
+    return to_numpy(std::move(values));
 }
 
 void take(Array<float> acc, Array<const int64_t> index, Array<float> out) {

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import math
 import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from mpisparse.comm.exchange import Exchange, end_job_on_uncaught_exception
 from mpisparse.comm.watchdog import TIMEOUT, check_timeout, watch
 from mpisparse.core.records import Parts, Stats
 from mpisparse.core.refusals import explain
-from mpisparse.core.step import Clock
+from mpisparse.core.step import Clock, agree, details_of, run
 from mpisparse.errors import ConfigurationError, GradientError
 from mpisparse.model.gradients import ModelGradients
 from mpisparse.model.layout import Layout
@@ -94,6 +95,8 @@ class GradientSync:
         self._gradients.add = self._aggregator.add
         self._density = float(self._options.density)
         self._stats: Stats | None = None
+        self._made: Callable[[], Stats] | None = None  # makes the statistics of the last step
+        self._share = self._layout.size  # the elements that it exchanged
         self._syncing = True
         self._damaged: str | None = None
         self._told_unobserved = False
@@ -105,7 +108,8 @@ class GradientSync:
 
     def step(self) -> None:
         """Exchange the gradients since the last step and publish their mean as p.grad; collective."""
-        self._companion.check_by_hand()
+        if not self._companion.idle:
+            self._companion.check_by_hand()
         self.begin()
 
     def begin(self, trouble: str | None = None) -> None:
@@ -116,43 +120,50 @@ class GradientSync:
         if self._companion.draining:
             return
         self._check_ready()
-        self._companion.begin()
-        aggregator, gradients, clock = self._aggregator, self._gradients, Clock()
-        self._exchange.reset_counters()
+        if not self._companion.idle:
+            self._companion.begin()
+        aggregator, works, gradients, clock = self._aggregator, self._aggregator.works, self._gradients, Clock()
         self._backend.use_threads(torch.get_num_threads())
-        gradients.frozen.look()
-        pieces, notice = gradients.take(self.k, trouble or aggregator.ready(clock.lap))
+        if works.scorer.asks:
+            trouble = trouble or aggregator.ready(clock.lap)
+        pieces, notice = gradients.take(self.k, trouble or "")
+        number = works.selection.step + (len(works.flight) if works.flight is not None else 0)
         try:
-            used = aggregator.agree(notice)
+            used = agree(works, notice, clock)
         except Refusal as refusal:
             gradients.refused()
             self._refuse(refusal, added=False)
             return
-        clock.lap("wait")
-        self._hold()
-        with self._explained(), gradients.out_of_sight(aggregator.memories):
-            delivered, stats = aggregator.run(pieces, notice, clock)
-        if self._layout.held.stretches:
-            stats = _of_the_rest(stats, self._layout)
-        self._stats = self._companion.published(delivered, stats, sound=notice.status == FINE)
-        gradients.publish(self._used_late(delivered) if aggregator.staleness else used)
-        self._exchange.place.steps = stats.step + 1
+        if gradients.holds:
+            self._hold()
+        frozen = gradients.out_of_sight(aggregator.memories) if self._layout.held.stretches else nullcontext()
+        try:
+            with frozen:
+                delivered = run(works, pieces, notice, clock)
+        except (Refusal, GradientError) as error:
+            self._fail(error)
+        details = details_of(works)
+        self._note(functools.partial(aggregator.stats, number, notice, delivered, clock.seconds, details))
+        if not self._companion.idle:
+            self._stats = self._companion.published(delivered, self.stats, sound=notice.status == FINE)
+        gradients.publish(self._used_late(delivered) if works.flight is not None else used)
+        self._exchange.place.steps = number + 1
 
     def finish(self) -> None:
         """The attached optimizer has used the published gradient; local."""
-        if not self._companion.draining and self._stats is not None and not self._stats.skipped:
+        if not self._companion.idle and not self._companion.draining and self._stats is not None and not self._stats.skipped:
             self._stats = self._companion.finish(self._stats)
 
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _note(self, made: Callable[[], Stats]) -> None:
+        """Keep what the last step did; its statistics are made when they are asked for."""
+        self._made, self._share = made, self._layout.held.remaining
+
+    def _fail(self, error: Exception) -> NoReturn:
         """Raise what a step found wrong as an error with the parameters' names; what was added or sent by then is lost."""
-        try:
-            yield
-        except Refusal as refusal:
-            self._refuse(refusal, added=True)
-        except GradientError as error:
-            self._damaged = str(error).split(" | ", 1)[-1]
-            raise
+        if isinstance(error, Refusal):
+            self._refuse(error, added=True)
+        self._damaged = str(error).split(" | ", 1)[-1]
+        raise error
 
     def _refuse(self, refusal: Refusal, *, added: bool) -> None:
         """Raise a refusal as an error, on all ranks alike; or skip the step. `added`: gradients were added before it."""
@@ -246,9 +257,11 @@ class GradientSync:
         if len(set(self._exchange.gather_texts(str(frozen.digest)))) > 1:
             raise explain(FrozenDiffers(), self._exchange, self._layout.name_at, frozen.names())[0]
         self._hold()
-        with self._explained():
+        try:
             for used in self._companion.drain():
                 self._gradients.publish(used)
+        except (Refusal, GradientError) as error:
+            self._fail(error)
 
     @contextlib.contextmanager
     def global_weights(self) -> Iterator[None]:
@@ -300,6 +313,10 @@ class GradientSync:
     @property
     def stats(self) -> Stats:
         """What the last step did."""
+        if self._made is not None:
+            stats, self._made = self._made(), None
+            whole = self._share == self._layout.size
+            self._stats = stats if whole else _of_the_rest(stats, self._layout.size, self._share)
         if self._stats is None:
             raise RuntimeError(f"r{self.rank} | there are no statistics before the first step()")
         return self._stats
@@ -321,7 +338,8 @@ class GradientSync:
     @property
     def k(self) -> int:
         """The number of elements that the set density, or what a scheme makes of it, asks for."""
-        return max(1, math.floor(min(1.0, self._density * self._aggregator.k_scale) * self._layout.held.remaining + 1e-6))
+        share = min(1.0, self._density * self._aggregator.works.k_scale)
+        return max(1, math.floor(share * self._layout.held.remaining + 1e-6))
 
     # State
 
@@ -424,7 +442,8 @@ class GradientSync:
     def _skip(self) -> None:
         """Some rank has a non-finite gradient: drop all gradients and change nothing else."""
         self._gradients.drop()
-        last = self._stats.threshold if self._stats else 0.0
+        seen = self._made is not None or self._stats is not None
+        last = self.stats.threshold if seen else 0.0
         self._stats = Stats(
             step=self._aggregator.number,
             density=0.0,
@@ -439,8 +458,8 @@ class GradientSync:
         )
 
 
-def _of_the_rest(stats: Stats, layout: Layout) -> Stats:
+def _of_the_rest(stats: Stats, size: int, remaining: int) -> Stats:
     """Densities as shares of what is not frozen."""
     names = ("density", "set_density", "sent_density")
-    shares = {name: min(1.0, getattr(stats, name) * layout.size / max(1, layout.held.remaining)) for name in names}
+    shares = {name: min(1.0, getattr(stats, name) * size / max(1, remaining)) for name in names}
     return dataclasses.replace(stats, **shares)

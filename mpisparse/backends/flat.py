@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -66,11 +67,15 @@ class Held:
 
     n: int
     stretches: list[tuple[int, int]] = field(default_factory=list)
+    remaining: int = field(init=False)  # elements that are exchanged
 
-    @property
-    def remaining(self) -> int:
-        """The number of elements that are exchanged."""
-        return self.n - sum(end - begin for begin, end in self.stretches) if self.stretches else self.n
+    def __post_init__(self) -> None:
+        self.hold(self.stretches)
+
+    def hold(self, stretches: list[tuple[int, int]]) -> None:
+        """Hold these stretches and no others."""
+        self.stretches = stretches
+        self.remaining = self.n - sum(end - begin for begin, end in stretches)
 
     def covers(self, index: Ints) -> Bools:
         """Tell which elements of an ascending index are held."""
@@ -81,8 +86,7 @@ class Held:
         return inside
 
 
-@dataclass(frozen=True)
-class Pieces:
+class Pieces(NamedTuple):
     """The vector that a step adds, as addresses in flat order; `alive` are the tensors that must live as long.
 
     Address 0 is a piece of zeros. Sparse tensors, such as the gradient of an embedding, stand apart in `sparse`.

@@ -183,9 +183,9 @@ def expand_rows(counts: NDArray[np.uint32], columns: Halves, lo: int, row: int, 
     return True
 
 
-def read_at(acc: Floats, index: Ints, out: Floats) -> None:
-    """Copy the values at index to out."""
-    np.take(acc, index, out=out, mode="clip")
+def values_at(acc: Floats, index: Ints) -> Floats:
+    """Return a copy of the values at index."""
+    return acc[index]
 
 
 def take(acc: Floats, index: Ints, out: Floats) -> None:

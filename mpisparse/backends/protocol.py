@@ -165,8 +165,8 @@ class Backend(Protocol):
 
     # Reads and writes at an index
 
-    def read_at(self, acc: Vector, index: Vector, out: Vector, /) -> None:
-        """Copy the values at index to out."""
+    def values_at(self, acc: Vector, index: Vector, /) -> Vector:
+        """Return a copy of the values at index."""
         ...
 
     def take(self, acc: Vector, index: Vector, out: Vector, /) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from mpisparse.arrays import Bools, Floats
 from mpisparse.backends.flat import Pieces, Slot, pieces_of
-from mpisparse.comm.agreement import BROKEN, Notice, Refusal, share_readiness
+from mpisparse.comm.agreement import BROKEN, Notice, Refusal
 from mpisparse.comm.inflight import InFlight
 from mpisparse.core import flights, step
 from mpisparse.core.records import Arrived, Delivered, Outgoing, Parts, Stats, Works
@@ -38,7 +38,7 @@ class Aggregator:
     """Averages one flat vector over ranks, keeping what was not sent for later steps.
 
     staleness: steps from sending to applying; 0 is at once. In flight, `exchange` is a communicator of its own.
-    density: share of the elements that step() sends unless it is told how many. stats: what the last step() did.
+    density: share of the elements that step() sends unless it is told how many. last: the statistics of the last step().
     """
 
     def __init__(
@@ -47,14 +47,17 @@ class Aggregator:
     ) -> None:  # fmt: skip
         self.parts = parts
         acc = parts.acc
+        seen = read_only(acc)
+        take = functools.partial(parts.backend.values_at, seen)
         self.works = Works(
-            exchange=parts.exchange, backend=parts.backend, acc=acc, seen=read_only(acc), scorer=scorer,
+            exchange=parts.exchange, backend=parts.backend, acc=acc, seen=seen, take=take, scorer=scorer,
             selection=selection, reducer=reducer, stages=tuple(stages), sink=parts.sink, held=parts.held,
         )  # fmt: skip
         self.staleness = staleness
         self.density = 1.0
-        self.stats: Stats | None = None
+        self.last: Stats | None = None
         self._damaged = ""
+        self._scale()
         self._polling = parts.exchange.polling() if staleness else None
         if self._polling is not None:
             carry = functools.partial(step.deliver_late, self._polling, parts.backend, reducer)
@@ -78,29 +81,29 @@ class Aggregator:
         trouble = _misfit(vector, wanted, n) or self.ready(_no_lap)
         unused = np.zeros(len(self.parts.slots), dtype=bool)
         notice = Notice(self.k, unused, BROKEN, trouble=trouble) if trouble else Notice(wanted, unused)
-        exchange.reset_counters()
-        added = False
+        clock, number, added = Clock(), self.number, False
         try:
-            self.agree(notice)
+            self.agree(notice, clock)
             added = True
-            _, self.stats = self.run(None if trouble else pieces_of(vector.contiguous()), notice, Clock())
+            delivered = step.run(self.works, None if trouble else pieces_of(vector.contiguous()), notice, clock)
         except Refusal as refusal:
             late_step = self.applied if self.staleness else None
             error, damage = explain(refusal, exchange, lambda _: "the vector", "", late_step, advice=ADVICE)
             self._damaged = (damage or "a step was refused after its vector was added") if added else ""
             raise error from (refusal.__cause__ or self.cause)
+        self.last = self.stats(number, notice, delivered, clock.seconds, step.details_of(self.works))
         return self.parts.sink.published()
 
     def ready(self, lap: Callable[[str], None]) -> str:
         """Wait for what a step needs of this rank alone; return why it cannot go on, or an empty text. Local."""
         return self.works.scorer.ready(self.parts.exchange.place.exempt, lap)
 
-    def agree(self, notice: Notice) -> Bools | None:
+    def agree(self, notice: Notice, clock: Clock) -> Bools | None:
         """Raise on all ranks if any cannot go on; in flight that is part of the delivery. Collective.
 
         Returns which parameters had a gradient on some rank; None: all.
         """
-        return None if self.works.late else share_readiness(self.parts.exchange, notice)
+        return step.agree(self.works, notice, clock)
 
     def add(self, i: int, slot: Slot, grad: torch.Tensor) -> int:
         """Add one piece before the step; return a flat index that is not finite now, or -1. Local."""
@@ -122,20 +125,14 @@ class Aggregator:
         step.publish(self.works, delivered, clock)
         return delivered
 
-    def run(self, pieces: Pieces | None, notice: Notice, clock: Clock) -> tuple[Delivered | None, Stats]:
-        """Do one step and say what it did; collective. Raises a Refusal on all ranks alike."""
-        number = self.number
-        delivered = step.run(self.works, pieces, notice, clock)
-        return delivered, self._stats(number, notice, delivered, clock)
-
-    def _stats(self, number: int, notice: Notice, delivered: Delivered | None, clock: Clock) -> Stats:
-        n, works = len(self.works.acc), self.works
-        details = works.scorer.details()
-        for stage in works.stages:
-            details |= stage.details()
+    def stats(
+        self, number: int, notice: Notice, delivered: Delivered | None, seconds: dict[str, float], details: dict[str, float]
+    ) -> Stats:
+        """What a step did, from what step.run returned."""
+        n = len(self.works.acc)
         stats = Stats(
             step=number, density=0.0, set_density=notice.k / n, selected=0, threshold=0.0, bytes_sent=0, bytes_received=0,
-            imbalance=0.0, seconds=clock.seconds, details=details,
+            imbalance=0.0, seconds=seconds, details=details,
         )  # fmt: skip
         if delivered is None:
             return stats
@@ -184,20 +181,12 @@ class Aggregator:
     @property
     def k(self) -> int:
         """The number of elements that the density, or what a scheme makes of it, asks for."""
-        return max(1, math.floor(min(1.0, self.density * self.k_scale) * self.works.held.remaining + 1e-6))
+        return max(1, math.floor(min(1.0, self.density * self.works.k_scale) * self.works.held.remaining + 1e-6))
 
     @property
     def residual(self) -> torch.Tensor:
         """This rank's accumulator: what was given and not sent yet."""
         return self.parts.residual
-
-    @property
-    def k_scale(self) -> float:
-        """The factor on the set density that observed metrics led to."""
-        scale = 1.0
-        for stage in self.works.stages:
-            scale *= stage.k_scale
-        return scale
 
     @property
     def observes(self) -> bool:
@@ -207,6 +196,11 @@ class Aggregator:
     def observe(self, metric: float) -> None:
         """Note a metric, the same on all ranks; larger is better."""
         self.works.stages = tuple(stage.observe(metric) for stage in self.works.stages)
+        self._scale()
+
+    def _scale(self) -> None:
+        """Note the factor on the set density that observed metrics led to."""
+        self.works.k_scale = math.prod(stage.k_scale for stage in self.works.stages)
 
     def hold(self) -> None:
         """Other elements than before are held back (parts.held): nothing of them stays on its way."""
@@ -254,6 +248,8 @@ class Aggregator:
             stage.check(state, n)
         for packed in state.get("flight", ()):
             flights.check(self.works.selection, packed, n)
+        if state.get("waiting") is not None:
+            flights.check_waiting(self.works.selection, state["waiting"], n)
 
     def load(self, state: State) -> None:
         """Take what state() gave; the residual is the caller's."""
@@ -261,6 +257,7 @@ class Aggregator:
         works.selection.load(state)
         works.scorer.load(state)
         works.stages = tuple(stage.loaded(state) for stage in works.stages)
+        self._scale()
         if works.flight is not None:
             works.flight.replace([flights.unpack(works.selection, packed) for packed in state["flight"]])
             packed = state.get("waiting")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpisparse.arrays import Ints
 from mpisparse.comm.agreement import DensityDiffers, FrozenDiffers, Overflow, Refusal, StepRefused
 from mpisparse.core.records import Arrived, Delivered, Refused
 from mpisparse.core.stages import Sent, State
@@ -65,9 +66,19 @@ def check(selection: Selection, state: State, n: int) -> None:
     reduced = arrived.reduced
     pairs = ((arrived.sent.index, reduced.left), (reduced.index, reduced.mean), (reduced.kept_index, reduced.kept))
     for index, values in pairs:
-        inside = not len(index) or (int(index[0]) >= 0 and int(index[-1]) < n and bool((np.diff(index) > 0).all()))
-        if not inside or index.shape != values.shape:
+        if not _inside(index, n) or index.shape != values.shape:
             raise ConfigurationError("a delivery in flight in the state is not of this model")
+    check_waiting(selection, state["agreed"], n)
+
+
+def check_waiting(selection: Selection, state: State, n: int) -> None:
+    """Raise ConfigurationError unless what the ranks have agreed on, and will send, is of a vector of n elements."""
+    try:
+        agreed = selection.unpacked(state)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigurationError(f"an agreement in flight in the state is malformed: {error}") from error
+    if not _inside(agreed.union, n):
+        raise ConfigurationError("an agreement in flight in the state is not of this model")
 
 
 def bring_home(state: State, residual: Any) -> State:
@@ -79,6 +90,11 @@ def bring_home(state: State, residual: Any) -> State:
         residual[np.asarray(state[index])] += np.asarray(state[values])
         state = {**state, index: empty["index"], values: empty["values"]}
     return state
+
+
+def _inside(index: Ints, n: int) -> bool:
+    """Tell whether an index is ascending and of a vector of n elements."""
+    return not len(index) or (int(index[0]) >= 0 and int(index[-1]) < n and bool((np.diff(index) > 0).all()))
 
 
 def _plain(arguments: tuple[Any, ...]) -> list[Any]:

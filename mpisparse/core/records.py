@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from mpisparse.arrays import Bools, Floats
+from mpisparse.arrays import Bools, Floats, Ints
 
 if TYPE_CHECKING:
     from mpisparse.backends.flat import Held, Slot
@@ -71,14 +71,16 @@ class Parts:
 class Works:
     """The moving parts of an aggregator, as the functions of mpisparse.core.step use them.
 
-    acc: the accumulator; seen: the same memory, read-only. flight: deliveries in flight, None if all are done at once.
-    waiting: in flight, what the ranks have agreed on and not sent yet.
+    acc: the accumulator; seen: the same memory, read-only; take: copies its values at an index. flight: deliveries in
+    flight, None if all are done at once.
+    waiting: in flight, what the ranks have agreed on and not sent yet. k_scale: the factor on k that metrics led to.
     """
 
     exchange: Exchange
     backend: Backend
     acc: Any
     seen: Any
+    take: Callable[[Ints], Floats]
     scorer: Scorer
     selection: Selection
     reducer: Reducer
@@ -87,11 +89,7 @@ class Works:
     held: Held
     flight: InFlight[Outgoing, Delivered | Refused] | None = None
     waiting: Agreed | None = None
-
-    @property
-    def late(self) -> bool:
-        """Tell whether deliveries are in flight while other steps run."""
-        return self.flight is not None
+    k_scale: float = 1.0
 
 
 class Ahead(NamedTuple):

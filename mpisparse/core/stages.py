@@ -17,10 +17,14 @@ if TYPE_CHECKING:
     from mpisparse.wire.reduction import Reduced
 
 State = dict[str, Any]
+LOST = "lost"
 
 
 class Sent(NamedTuple):
-    """What this rank sends: an ascending index, the values, and what a stage wants to know of them afterwards."""
+    """What this rank sends: an ascending index, the values, and what a stage wants to know of them afterwards.
+
+    A stage that sets a note keeps what was not sent by itself; else the step does.
+    """
 
     index: Ints  # type: ignore[assignment]  # hides tuple.index
     values: Floats
@@ -87,16 +91,6 @@ class Stage:
         return {key: states[0][key] for key in self.state()}
 
 
-class Residual(Stage):
-    """Error feedback: the accumulator keeps what was not sent, and what the owner of a region did not return."""
-
-    def settle(self, backend: Backend, acc: Any, union: Any, sent: Sent, reduced: Reduced) -> Stage:
-        backend.put(acc, union, reduced.left)
-        if len(reduced.kept_index):
-            backend.add_at(acc, reduced.kept_index, reduced.kept)
-        return self
-
-
 class Dropped(Stage):
     """No error feedback: what is still in the accumulator at the end of a step is lost."""
 
@@ -104,18 +98,11 @@ class Dropped(Stage):
         backend.fill(acc, 0.0)
 
 
-class LateResidual(Stage):
-    """Error feedback of deliveries in flight: values leave the accumulator when sent, and what is left returns later."""
-
-    def settle(self, backend: Backend, acc: Any, union: Any, sent: Sent, reduced: Reduced) -> Stage:
-        backend.add_at(acc, sent.index, reduced.left)
-        if len(reduced.kept_index):
-            backend.add_at(acc, reduced.kept_index, reduced.kept)
-        return self
-
-
 class LateDropped(Stage):
-    """No error feedback in flight: what is not sent is lost when the others set out."""
+    """No error feedback in flight: what is not sent is lost when the others set out, and what the codec leaves too."""
 
     def prepared(self, backend: Backend, acc: Any) -> None:
         backend.fill(acc, 0.0)
+
+    def send(self, backend: Backend, view: View, sent: Sent) -> Sent:
+        return sent._replace(note=LOST)

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpisparse.arrays import Floats, Ints
-from mpisparse.comm.agreement import FINE, Refusal, share_readiness
+from mpisparse.arrays import Bools, Floats, Ints
+from mpisparse.comm.agreement import FINE, DensityDiffers, FrozenDiffers, Refusal, refuse
 from mpisparse.core.records import Ahead, Arrived, Delivered, Outgoing, Refused, Works
 from mpisparse.core.stages import Sent
 from mpisparse.select.plans import Outcome, nothing_agreed
@@ -47,6 +47,26 @@ class Clock:
         self.last = now
 
 
+def details_of(works: Works) -> dict[str, float]:
+    """What the statistics say of the scheme's own parts; local."""
+    details = works.scorer.details() if works.scorer.tells else {}
+    for stage in works.stages:
+        details |= stage.details()
+    return details
+
+
+def agree(works: Works, notice: Notice, clock: Clock) -> Bools | None:
+    """Raise on all ranks if any cannot go on; in flight, the delivery does that. Collective.
+
+    Returns which parameters had a gradient on some rank; None: all.
+    """
+    exchange = works.exchange
+    exchange.nbytes_sent = exchange.nbytes_received = 0
+    used = None if works.flight is not None else share_readiness(exchange, notice)
+    clock.lap("wait")
+    return used
+
+
 def run(works: Works, pieces: Pieces | None, notice: Notice, clock: Clock) -> Delivered | None:
     """Do one step; collective. Returns what was applied in it: None in the first steps with deliveries in flight."""
     if works.flight is None:
@@ -66,18 +86,18 @@ def run(works: Works, pieces: Pieces | None, notice: Notice, clock: Clock) -> De
 def prepare(works: Works, pieces: Pieces | None, notice: Notice, clock: Clock) -> Outgoing:
     """Add up the gradient and collect candidates; local."""
     plan, scorer, late = works.selection.plan(notice.k), works.scorer, works.flight is not None
-    live = Live(works.backend, works.seen, scorer.keys, scores=scorer.tags)
+    live = Live(works.backend, works.seen, scorer.keys, works.take, scores=scorer.tags)
     if notice.status == FINE:
         found = scorer.accumulate(pieces, *plan.scope, plan.floor)
-        notice, live = notice.nonfinite(found.bad), live._replace(found=found)
+        notice, live = notice if found.bad < 0 else notice.nonfinite(found.bad), live._replace(found=found)
     clock.lap("accumulate")
     ahead = _take_ahead(works) if late and not plan.own else None
-    view = plan.look(live, notice)
+    view = plan.look(live, notice) if plan.looks else live
     if late:
         _clear(works, view.leaving)
         for stage in works.stages:
             stage.prepared(works.backend, works.acc)
-    return Outgoing(notice, plan, view, works.stages, scorer.figures(), ahead, late)
+    return Outgoing(notice, plan, view, works.stages, scorer.figures() if plan.own else (), ahead, late)
 
 
 def deliver(exchange: Exchange, backend: Backend, reducer: Reducer, out: Outgoing, clock: Clock) -> Delivered:
@@ -107,11 +127,17 @@ def settle(works: Works, delivered: Arrived | None, clock: Clock) -> Delivered |
         return None
     if isinstance(delivered, Refused):
         raise delivered.refusal
-    due, reduced = delivered.due, delivered.reduced
-    works.stages = tuple(s.settle(works.backend, works.acc, due.union, delivered.sent, reduced) for s in works.stages)
+    due, sent, reduced, backend = delivered.due, delivered.sent, delivered.reduced, works.backend
+    if sent.note is None and reduced.left is not None:
+        keep = backend.put if works.flight is None else backend.add_at  # in flight, the values left when they were sent
+        keep(works.acc, sent.index, reduced.left)
+        if len(reduced.kept_index):
+            backend.add_at(works.acc, reduced.kept_index, reduced.kept)
+    works.stages = tuple([s.settle(backend, works.acc, due.union, sent, reduced) for s in works.stages])
     if delivered.tags is not None:
         works.scorer.received(due.union, delivered.tags)
-    works.scorer.sent(due.union)
+    if works.scorer.follows:
+        works.scorer.sent(due.union)
     clock.lap("feedback")
     works.selection.learn(delivered.agreed, Outcome(reduced.index, reduced.nbytes, delivered.figures))
     works.waiting = delivered.agreed
@@ -128,6 +154,27 @@ def publish(works: Works, delivered: Delivered | None, clock: Clock) -> None:
         for stage in works.stages:
             stage.ended(works.backend, works.acc)
     clock.lap("publish")
+
+
+def share_readiness(exchange: Exchange, notice: Notice) -> Bools | None:
+    """Raise on all ranks if any cannot go on, or if densities or frozen parameters differ. Collective.
+
+    Returns which parameters had a gradient on some rank; None if all parameters had one on all ranks.
+    """
+    mine = np.array([notice.status, notice.detail, notice.k, int(notice.unused.any()), notice.frozen], dtype=np.int64)
+    rows = exchange.allgather(mine) if exchange.size > 1 else mine[None]
+    if rows[:, 0].any():
+        refuse(rows, notice)
+    if (rows[:, 4] != notice.frozen).any():
+        raise FrozenDiffers
+    if (rows[:, 2] != notice.k).any():
+        raise DensityDiffers(rows[:, 2].tolist())
+    if not rows[:, 3].any():
+        return None
+    if exchange.size == 1:
+        return ~notice.unused
+    bits = exchange.allreduce_(np.packbits(~notice.unused), "or")
+    return np.unpackbits(bits, count=len(notice.unused)).astype(bool)
 
 
 def deliver_late(exchange: Exchange, backend: Backend, reducer: Reducer, out: Outgoing) -> Arrived:

@@ -38,7 +38,7 @@ class Frozen:
         digest = hashlib.blake2b(np.packbits(now).tobytes(), digest_size=7).digest()
         self.digest = int.from_bytes(digest) if now.any() else 0
         slots = [slot for slot, is_frozen in zip(self.layout.slots, now, strict=True) if is_frozen]
-        self.layout.held.stretches = [(slot.begin, slot.end) for slot in slots if slot.end > slot.begin]
+        self.layout.held.hold([(slot.begin, slot.end) for slot in slots if slot.end > slot.begin])
         self._memory.clear()
 
     def names(self) -> str:

@@ -17,7 +17,6 @@ import torch
 from mpisparse.model.layout import Layout
 from mpisparse.model.published import Published
 
-WITNESSES = 8
 _watches: weakref.WeakSet[GradientWatch] = weakref.WeakSet()
 
 
@@ -46,14 +45,6 @@ class GradientWatch:
             for i, p in enumerate(layout.params)
         ]
 
-    def grads(self) -> list[torch.Tensor | None]:
-        """The gradients made since the last step, None for a parameter without one."""
-        views, fresh = self.published.views, self.fresh
-        return [
-            None if p.grad is None or (p.grad is views[i] and not fresh[i]) else p.grad
-            for i, p in enumerate(self.layout.params)
-        ]
-
     def stale(self) -> list[int]:
         """The parameters whose gradient since the last step holds the published mean too.
 
@@ -79,8 +70,7 @@ class GradientWatch:
         self.fresh[:] = False
         self.unzeroed.clear()
         self.zeroed = False
-        self.seen = self.published.written()
-        self.witnesses = self.published.sample(WITNESSES)
+        self.seen, self.witnesses = self.published.stamp, self.published.witnesses
 
     def remove(self) -> None:
         """Take the hooks off the parameters; also done when another watch takes one of them over."""

@@ -13,11 +13,11 @@ from mpisparse.arrays import Bools
 from mpisparse.backends.flat import Pieces, Slot
 from mpisparse.backends.protocol import Backend
 from mpisparse.comm.agreement import BROKEN, NO_BACKWARD, NONFINITE, STALE, Notice
+from mpisparse.model import registry
 from mpisparse.model.frozen import Frozen
 from mpisparse.model.grad_hooks import GradientWatch
 from mpisparse.model.layout import Layout, collect_gradients
 from mpisparse.model.published import Published
-from mpisparse.model.registry import parameters_registered
 
 Add = Callable[[int, Slot, torch.Tensor], int]  # adds a parameter's gradient during backward
 
@@ -43,7 +43,9 @@ class ModelGradients:
         self.frozen = Frozen(layout, backend)
         self.watch = GradientWatch(layout, published, self._accumulate if in_backward else None)
         self.add: Add | None = None
-        self._registered = parameters_registered()
+        self._moving = [True] * len(layout.params)
+        self._registered = registry.parameters_registered()
+        self._plain = [None if s.dtype is torch.float64 else s.stride for s in layout.slots]  # strides read without a copy
         self._late: list[tuple[int, torch.Tensor]] = []  # gradients that came before their parameters were frozen
         self._left: set[int] = set()  # path "backward": gradients that could not be read when they came
         self._bad = -1
@@ -52,11 +54,17 @@ class ModelGradients:
 
     def take(self, k: int, trouble: str) -> tuple[Pieces | None, Notice]:
         """The gradients since the last step, None where they are in the residual already, and what to tell the ranks."""
-        grads, mask, digest = self.watch.grads(), self.frozen.mask, self.frozen.digest
+        self.look()
+        params, views, fresh = self.layout.params, self.published.views, self.watch.fresh
+        grads = [
+            None if p.grad is None or (p.grad is view and not fresh[i]) else p.grad
+            for i, (p, view) in enumerate(zip(params, views, strict=True))
+        ]
+        mask, digest = self.frozen.mask, self.frozen.digest
         trouble = trouble or self._changed(grads) or ""
         if trouble:  # gradients of another type or shape must not be read
             return None, Notice(k, np.ones(len(grads), dtype=bool), BROKEN, frozen=digest, trouble=trouble)
-        self._late = self.frozen.take_out(grads)
+        self._late = self.frozen.take_out(grads) if self.layout.held.stretches else []
         pieces, bad = None, -1
         if self.in_backward:
             self._take_left()
@@ -64,14 +72,24 @@ class ModelGradients:
             late_bad = self.backend.late_nonfinite(self.backend.array_of(self.residual))
             bad = self._bad if self._bad >= 0 else late_bad
         else:
-            unused = np.fromiter((g is None for g in grads), dtype=bool, count=len(grads))
-            pieces = collect_gradients(self.layout, grads)
+            unused = np.array([g is None for g in grads], dtype=bool)
+            pieces = self._collect(grads)
             bad = pieces.first_nonfinite(self.backend) if self.looks else -1
-        notice = Notice(k, unused, frozen=digest).nonfinite(bad)
+        notice = Notice(k, unused, frozen=digest)
+        notice = notice if bad < 0 else notice.nonfinite(bad)
         for i, grad in self._late:
             sound = bool(torch.isfinite(grad.to_dense()).all())
             notice = notice.nonfinite(-1 if sound else self.layout.slots[i].begin)
         return pieces, self._fresh(notice)
+
+    def _collect(self, grads: list[torch.Tensor | None]) -> Pieces:
+        """The gradients as pieces of the flat vector; without a copy where all lie in memory as their parameters do."""
+        pairs = zip(grads, self._plain, strict=True)
+        if all(g is None or (g.stride() == plain and g.layout is torch.strided) for g, plain in pairs):
+            pointers = np.array([0 if g is None else g.data_ptr() for g in grads], dtype=np.uint64)
+            alive = [g for g in grads if g is not None]
+            return Pieces(pointers, self.layout.ends, self.layout.kinds, [], alive)
+        return collect_gradients(self.layout, grads)
 
     def _fresh(self, notice: Notice) -> Notice:
         """Note where there is no new gradient, or where the last mean is still in one."""
@@ -79,29 +97,42 @@ class ModelGradients:
             return notice
         if notice.unused.all():
             notice = notice._replace(status=NO_BACKWARD)
-        elif stale := self.watch.stale():
+        elif self.watch.unzeroed and (stale := self.watch.stale()):
             notice = notice._replace(status=STALE, detail=self.layout.slots[stale[0]].begin)
-        self.watch.reattach()
+        if [view.data_ptr() for view in self.published.views] != self.published.addresses:
+            self.watch.reattach()
         return notice
 
     def _changed(self, grads: list[torch.Tensor | None]) -> str | None:
         """What of the model is not as it was at construction, in words; None if nothing that matters."""
         new = None
         nothing_came = not self.watch.fresh.any() and all(grad is None for grad in grads)
-        if nothing_came or self._registered != parameters_registered():
+        if nothing_came or self._registered != registry.count:
             known = {id(p) for p in self.layout.params}
             if any(id(p) not in known for p in self.model.parameters() if p.requires_grad):
                 new = "the model has parameters that it did not have"
-            self._registered = parameters_registered() if new is None else -1
+            self._registered = registry.count if new is None else -1
         if any(p.requires_grad for p in self.layout.frozen):
             new = "a frozen parameter requires a gradient now, which it did not"
         if new is None:
-            all_frozen = self.layout.held.remaining == 0
-            return "all parameters are frozen: nothing is left to train" if all_frozen else self.layout.misfit(grads)
+            if self.layout.held.remaining == 0:
+                return "all parameters are frozen: nothing is left to train"
+            return None if self._as_before(grads) else self.layout.misfit(grads)
         return (
             f"{new} when GradientSync was constructed: its gradient would not be exchanged and the ranks would drift apart; "
             "construct GradientSync (and the optimizer) after the change"
         )
+
+    def _as_before(self, grads: list[torch.Tensor | None]) -> bool:
+        """Tell whether parameters and gradients are of the types, shapes and places that they had; False: look closer."""
+        layout = self.layout
+        device = layout.device
+        for p, grad, slot in zip(layout.params, grads, layout.slots, strict=True):
+            if p.dtype is not slot.dtype or p.shape != slot.shape or p.stride() != slot.stride or p.device != device:
+                return False
+            if grad is not None and (grad.dtype is not slot.dtype or grad.shape != slot.shape or grad.device != device):
+                return False
+        return True
 
     # During backward
 
@@ -127,6 +158,11 @@ class ModelGradients:
 
     # In a step
 
+    @property
+    def holds(self) -> bool:
+        """Tell whether anything is to be held back: other parameters are frozen, or gradients of frozen ones came."""
+        return self.frozen.changed or bool(self._late)
+
     def hold_late(self) -> None:
         """Keep in the residual what came of parameters before they were frozen."""
         for i, grad in self._late:
@@ -139,8 +175,6 @@ class ModelGradients:
 
     def out_of_sight(self, memories: Callable[[], dict[str, Any]]) -> contextlib.AbstractContextManager[None]:
         """Have zeros where parameters are frozen, in the residual and in what else elements are selected by."""
-        if not self.layout.held.stretches:
-            return contextlib.nullcontext()
         return self.frozen.out_of_sight(lambda: {"residual": self.backend.array_of(self.residual), **memories()})
 
     def publish(self, used: Bools | None) -> None:
@@ -151,7 +185,16 @@ class ModelGradients:
                 p.grad = None
             elif p.grad is not view:
                 p.grad = view
-        self.watch.restart()
+        watch, published = self.watch, self.published
+        watch.fresh[:] = False
+        watch.unzeroed.clear()
+        watch.zeroed, watch.seen, watch.witnesses = False, published.stamp, published.witnesses
+
+    def look(self) -> None:
+        """See which parameters are frozen now."""
+        if [p.requires_grad for p in self.layout.params] != self._moving:
+            self.frozen.look()
+            self._moving = [p.requires_grad for p in self.layout.params]
 
     def drop(self) -> None:
         """Drop all gradients."""

@@ -17,6 +17,8 @@ from mpisparse.model.layout import Layout
 if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend
 
+WITNESSES = 8
+
 
 @dataclass
 class Run:
@@ -61,6 +63,7 @@ class Published:
         self.total = torch.empty(0)
         self.rounds = any(run.kind in (FP16, BF16) for run in self.runs)
         self.version = self.written()
+        self._done()
 
     def written(self) -> int:
         """How often anyone but this object wrote into the buffers."""
@@ -92,6 +95,7 @@ class Published:
             for run, index in self._split(self.union):
                 self.backend.zero_at(run.origin, run.kind, run.end, index)
         self.union = self.backend.empty(0, np.int64)
+        self._done()
 
     def write(self, index: Any, mean: Any, acc: Any) -> None:
         """Publish the mean at an index, zeros elsewhere; acc gets back what rounding to a parameter's type left."""
@@ -107,6 +111,7 @@ class Published:
             start += len(part)
         if self.rounds:
             self.backend.add_at(acc, index, mean)
+        self._done()
 
     def whole(self) -> torch.Tensor:
         """A float32 vector to sum the whole mean into: the buffer itself where it is one of float32."""
@@ -129,6 +134,11 @@ class Published:
             left = self.backend.array_of(part - run.buffer.to(torch.float32))
             self.backend.add(acc[run.begin : run.end], left)
         self.version = self.written() - 1  # every element was written: the next clear must be of the whole
+        self._done()
+
+    def _done(self) -> None:
+        """Note who wrote so far, and a few published elements by which one sees whether anyone zeroes them."""
+        self.stamp, self.witnesses = self.written(), self.sample(WITNESSES)
 
     def _split(self, union: Ints) -> list[tuple[Run, Ints]]:
         """The union's share of every run."""

@@ -9,13 +9,13 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-_count = 0
+count = 0  # registrations of parameters and of modules since the first call of parameters_registered()
 _watching = False
 
 
 def _note(module: Any, name: str, registered: Any) -> None:
-    global _count
-    _count += 1
+    global count
+    count += 1
 
 
 def parameters_registered() -> int:
@@ -25,4 +25,4 @@ def parameters_registered() -> int:
         register_module_parameter_registration_hook(_note)
         register_module_module_registration_hook(_note)
         _watching = True
-    return _count
+    return count

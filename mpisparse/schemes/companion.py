@@ -43,6 +43,7 @@ class Companion:
     draining: the companion itself calls optimizer.step(), and no exchange belongs to it.
     """
 
+    idle = True  # the hooks do nothing
     draining = False
 
     def check_by_hand(self) -> None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.blend import Blend
 from mpisparse.core.records import Parts
-from mpisparse.core.stages import Dropped, LateResidual, Residual, Stage
+from mpisparse.core.stages import Dropped, Stage
 from mpisparse.errors import ConfigurationError, check_choice
 from mpisparse.schemes.companion import Scheme, Site
 from mpisparse.schemes.options import KEPT, Options, check_flag, check_share, check_whole
@@ -70,17 +70,15 @@ class Partitioned(Options):
             scorer=scorer,
             selection=ExclusiveSelection(selector, rules, parts.exchange.rank, parts.backend),
             reducer=ByOwner(codec) if self.reduce == "owner" else ByMpi(),
-            stages=[*stages, *feedback(keep=keep, blend=self.beta if codec.blended else None, late=staleness > 0)],
+            stages=[*stages, *feedback(keep=keep, blend=self.beta if codec.blended else None)],
             staleness=staleness,
         )
 
 
-def feedback(*, keep: bool, blend: float | None, late: bool = False) -> list[Stage]:
-    """The stages that keep what is not sent: with momentum (`blend`: its share), plainly, or not at all."""
-    if late:
-        return [LateResidual()]
-    kept: Stage = Residual() if blend is None else Blend(blend)
-    return [kept] if keep else [kept, Dropped()]
+def feedback(*, keep: bool, blend: float | None) -> list[Stage]:
+    """The stages beyond plain error feedback: momentum (`blend`: its share), and dropping what is not sent."""
+    blended: list[Stage] = [] if blend is None else [Blend(blend)]
+    return blended if keep else [*blended, Dropped()]
 
 
 def uncontrolled(percentile: str) -> dict[str, str]:

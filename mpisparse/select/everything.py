@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mpisparse.arrays import Floats, Ints
-from mpisparse.comm.agreement import Notice, share_counts
+from mpisparse.arrays import Ints
+from mpisparse.comm.agreement import Notice
 from mpisparse.select.candidates import NONE
 from mpisparse.select.plans import Agreed, Outcome, State, pack_agreed, unpack_agreed
+from mpisparse.select.search import share_counts
 from mpisparse.select.view import Live, View
 
 if TYPE_CHECKING:
@@ -18,36 +19,18 @@ if TYPE_CHECKING:
     from mpisparse.comm.exchange import Exchange
 
 
-class WholeView(Live):
-    """The accumulator, whose values at all indices are the accumulator itself."""
-
-    def take(self, index: Ints) -> Floats:
-        """No copy."""
-        return self.acc
-
-
 class EverythingPlan(NamedTuple):
     """One step in which all is sent."""
 
     n: int
-
-    @property
-    def own(self) -> bool:
-        """All ranks send the same elements."""
-        return False
-
-    @property
-    def scope(self) -> tuple[int, int]:
-        """No candidates are needed."""
-        return 0, 0
-
-    @property
-    def floor(self) -> float:
-        return 0.0
+    own: bool = False
+    looks: bool = True
+    scope: tuple[int, int] = (0, 0)  # no candidates are collected in the pass
+    floor: float = 0.0
 
     def look(self, live: Live, notice: Notice) -> View:
         """The accumulator itself."""
-        return WholeView(*live)
+        return live._replace(take=lambda _: live.acc)  # all of it, without a copy
 
     def agree(self, exchange: Exchange, backend: Backend, notice: Notice, view: View) -> Agreed:
         """Agree that all values are finite; collective."""

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpisparse.arrays import Ints
-from mpisparse.comm.agreement import Notice, share_counts
+from mpisparse.comm.agreement import Notice
 from mpisparse.comm.regions import shared_out
 from mpisparse.select.candidates import Candidates, count_ties, drop_ties
 from mpisparse.select.fill import ascending_shares, fill, is_short
 from mpisparse.select.partition import imbalance
 from mpisparse.select.plans import Agreed, Outcome, State, pack_agreed, unpack_agreed
-from mpisparse.select.search import Collected, Scope, Search, Settled, Settlement, both, not_poor
+from mpisparse.select.search import Collected, Scope, Search, Settled, Settlement, both, not_poor, share_counts
 from mpisparse.select.selector import ExclusiveSelector
-from mpisparse.select.threshold import TINY, Controller, Rungs, TailAware, locate_rungs
+from mpisparse.select.threshold import TINY, TOLERANCE, Controller, Rungs, TailAware, locate_rungs
 from mpisparse.select.view import Live, Snapshot, View
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def settle_in_regions(
         counts = search.block_counts(everywhere, settled.threshold, selector.edges)
         able = search.able if search.gathers else not_poor(settled.workloads)
         selector = selector.drawn(counts, able, None if search.gathers else settled.workloads)
-        mine, inside = search.inside(everywhere, selector.regions())
+        mine, inside = search.inside(everywhere, selector.cut)
         settled = both(settled, search.settle(mine, settled.rungs, inside))
         short = settled.workloads.sum() < search.k  # no borders help then, and candidates would be the whole vector
         if imbalance(settled.workloads[able]) <= BALANCED or (short and settled.rungs[0] <= TINY):
@@ -84,7 +84,7 @@ def settle_in_regions(
             floor = settled.rungs[0]
             everywhere = search.select(scope, float(floor))
     if len(able) < search.size:  # what only ranks without a partition have must not wait
-        found = search.add_poor(settled.found, settled.threshold, able, selector.regions())
+        found = search.add_poor(settled.found, settled.threshold, able, selector.cut)
         settled = both(settled, search.settle(mine, settled.rungs, found))
     return settled, selector
 
@@ -98,9 +98,11 @@ def settle_step(
     sound: leaves out what should not be sent. tells: whether this step's threshold says anything of the next one's.
     """
     settled, selector = settle_in_regions(search, selector, scope, rungs, found)
-    if not selector.controller.holds:
-        return settled, Lesson(selector, settled, search.k)
-    filled = fill(search, scope, sound(settled) if sound else settled, selector.regions(), selector.step)
+    k, selected = search.k, int(settled.workloads.sum())
+    close = selected > 0 and abs(selected - k) <= max(1.0, TOLERANCE * k)
+    if not selector.controller.holds or (close and tells and sound is None):
+        return settled, Lesson(selector, settled, k)
+    filled = fill(search, scope, sound(settled) if sound else settled, selector.cut, selector.step)
     learnt = settled if tells and not is_short(search, settled) else None
     return filled, Lesson(selector, learnt, search.k)
 
@@ -129,26 +131,13 @@ class ExclusivePlan(NamedTuple):
     region: tuple[int, int]
     rungs: Rungs
     by_magnitude: bool
-
-    @property
-    def own(self) -> bool:
-        """All ranks send the union."""
-        return False
-
-    @property
-    def scope(self) -> tuple[int, int]:
-        """Where candidates are collected; nowhere without a ladder."""
-        return self.region if len(self.rungs) else (0, 0)
-
-    @property
-    def floor(self) -> float:
-        """The lowest rung."""
-        return float(self.rungs[0]) if len(self.rungs) else 0.0
+    scope: tuple[int, int]
+    floor: float
+    looks: bool
+    own: bool = False
 
     def look(self, live: Live, notice: Notice) -> View:
-        """The accumulator itself; in flight, a snapshot of the candidates."""
-        if not self.rules.late:
-            return live
+        """In flight, a snapshot of the candidates."""
         found = live.found
         if not len(self.rungs) and notice.status == 0:  # no ladder yet: take more than this rank is likely to send
             wanted = min(self.selector.n, MARGIN * self.k)
@@ -170,9 +159,11 @@ class ExclusivePlan(NamedTuple):
         else:
             settled = self._settle_percentile(search, exchange, backend, notice, view)
             lesson = Lesson(self.selector, settled, self.k)
-        regions = lesson.selector.regions()
+        found, threshold, union = settled.found, float(settled.rungs[settled.rung]), None
+        if exchange.size == 1 and isinstance(found.index, np.ndarray):  # nobody is to be told
+            union = found.index[found.magnitude >= np.float32(threshold)]
         return Agreed(
-            settled.found, settled.threshold, settled.workloads, regions, reselected=settled.reselected,
+            found, threshold, settled.workloads, lesson.selector.cut, union, reselected=settled.reselected,
             refined=settled.refined, lesson=lesson,
         )  # fmt: skip
 
@@ -212,7 +203,7 @@ class ExclusivePlan(NamedTuple):
 
     def _percentile(self, exchange: Exchange, backend: Backend, view: View) -> float:
         """The key that k of all ranks' keys in their regions reach, by gathering and sorting all; for tests."""
-        n, regions = self.selector.n, sorted(self.selector.regions())
+        n, regions = self.selector.n, sorted(self.selector.cut)
         mine = backend.to_host(view.select(*self.region, 0.0).magnitude).view(np.uint8)
         every = exchange.allgatherv(mine, [4 * (r.hi - r.lo) for r in regions], [4 * r.lo for r in regions])
         return max(float(np.partition(every.view(np.float32), n - self.k)[n - self.k]), TINY)
@@ -221,7 +212,7 @@ class ExclusivePlan(NamedTuple):
         """Of elements that just reach the threshold, take the first until k are selected."""
         on_host = selected.on_host(backend)
         rows = exchange.allgather(count_ties(on_host, threshold))
-        order = [r.rank for r in self.selector.regions()]
+        order = [r.rank for r in self.selector.cut]
         shares = ascending_shares(rows[order, 1], self.k - int(rows[:, 0].sum()))
         return drop_ties(on_host, threshold, int(shares[order.index(exchange.rank)]), 0).on_device(backend)
 
@@ -245,7 +236,9 @@ class ExclusiveSelection:
         waits = rules.by_ladder and rules.scored and rules.keeps and selector.controller.holds
         by_magnitude = waits and selector.is_due and k < selector.n
         rungs = NO_RUNGS if by_magnitude else first_rungs(selector, k)
-        return ExclusivePlan(selector, rules, k, selector.scope(self.rank), rungs, by_magnitude)
+        region = (0, selector.n) if selector.in_step else selector.region_of[self.rank]
+        scope, floor = (region, float(rungs[0])) if len(rungs) else ((0, 0), 0.0)
+        return ExclusivePlan(selector, rules, k, region, rungs, by_magnitude, scope, floor, rules.late)
 
     def learn(self, agreed: Agreed, outcome: Outcome) -> None:
         """Go on to the next step: its controller, blocks and borders."""

@@ -15,11 +15,12 @@ import torch
 
 from mpisparse.arrays import Floats, Ints
 from mpisparse.backends.flat import Held
-from mpisparse.comm.agreement import Notice, share_counts
+from mpisparse.comm.agreement import Notice
 from mpisparse.comm.regions import even_regions, shared_out
 from mpisparse.errors import ConfigurationError
 from mpisparse.select.candidates import NONE, Candidates
 from mpisparse.select.plans import Agreed, Outcome, State, pack_agreed, unpack_agreed
+from mpisparse.select.search import share_counts
 from mpisparse.select.threshold import TINY
 from mpisparse.select.view import Live, View
 
@@ -239,20 +240,10 @@ class UnionPlan(NamedTuple):
     n: int
     remaining: int
     step: int
-
-    @property
-    def own(self) -> bool:
-        """All ranks send the union."""
-        return False
-
-    @property
-    def scope(self) -> tuple[int, int]:
-        """Nowhere: picking comes after the pass."""
-        return 0, 0
-
-    @property
-    def floor(self) -> float:
-        return 0.0
+    own: bool = False
+    looks: bool = False
+    scope: tuple[int, int] = (0, 0)  # no candidates are collected in the pass
+    floor: float = 0.0
 
     def look(self, live: Live, notice: Notice) -> View:
         """The accumulator itself."""

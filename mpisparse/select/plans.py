@@ -61,11 +61,14 @@ class Outcome(NamedTuple):
 class Plan(Protocol):
     """One step's selection: where to collect candidates (`scope`), from which key on (`floor`), and how to agree.
 
-    own: each rank sends its own elements, so that their values are at hand when a delivery starts.
+    own: each rank sends its own elements, so that their values are at hand when a delivery starts. looks: deliver
+    gets what look() returns, not the accumulator.
     """
 
     @property
     def own(self) -> bool: ...
+    @property
+    def looks(self) -> bool: ...
     @property
     def scope(self) -> tuple[int, int]: ...
     @property

@@ -43,9 +43,13 @@ class Scorer:
 
     prior: float = 0.0
     by_magnitude: bool = False
+    follows: bool = False  # whether it must know what was sent
+    tells: bool = False  # whether details() says anything
+    asks: bool = False  # whether ready() does anything
     tags: Bytes | None = None
     cause: Exception | None = None  # the error behind what ready() last reported
     acc: Floats
+    keys: Keys  # what elements are compared by
 
     def ready(self, exempt: Exempt, lap: Lap) -> str:
         """Wait for what the step needs of this rank alone; return why it cannot go on, or an empty text.
@@ -60,11 +64,6 @@ class Scorer:
 
     def add(self, i: int, slot: Slot, grad: torch.Tensor) -> int:
         """Add one parameter's gradient during backward; return a flat index that is not finite now, or -1."""
-        raise NotImplementedError
-
-    @property
-    def keys(self) -> Keys:
-        """What elements are compared by."""
         raise NotImplementedError
 
     def figures(self) -> tuple[float, ...]:
@@ -113,11 +112,7 @@ class Magnitude(Scorer):
         self.residual = residual
         self.backend = backend
         self.acc = backend.array_of(residual)
-        self._keys = VectorKeys(backend, read_only(self.acc))
-
-    @property
-    def keys(self) -> Keys:
-        return self._keys
+        self.keys = VectorKeys(backend, read_only(self.acc))
 
     def accumulate(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
         if pieces is None:
@@ -143,6 +138,8 @@ class WholeGradient(Scorer):
 
     A parameter without a gradient has one of zeros. What was given when a step is refused stays; backward may give more.
     """
+
+    asks = True
 
     def __init__(self, residual: torch.Tensor, backend: Backend, slots: Sequence[Slot]) -> None:
         self.residual = residual
@@ -239,10 +236,7 @@ class Average(Remembering):
     def __init__(self, residual: torch.Tensor, backend: Backend, slots: Sequence[Slot], rate: float) -> None:
         super().__init__(residual, backend, slots)
         self.rate = rate
-
-    @property
-    def keys(self) -> Keys:
-        return VectorKeys(self.backend, read_only(self.memory))
+        self.keys = VectorKeys(backend, read_only(self.memory))
 
     def _pass(self, dense: Dense, lo: int, hi: int, floor: float) -> Candidates:
         return Candidates(*self.backend.average_select(self.acc, self.memory, self.rate, *dense, lo, hi, floor))
@@ -262,6 +256,7 @@ class Corrected(Remembering):
 
     prior = FIRST_GROWTH
     by_magnitude = True
+    follows = True
     remembers = "momentum"
 
     def __init__(
@@ -270,10 +265,7 @@ class Corrected(Remembering):
         super().__init__(residual, backend, slots)
         self.factor = np.float32(factor)
         self.clip = clip
-
-    @property
-    def keys(self) -> Keys:
-        return VectorKeys(self.backend, read_only(self.acc))
+        self.keys = VectorKeys(backend, read_only(self.acc))
 
     def accumulate(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
         if pieces is None:

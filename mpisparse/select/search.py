@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from mpisparse.arrays import Ints
-from mpisparse.comm.agreement import Notice, share_counts
+from mpisparse.comm.agreement import Notice, refuse
 from mpisparse.comm.regions import Region
 from mpisparse.select.candidates import Candidates, certain, count_ties, drop_ties, merge
 from mpisparse.select.threshold import Controller, Rungs
@@ -169,6 +169,25 @@ class Search(Generic[Scope, Collected]):
         self.able = able_ranks(rows, self.k)
         total: Ints = rows[self.able].sum(axis=0)
         return total
+
+
+def share_counts(exchange: Exchange, notice: Notice, counts: Ints, most: int) -> Ints:
+    """Gather counts, one row per rank; raise on all ranks if any has seen a non-finite value. Collective.
+
+    No count exceeds `most`.
+    """
+    if exchange.size == 1:
+        if notice.status:
+            refuse(np.array([[notice.status, notice.detail]]), notice)
+        return counts[None].astype(np.int64)
+    kind = np.uint32 if most < 2**32 else np.uint64
+    header = np.array([notice.status, notice.detail], dtype=np.int64)
+    rows = exchange.allgather(np.concatenate([header.view(np.uint8), counts.astype(kind).view(np.uint8)]))
+    statuses = np.ascontiguousarray(rows[:, : header.nbytes]).view(np.int64)
+    if statuses[:, 0].any():
+        refuse(statuses, notice)
+    gathered = np.ascontiguousarray(rows[:, header.nbytes :]).view(kind).astype(np.int64)
+    return gathered.reshape(exchange.size, len(counts))
 
 
 class Settlement(Search[tuple[int, int], Candidates]):

@@ -9,9 +9,10 @@ counts.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,22 @@ class ExclusiveSelector:
     work: Ints
     controller: Controller
     step: int = 0
+    n: int = field(init=False)  # the length of the vector
+    draws: bool = field(init=False)  # borders are drawn in the step, sweeps aside
+    is_due: bool = field(init=False)  # this step looks after elements whose scores would let them wait for ever
+    in_step: bool = field(init=False)  # the borders of this step are drawn in it
+    cut: list[Region] = field(init=False)  # the regions of this step in ascending order
+    region_of: dict[int, tuple[int, int]] = field(init=False)  # by rank
+
+    def __post_init__(self) -> None:
+        best, keep = self.partitioner == "best", functools.partial(object.__setattr__, self)
+        keep("n", int(self.edges[-1]))
+        keep("draws", best and not self.reads_region and self.size > 1)
+        keep("is_due", best and self.step % DUE == DUE - 1)
+        keep("in_step", self.draws and not self.sweeps)
+        bounds, turn, size = self.edges[self.borders].tolist(), self.turn, self.size
+        keep("cut", [Region((p - turn) % size, bounds[p], bounds[p + 1]) for p in range(size)])
+        keep("region_of", {rank: (lo, hi) for rank, lo, hi in self.cut})
 
     @classmethod
     def first(
@@ -73,21 +90,6 @@ class ExclusiveSelector:
         )
 
     @property
-    def n(self) -> int:
-        """The length of the vector."""
-        return int(self.edges[-1])
-
-    @property
-    def draws(self) -> bool:
-        """Tell whether borders are drawn in the step, sweeps aside."""
-        return self.partitioner == "best" and not self.reads_region and self.size > 1
-
-    @property
-    def is_due(self) -> bool:
-        """Tell whether this step looks after elements whose scores would let them wait for ever."""
-        return self.partitioner == "best" and self.step % DUE == DUE - 1
-
-    @property
     def sweeps(self) -> bool:
         """Tell whether this step's partitions are held until each rank has selected in each of them once.
 
@@ -103,28 +105,17 @@ class ExclusiveSelector:
         return self.partitioner == "best" and not self.draws and self.size <= ROTATION
 
     @property
-    def in_step(self) -> bool:
-        """Tell whether the borders of this step are drawn in it."""
-        return self.draws and not self.sweeps
-
-    @property
     def turn(self) -> int:
         """How far the partitions have rotated over ranks; those of sweeps rotate among themselves."""
         return self.step // SWEEP if self.sweeps else self.step
 
     def regions(self) -> list[Region]:
         """The regions of this step in ascending order."""
-        bounds = self.edges[self.borders].tolist()
-        turn, size = self.turn, self.size
-        return [Region((p - turn) % size, bounds[p], bounds[p + 1]) for p in range(size)]
+        return self.cut
 
     def scope(self, rank: int) -> tuple[int, int]:
         """Where a rank collects candidates: everywhere if borders are still to be drawn, else in its own region."""
-        if self.in_step:
-            return 0, self.n
-        mine = partition.partition_of(rank, self.turn, self.size)
-        lo, hi = self.edges[self.borders[mine : mine + 2]].tolist()
-        return lo, hi
+        return (0, self.n) if self.in_step else self.region_of[rank]
 
     def drawn(self, counts: Sequence[Ints], able: Ints, loads: Ints | None = None) -> ExclusiveSelector:
         """This step with borders by every rank's block counts (in rank order); only able ranks get a partition.

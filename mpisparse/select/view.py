@@ -9,6 +9,7 @@ was not sent stays in the accumulator for later steps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -58,7 +59,8 @@ class View(Protocol):
     def by_magnitude(self) -> View: ...
     def largest(self, k: int) -> Candidates: ...
     def holds(self, index: Ints) -> Bools: ...
-    def take(self, index: Ints) -> Floats: ...
+    @property
+    def take(self) -> Callable[[Ints], Floats]: ...
     def tags(self) -> Bytes | None: ...
     @property
     def leaving(self) -> Ints: ...
@@ -73,6 +75,7 @@ class Live(NamedTuple):
     backend: Backend
     acc: Floats
     keys: Keys
+    take: Callable[[Ints], Floats]  # a copy of the accumulator's values at an index
     found: Candidates = NONE
     scores: Bytes | None = None  # one byte per element that travels with its index, where a scorer wants that
 
@@ -96,12 +99,6 @@ class Live(NamedTuple):
         """Tell where the accumulator is not zero."""
         held: Bools = self.backend.to_host(self.take(self.backend.from_host(index))) != 0.0
         return held
-
-    def take(self, index: Ints) -> Floats:
-        """A copy of the accumulator's values at an index."""
-        values: Floats = self.backend.empty(len(index), np.float32)
-        self.backend.read_at(self.acc, index, values)
-        return values
 
     def tags(self) -> Bytes | None:
         """The bytes that travel with the indices of selected elements."""

@@ -31,7 +31,7 @@ NO_VALUES: Floats = np.empty(0, dtype=np.float32)
 
 
 class Reduced(NamedTuple):
-    """The mean, where it is, and what this rank keeps of what it sent (`left`, at the sent index).
+    """The mean, where it is, and what this rank keeps of what it sent (`left`, at the sent index; None: nothing).
 
     kept_index and kept: what an owner keeps of its sums where it did not send itself. nbytes: of indices and values, per
     rank, on average; counted only where sizes travel.
@@ -39,7 +39,7 @@ class Reduced(NamedTuple):
 
     index: Ints  # type: ignore[assignment]  # hides tuple.index
     mean: Floats
-    left: Floats
+    left: Any
     kept_index: Ints = NO_INDEX
     kept: Floats = NO_VALUES
     nbytes: int = 0
@@ -76,6 +76,10 @@ class ByOwner(NamedTuple):
         A region whose sum is beyond float32 is not a number on all ranks, and on its owner where it is not finite.
         """
         codec, rank = self.codec, exchange.rank
+        if exchange.size == 1 and codec.lossless:
+            left = backend.empty(len(values), np.float32)
+            backend.fill(left, 0.0)
+            return Reduced(index, values, left)
         spans = spans_of(backend.search, index, regions)
         nbytes = [codec.nbytes(stop - start) for start, stop in spans]
         places = _places(nbytes, spans)
@@ -211,7 +215,7 @@ class Whole(NamedTuple):
         if bad >= 0:
             raise Overflow(bad)
         backend.divide(total, exchange.size)
-        return Reduced(index, total, NO_VALUES)
+        return Reduced(index, total, None)
 
 
 def check_finite(exchange: Exchange, backend: Backend, index: Any, mean: Any) -> None:

@@ -24,7 +24,7 @@ ON_DEVICE = {
     "accumulate_select": (0,), "average_select": (0, 1), "select": (0,), "accumulate": (0,), "first_nonfinite": (),
     "histogram": (0,), "tail_counts": (0,), "block_counts": (0, 1), "search": (0,), "pick": (0,),
     "compress_rows": (0, 1), "expand_rows": (0, 1, 4),
-    "read_at": (0, 1, 2), "take": (0, 1, 2), "put": (0, 1, 2), "add_at": (0, 1, 2), "add": (0, 1), "divide": (0,),
+    "values_at": (0, 1), "take": (0, 1, 2), "put": (0, 1, 2), "add_at": (0, 1, 2), "add": (0, 1), "divide": (0,),
     "blend": (0, 1, 2, 3), "drop_decayed": (0, 1, 2, 3, 4, 5),
     "encode_int8": (0, 1, 2), "decode_int8": (0, 1, 2), "encode_fp16": (0, 1, 2), "decode_fp16": (0, 1, 2),
     "encode_bf16": (0, 1), "decode_bf16": (0, 1),
@@ -175,7 +175,7 @@ def check_rows(device: Device, n: int) -> None:
 def check_scattered(device: Device, n: int) -> None:
     index, acc = some(n, 0.3), draw(n, nonfinite=True)
     new = draw(len(index), seed=1)
-    device.agrees("read_at", acc, index, np.empty(len(index), dtype=np.float32))
+    device.agrees("values_at", acc, index)
     device.agrees("take", acc, index, np.empty(len(index), dtype=np.float32))
     device.agrees("put", acc, index, new)
     device.agrees("add_at", draw(n) / np.float32(4), index, new / np.float32(4))

@@ -96,10 +96,10 @@ def test_at_once_the_bits_are_those_of_gradient_sync(comm: MPI.Intracomm, scheme
         model.p.grad = vector(comm.rank, step)
         sync.step()
         mean = aggregator.step(vector(comm.rank, step))
-        assert aggregator.stats is not None
+        assert aggregator.last is not None
         same.append(bits([mean, aggregator.residual]) == bits([model.p.grad, sync.residual]))
-        same.append(aggregator.stats.selected == sync.stats.selected and aggregator.k == sync.k)
-        same.append(aggregator.stats.bytes_sent <= sync.stats.bytes_sent)
+        same.append(aggregator.last.selected == sync.stats.selected and aggregator.k == sync.k)
+        same.append(aggregator.last.bytes_sent <= sync.stats.bytes_sent)
     assert everywhere(comm, all(same)), same
     aggregator.close()
     sync.close()
@@ -374,6 +374,33 @@ def test_a_state_resumes_with_the_same_bits(comm: MPI.Intracomm, options: dict[s
     assert aggregator.number == resumed.number
     aggregator.close()
     resumed.close()
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda state: state["waiting"].update(union=state["waiting"]["union"] + N), "not of this model"),
+        (lambda state: state["waiting"].update(union=state["waiting"]["union"][::-1]), "not of this model"),
+        (lambda state: state["waiting"].pop("bounds"), "malformed: 'bounds'"),
+        (lambda state: state["flight"][0]["agreed"].update(union=state["waiting"]["union"] + N), "not of this model"),
+        (lambda state: state["flight"][0].update(index=state["flight"][0]["index"] - N), "not of this model"),
+    ],
+)
+def test_a_damaged_state_is_refused(comm: MPI.Intracomm, harm: Callable[[Any], Any], said: str) -> None:
+    aggregator = mpisparse.aggregator(N, density=0.02, staleness=1)
+    for step in range(3):
+        aggregator.step(vector(comm.rank, step))
+    for _ in aggregator.arrivals():
+        pass
+    waiting = saved(aggregator)[0]["waiting"]
+    for step in range(3, 5):
+        aggregator.step(vector(comm.rank, step))
+    state, _ = saved(aggregator)
+    state["waiting"] = waiting
+    aggregator.check(state)
+    harm(state)
+    assert said in raised(comm, mpisparse.ConfigurationError, lambda: aggregator.check(state))
+    aggregator.close()
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int8"])

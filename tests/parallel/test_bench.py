@@ -255,7 +255,7 @@ def test_ddp_refuses_what_it_would_pass_over(comm: MPI.Intracomm, directory: Pat
     comm.Barrier()
     with pytest.raises(AssertionError, match="bench ddp does not support clip"):
         bench("ddp", "--config", config)
-    with pytest.raises(AssertionError, match="expected --steps of 3 or more, of which 2 warm up, got 2"):
+    with pytest.raises(AssertionError, match="--steps must be at least 3, because the first 2 are warm-up, got 2"):
         bench("ddp", "--model", "digits-cnn", "--steps", 2)
 
 

@@ -340,11 +340,11 @@ def test_a_state_of_another_kind_is_refused(comm: MPI.Intracomm) -> None:
     damages: dict[str, tuple[dict[str, Any], str]] = {
         "short": ({"step.mean.average": torch.zeros(n - 1)}, "the average in the state"),
         "negative": ({"step.mean.average": torch.full((n,), -1.0)}, "the average in the state"),
-        "outside": ({"step.blend.index": torch.tensor([n]), "step.blend.value": torch.ones(1)}, "on their way"),
+        "outside": ({"step.blend.index": torch.tensor([n]), "step.blend.value": torch.ones(1)}, "still being sent"),
         "no number": ({"step.step": "x"}, "step in the state is malformed"),
         "no borders": ({"step.borders": torch.zeros(0, dtype=torch.int64)}, "borders"),
         "no threshold": ({"step.controller.threshold": float("nan")}, "controller's threshold"),
-        "unsorted": ({"step.blend.index": torch.tensor([3, 2]), "step.blend.value": torch.ones(2)}, "on their way"),
+        "unsorted": ({"step.blend.index": torch.tensor([3, 2]), "step.blend.value": torch.ones(2)}, "still being sent"),
     }
     for change, words in damages.values():
         state = {**sync.state_dict(), **change}

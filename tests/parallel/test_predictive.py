@@ -356,14 +356,14 @@ def test_what_validation_must_return(comm: MPI.Intracomm, returned: Any, expecte
     train(comm, model, sync, range(5))
     model.zero_grad()
     loss_of(model, seeded(comm.rank, 5)).backward()
-    assert expected in raised(comm, mpisparse.ConfigurationError, sync.step)
+    assert expected in raised(comm, mpisparse.GradientError, sync.step)
     sync.close()
 
 
 def test_without_validation_the_coming_magnitude_is_learned(comm: MPI.Intracomm) -> None:
     """Gradients that keep their sign grow in the step of a lesson, others shrink: earlier magnitudes do not show which."""
     model = nn.Linear(80, 50, bias=False)
-    with pytest.warns(UserWarning, match="without validation= learns to foretell the accumulator's coming magnitude"):
+    with pytest.warns(UserWarning, match="without validation= learns to predict the accumulator's coming magnitude"):
         sync = make(model, validation=None, compensate="none")
     generator = seeded(comm.rank, 0)
     size, keeps = 1 + torch.rand(50, 80, generator=generator), torch.rand(50, 80, generator=generator) < 0.5

@@ -194,8 +194,10 @@ class CudaBackend:
 
     # Reads and writes at an index
 
-    def read_at(self, acc: Tensor, index: Tensor, out: Tensor) -> None:
-        self._for_each("read_at", len(index), acc, index, np.int64(len(index)), out)
+    def values_at(self, acc: Tensor, index: Tensor) -> Tensor:
+        values = self.empty(len(index), np.float32)
+        self._for_each("values_at", len(index), acc, index, np.int64(len(index)), values)
+        return values
 
     def take(self, acc: Tensor, index: Tensor, out: Tensor) -> None:
         self._for_each("take", len(index), acc, index, np.int64(len(index)), out)

@@ -25,7 +25,6 @@ from mpisparse.schemes.predictive.sample import draw
 from mpisparse.select.candidates import Candidates
 from mpisparse.select.scorers import Dense, WholeGradient
 from mpisparse.select.threshold import FIRST_GROWTH
-from mpisparse.select.view import Keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,6 +68,7 @@ class Predicted(WholeGradient):
     """
 
     prior = FIRST_GROWTH
+    follows = tells = True
     backend: Any  # one of the host: it has the kernels for scores
 
     def __init__(
@@ -86,6 +86,7 @@ class Predicted(WholeGradient):
         self.depth = nets.depth
         self.tags: Bytes = zeros(len(residual), torch.uint8).numpy()
         self.tags.fill(NEUTRAL)
+        self.keys = ScoredKeys(backend, self.acc, self.tags, key)
         self.step = 0
         n = len(residual)
         self.length = min(n, max(LEAST, -(-n // SLICES)))
@@ -235,10 +236,6 @@ class Predicted(WholeGradient):
         return self.free.pop() if self.free else np.zeros((self.depth + 1) * self.length, dtype=np.uint16)
 
     # Selecting
-
-    @property
-    def keys(self) -> Keys:
-        return ScoredKeys(self.backend, self.acc, self.tags, self.key)
 
     def received(self, index: Ints, tags: Bytes) -> None:
         """Take over the scores by which other ranks selected."""

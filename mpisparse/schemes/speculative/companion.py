@@ -55,6 +55,8 @@ class SpeculativeStats(Stats):
 class Speculating(Companion):
     """Two sets of weights, and deliveries that are a fixed number of steps late."""
 
+    idle = False
+
     def __init__(
         self, aggregator: Aggregator, scorer: InfluenceScorer, selection: GranularSelection, places: Places,
         tolerance: Tolerance,

@@ -18,7 +18,7 @@ from mpisparse.schemes.companion import Places
 from mpisparse.schemes.side_gradient import gradient_of, untouched
 from mpisparse.select.candidates import Candidates
 from mpisparse.select.scorers import Magnitude, State, mean_of
-from mpisparse.select.view import Keys, VectorKeys
+from mpisparse.select.view import VectorKeys
 
 if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend
@@ -91,12 +91,14 @@ class InfluenceScorer(Magnitude):
 
     prior = 0.0
     by_magnitude = False
+    asks = True
 
     def __init__(
         self, residual: torch.Tensor, backend: Backend, influence: Influence, *, rank: int, step: Callable[[], int],
         probe: Probe | None, probe_every: int, confidence: Callable[[], float] | None, timed: bool,
     ) -> None:  # fmt: skip
         super().__init__(residual, backend)
+        self.keys = VectorKeys(backend, influence.scores)
         self.influence = influence
         self.rank = rank
         self.step = step
@@ -108,10 +110,6 @@ class InfluenceScorer(Magnitude):
         self._diagonal: Floats | None = None
         self._figures = (math.nan, math.nan, 0.0)
         self._began = time.perf_counter()
-
-    @property
-    def keys(self) -> Keys:
-        return VectorKeys(self.backend, self.influence.scores)
 
     def ready(self, exempt: Exempt, lap: Lap) -> str:
         """Ask for loss and confidence; an error in the user's functions is this rank's trouble."""

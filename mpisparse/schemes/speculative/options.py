@@ -9,7 +9,7 @@ from typing import Any
 
 from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Parts
-from mpisparse.core.stages import Dropped, LateDropped, LateResidual, Residual
+from mpisparse.core.stages import Dropped, LateDropped
 from mpisparse.errors import ConfigurationError, check_choice
 from mpisparse.schemes.companion import Scheme, Site
 from mpisparse.schemes.options import KEPT, Options, check_flag, check_positive, check_share, check_whole
@@ -171,14 +171,12 @@ class Speculative(Options):
             confidence=self.confidence,
             timed=self.reward == "seconds",
         )
-        kept = [LateResidual() if late else Residual()]
-        dropped = [LateDropped()] if late else [Residual(), Dropped()]
         aggregator = Aggregator(
             parts,
             scorer=scorer,
             selection=selection,
             reducer=OwnByOwner(CODECS[self.codec], received=self.average == "received"),
-            stages=kept if self.compensate else dropped,
+            stages=[] if self.compensate else [LateDropped() if late else Dropped()],
             staleness=self.staleness,
         )
         tolerance = Tolerance(self.tolerance, relative=self.measure == "relative", by_layer=self.per == "layer")

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from mpisparse.arrays import Floats, Ints
-from mpisparse.comm.agreement import FINE, Notice, share_counts
+from mpisparse.comm.agreement import FINE, Notice
 from mpisparse.comm.regions import Region, cut_at, even_regions, shared_out
 from mpisparse.errors import ConfigurationError
 from mpisparse.schemes.speculative.granularity import Filter, Filtered
 from mpisparse.schemes.speculative.policy import Policy, Seen
 from mpisparse.select.candidates import NONE, Candidates
 from mpisparse.select.plans import Agreed, Outcome, State, pack_agreed, unpack_agreed
+from mpisparse.select.search import share_counts
 from mpisparse.select.view import Live, Snapshot, View
 
 if TYPE_CHECKING:
@@ -43,20 +44,10 @@ class GranularPlan(NamedTuple):
     n: int
     regions: list[Region]
     note: Callable[[Picked], None]
-
-    @property
-    def own(self) -> bool:
-        """Each rank sends what it picked itself."""
-        return True
-
-    @property
-    def scope(self) -> tuple[int, int]:
-        """Nowhere: filtering comes after the pass."""
-        return 0, 0
-
-    @property
-    def floor(self) -> float:
-        return 0.0
+    own: bool = True
+    looks: bool = True
+    scope: tuple[int, int] = (0, 0)  # no candidates are collected in the pass
+    floor: float = 0.0
 
     def look(self, live: Live, notice: Notice) -> View:
         """Filter by influence, and take a snapshot of what passed; nothing passes where a rank cannot go on."""
