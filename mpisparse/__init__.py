@@ -1,7 +1,7 @@
 """Sparse, error-compensated gradient exchange over MPI for torch models.
 
 Importing this package starts no MPI and touches no GPU. Names are imported on first use. The first use of
-GradientSync, checkpoint or exchange starts MPI.
+GradientSync, aggregator, checkpoint or exchange starts MPI.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError
     from mpisparse.schemes import register_scheme
     from mpisparse.sync import GradientSync
+    from mpisparse.vectors import aggregator
     from mpisparse.wire import codecs
     from mpisparse.wire.codecs import register_codec
 
@@ -28,6 +29,7 @@ _HOMES = {
     "GradientSync": "sync",
     "NonFiniteGradientError": "errors",
     "Stats": "core.records",
+    "aggregator": "vectors",
     "attach": "attachment",
     "register_codec": "wire.codecs",
     "register_scheme": "schemes",
@@ -49,6 +51,7 @@ __all__ = [
     "NonFiniteGradientError",
     "Stats",
     "__version__",
+    "aggregator",
     "attach",
     "checkpoint",
     "codecs",

@@ -16,24 +16,29 @@ import torch
 
 from mpisparse.arrays import Bools, Floats
 from mpisparse.backends.flat import Pieces, Slot, pieces_of
-from mpisparse.comm.agreement import BROKEN, FINE, Notice
+from mpisparse.comm.agreement import BROKEN, Notice, Refusal
 from mpisparse.comm.inflight import InFlight
 from mpisparse.core import flights, step
 from mpisparse.core.records import Arrived, Delivered, Outgoing, Parts, Stats, Works
+from mpisparse.core.refusals import explain
 from mpisparse.core.stages import Stage, State
 from mpisparse.core.state import merge_residuals, sources
 from mpisparse.core.step import Clock
+from mpisparse.errors import GradientError
 from mpisparse.select.partition import imbalance
 from mpisparse.select.plans import Selection
 from mpisparse.select.scorers import Scorer
 from mpisparse.select.view import read_only
 from mpisparse.wire.reduction import Reducer
 
+ADVICE = "look for what made it so, or clip"
+
 
 class Aggregator:
     """Averages one flat vector over ranks, keeping what was not sent for later steps.
 
     staleness: steps from sending to applying; 0 is at once. In flight, `exchange` is a communicator of its own.
+    density: share of the elements that step() sends unless it is told how many. last: the statistics of the last step().
     """
 
     def __init__(
@@ -49,6 +54,9 @@ class Aggregator:
             selection=selection, reducer=reducer, stages=tuple(stages), sink=parts.sink, held=parts.held,
         )  # fmt: skip
         self.staleness = staleness
+        self.density = 1.0
+        self.last: Stats | None = None
+        self._damaged = ""
         self._scale()
         self._polling = parts.exchange.polling() if staleness else None
         if self._polling is not None:
@@ -57,14 +65,34 @@ class Aggregator:
 
     # A step
 
-    def step(self, vector: torch.Tensor, k: int) -> torch.Tensor:
-        """Average a vector over ranks, k elements of it; returns the mean, zero where nothing was sent. Collective."""
-        trouble, clock = self.ready(_no_lap), Clock()
-        all_used = np.zeros(len(self.parts.slots), dtype=bool)
-        notice = Notice(k, all_used, BROKEN if trouble else FINE, trouble=trouble)
-        self.agree(notice, clock)
-        step.run(self.works, pieces_of(vector), notice, clock)
-        return self.parts.sink.whole()
+    def step(self, vector: torch.Tensor, k: int | None = None) -> torch.Tensor:
+        """Average a float32 vector over ranks, k elements of it (None: as many as the density says). Collective.
+
+        Returns the mean, zero where nothing was sent; the next step overwrites it. In flight it is the mean of an earlier
+        step, zero in the first ones, and what this step refuses is raised in a later one.
+        """
+        if self._damaged:
+            raise GradientError(
+                f"r{self.parts.exchange.rank} | the residual is damaged since an earlier error ({self._damaged}); "
+                "load a saved state"
+            )
+        exchange, n = self.parts.exchange, len(self.works.acc)
+        wanted = self.k if k is None else k
+        trouble = _misfit(vector, wanted, n) or self.ready(_no_lap)
+        unused = np.zeros(len(self.parts.slots), dtype=bool)
+        notice = Notice(self.k, unused, BROKEN, trouble=trouble) if trouble else Notice(wanted, unused)
+        clock, number, added = Clock(), self.number, False
+        try:
+            self.agree(notice, clock)
+            added = True
+            delivered = step.run(self.works, None if trouble else pieces_of(vector.contiguous()), notice, clock)
+        except Refusal as refusal:
+            late_step = self.applied if self.staleness else None
+            error, damage = explain(refusal, exchange, lambda _: "the vector", "", late_step, advice=ADVICE)
+            self._damaged = (damage or "a step was refused after its vector was added") if added else ""
+            raise error from (refusal.__cause__ or self.cause)
+        self.last = self.stats(number, notice, delivered, clock.seconds, step.details_of(self.works))
+        return self.parts.sink.published()
 
     def ready(self, lap: Callable[[str], None]) -> str:
         """Wait for what a step needs of this rank alone; return why it cannot go on, or an empty text. Local."""
@@ -151,6 +179,16 @@ class Aggregator:
         return self.works.scorer.cause
 
     @property
+    def k(self) -> int:
+        """The number of elements that the density, or what a scheme makes of it, asks for."""
+        return max(1, math.floor(min(1.0, self.density * self.works.k_scale) * self.works.held.remaining + 1e-6))
+
+    @property
+    def residual(self) -> torch.Tensor:
+        """This rank's accumulator: what was given and not sent yet."""
+        return self.parts.residual
+
+    @property
     def observes(self) -> bool:
         """Tell whether observed metrics change anything."""
         return any(stage.observes for stage in self.works.stages)
@@ -174,12 +212,13 @@ class Aggregator:
         return self.works.scorer.memories()
 
     def close(self) -> None:
-        """End threads and give communicators back; collective."""
+        """End threads and give communicators back, that of the parts too; collective."""
         self.works.scorer.close()
         if self.works.flight is not None:
             self.works.flight.close()
         if self._polling is not None:
             self._polling.close()
+        self.parts.exchange.close()
 
     # State: each part knows its own keys
 
@@ -214,7 +253,7 @@ class Aggregator:
 
     def load(self, state: State) -> None:
         """Take what state() gave; the residual is the caller's."""
-        works = self.works
+        works, self._damaged = self.works, ""
         works.selection.load(state)
         works.scorer.load(state)
         works.stages = tuple(stage.loaded(state) for stage in works.stages)
@@ -250,6 +289,22 @@ class Aggregator:
         for stage in works.stages:
             merged |= stage.resize(taken)
         return merged, merge_residuals(residuals, old, new, rank)
+
+
+def _misfit(vector: object, k: object, n: int) -> str:
+    """Why a vector or a number of elements cannot be taken, or an empty text."""
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= n:
+        return f"k must be a whole number from 1 to {n}, got {k!r}"
+    if not isinstance(vector, torch.Tensor):
+        return f"step() expects a flat float32 tensor of {n} elements on the CPU, got {type(vector).__name__}"
+    fits = vector.shape == (n,) and vector.dtype is torch.float32 and vector.layout is torch.strided
+    if fits and vector.device.type == "cpu":
+        return ""
+    kind = f"{str(vector.dtype).removeprefix('torch.')}, {str(vector.layout).removeprefix('torch.')}"
+    return (
+        f"step() expects a flat float32 tensor of {n} elements on the CPU, got one of shape {list(vector.shape)} "
+        f"({kind}) on {vector.device}; convert it first"
+    )
 
 
 def _no_lap(phase: str) -> None:

@@ -41,6 +41,10 @@ class Sink(Protocol):
         """A float32 vector to sum the whole mean into: the sink's own memory where possible."""
         ...
 
+    def published(self) -> torch.Tensor:
+        """The mean as one flat float32 vector: the sink's own memory where possible."""
+        ...
+
 
 @dataclass(frozen=True)
 class Parts:

@@ -119,6 +119,10 @@ class Published:
         self.total = self.runs[0].buffer if direct else torch.empty(self.runs[-1].end, device=self.runs[0].buffer.device)
         return self.total
 
+    def published(self) -> torch.Tensor:
+        """The mean as one flat float32 vector: the buffer itself where it is one of float32."""
+        return self.runs[0].buffer.float() if len(self.runs) == 1 else torch.cat([run.buffer.float() for run in self.runs])
+
     def _fill(self, acc: Any) -> None:
         """Publish the whole mean, which is in what whole() returned."""
         for run in self.runs:

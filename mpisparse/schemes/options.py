@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Parts
 from mpisparse.errors import ConfigurationError, check_choice
 from mpisparse.names import BLENDED
@@ -110,6 +111,10 @@ class Options:
     def build(self, parts: Parts, site: Site | None = None) -> Scheme:
         """Put the scheme together. `site` is None where a plain vector is averaged, with no model around it."""
         raise NotImplementedError
+
+    def build_in_flight(self, parts: Parts, staleness: int) -> Aggregator:
+        """Put an aggregator of a plain vector together whose deliveries are in flight; refused unless a scheme can."""
+        raise ConfigurationError('this scheme delivers at once: a staleness above 0 needs scheme "exdyna"')
 
     def values(self) -> dict[str, Any]:
         """Return the options as plain values, to compare ranks and saved states; a callable counts as True."""

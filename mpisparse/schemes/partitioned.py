@@ -119,6 +119,31 @@ class Sparse(Partitioned):
     def build(self, parts: Parts, site: Site | None = None) -> Scheme:
         return Scheme(self.put_together(parts, self.make_scorer(parts), keep=self.compensate))
 
+    def build_in_flight(self, parts: Parts, staleness: int) -> Aggregator:
+        self._check_late(staleness)
+        return self.put_together(parts, self.make_scorer(parts), keep=True, staleness=staleness)
+
+    def _check_late(self, staleness: int) -> None:
+        """Raise ConfigurationError unless these options go with deliveries in flight."""
+        if staleness > 1:
+            raise ConfigurationError(
+                f"staleness must be 0 or 1, got {staleness}: each step selects by what the one before it learnt"
+            )
+        if self.scorer != "magnitude":
+            raise ConfigurationError(
+                f'staleness 1 needs scheme "exdyna" with scorer="magnitude", got scorer={self.scorer!r}: a delivery in '
+                "flight sees candidates only, and elements of a small score would wait for ever"
+            )
+        if CODECS[self.codec].blended:
+            raise ConfigurationError(
+                f"staleness 1 sends values that have left the accumulator, which codec {self.codec!r} cannot blend with "
+                'earlier ones; choose "fp32", "fp16", "bf16" or "int8"'
+            )
+        if not self.compensate:
+            raise ConfigurationError(
+                "staleness 1 needs compensate=True: indices travel one step ahead of their values, which must wait that long"
+            )
+
     def make_scorer(self, parts: Parts) -> Scorer:
         """What matters."""
         if self.scorer == "average":

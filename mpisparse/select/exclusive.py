@@ -17,7 +17,7 @@ from mpisparse.select.partition import imbalance
 from mpisparse.select.plans import Agreed, Outcome, State, pack_agreed, unpack_agreed
 from mpisparse.select.search import Collected, Scope, Search, Settled, Settlement, both, not_poor, share_counts
 from mpisparse.select.selector import ExclusiveSelector
-from mpisparse.select.threshold import TINY, TOLERANCE, Controller, Rungs, locate_rungs
+from mpisparse.select.threshold import TINY, TOLERANCE, Controller, Rungs, TailAware, locate_rungs
 from mpisparse.select.view import Live, Snapshot, View
 
 if TYPE_CHECKING:
@@ -243,8 +243,10 @@ class ExclusiveSelection:
 
     def learn(self, agreed: Agreed, outcome: Outcome) -> None:
         """Go on to the next step: its controller, blocks and borders."""
-        before, backend = self.selector, self.backend
-        after = next_selector(before.controller, agreed.lesson, agreed.union, backend.search, backend.pick)
+        before, backend, controller = self.selector, self.backend, self.selector.controller
+        if self.rules.late and agreed.lesson.settled is None and isinstance(controller, TailAware):
+            controller = replace(controller, threshold=0.0)  # the ladder missed: the next step counts its whole vector
+        after = next_selector(controller, agreed.lesson, agreed.union, backend.search, backend.pick)
         # In flight for two steps or more, the lesson's selector has not counted the steps that were learnt from meanwhile.
         self.selector = after if after.step == before.step + 1 else replace(after, step=before.step + 1)
 
@@ -274,11 +276,12 @@ class ExclusiveSelection:
         return {**pack_agreed(agreed), "selector": lesson.selector.state(), "lesson_k": lesson.k, **learnt}
 
     def unpacked(self, state: State) -> Agreed:
-        settled = None
+        """What packed() was given."""
+        agreed = unpack_agreed(state)
         if "selector" not in state:
-            return unpack_agreed(state)
+            return agreed
+        settled = None
         if "rungs" in state:
             rungs, total = np.asarray(state["rungs"], dtype=np.float32), np.asarray(state["total"], dtype=np.int64)
             settled = Settled(None, rungs, int(state["rung"]), total, total)
-        lesson = Lesson(self.selector.loaded(state["selector"]), settled, int(state["lesson_k"]))
-        return unpack_agreed(state, lesson=lesson)
+        return agreed._replace(lesson=Lesson(self.selector.loaded(state["selector"]), settled, int(state["lesson_k"])))

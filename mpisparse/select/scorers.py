@@ -19,7 +19,7 @@ from mpisparse.backends.flat import Pieces, Slot, add_sparse_, in_order, zeros
 from mpisparse.errors import ConfigurationError, GradientError
 from mpisparse.select.candidates import Candidates
 from mpisparse.select.threshold import FIRST_GROWTH
-from mpisparse.select.view import Keys, VectorKeys
+from mpisparse.select.view import Keys, VectorKeys, read_only
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,7 +118,7 @@ class Magnitude(Scorer):
         self.residual = residual
         self.backend = backend
         self.acc = backend.array_of(residual)
-        self.keys = VectorKeys(backend, self.acc)
+        self.keys = VectorKeys(backend, read_only(self.acc))
 
     def accumulate(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
         if pieces is None:
@@ -240,7 +240,7 @@ class Average(Remembering):
     def __init__(self, residual: torch.Tensor, backend: Backend, slots: Sequence[Slot], rate: float) -> None:
         super().__init__(residual, backend, slots)
         self.rate = rate
-        self.keys = VectorKeys(backend, self.memory)
+        self.keys = VectorKeys(backend, read_only(self.memory))
 
     def _pass(self, dense: Dense, lo: int, hi: int, floor: float) -> Candidates:
         return Candidates(*self.backend.average_select(self.acc, self.memory, self.rate, *dense, lo, hi, floor))
@@ -268,7 +268,7 @@ class Corrected(Remembering):
         super().__init__(residual, backend, slots)
         self.factor = np.float32(factor)
         self.clip = clip
-        self.keys = VectorKeys(backend, self.acc)
+        self.keys = VectorKeys(backend, read_only(self.acc))
 
     def accumulate(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
         if pieces is None:

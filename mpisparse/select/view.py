@@ -3,8 +3,8 @@
 At once, deliver reads the accumulator itself, read-only. In flight the accumulator goes on changing, so deliver gets a
 Snapshot: the candidates and their values. To the search for a threshold a snapshot is a vector that is zero
 everywhere else. If the ladder of thresholds misses (k lies below the lowest rung), there is nothing to fall back on: the
-delivery sends all candidates, fewer than k, and the controller lowers the next ladder. What was not sent stays in
-the accumulator for later steps.
+ranks agree on all candidates, fewer than k, and the next step takes its candidates by a histogram of the whole vector. What
+was not sent stays in the accumulator for later steps.
 """
 
 from __future__ import annotations

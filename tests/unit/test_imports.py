@@ -25,7 +25,7 @@ LAYERS = (
     ("wire", "select"),
     ("core",),
     ("schemes",),
-    ("model", "sync", "attachment"),
+    ("model", "sync", "attachment", "vectors"),
     ("checkpoint", "integrations"),
     ("",),  # mpisparse/__init__.py, which offers the names of all these
     ("runtime", "examples"),

@@ -260,6 +260,7 @@ def test_public_names() -> None:
         "NonFiniteGradientError",
         "Stats",
         "__version__",
+        "aggregator",
         "attach",
         "checkpoint",
         "codecs",
