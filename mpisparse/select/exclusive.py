@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 NO_RUNGS: Rungs = np.empty(0, dtype=np.float32)
 BALANCED, DRAWS = 0.1, 3  # borders are drawn until the imbalance is at most this, and at most so often
+SPARE = 0.6  # a snapshot reaches so far below the lowest rung
 MARGIN = 4  # a snapshot holds so many times what a rank is likely to send
 
 
@@ -238,7 +239,8 @@ class ExclusiveSelection:
         by_magnitude = waits and selector.is_due and k < selector.n
         rungs = NO_RUNGS if by_magnitude else first_rungs(selector, k)
         region = (0, selector.n) if selector.in_step else selector.region_of[self.rank]
-        scope, floor = (region, float(rungs[0])) if len(rungs) else ((0, 0), 0.0)
+        lower = SPARE if rules.late else 1.0  # a snapshot has nothing below its floor
+        scope, floor = (region, lower * float(rungs[0])) if len(rungs) else ((0, 0), 0.0)
         return ExclusivePlan(selector, rules, k, region, rungs, by_magnitude, scope, floor, rules.late)
 
     def learn(self, agreed: Agreed, outcome: Outcome) -> None:

@@ -13,10 +13,9 @@ from ranks import alike, everywhere, loss_of, seeded, small, total
 
 import mpisparse
 from mpisparse import names
-from mpisparse.comm.agreement import StepRefused
 from mpisparse.core.flights import check_agreed, unpack_agreed
 from mpisparse.core.records import Parts
-from mpisparse.errors import ConfigurationError
+from mpisparse.errors import ConfigurationError, GradientError
 from mpisparse.schemes import register_scheme
 from mpisparse.schemes.companion import Scheme, Site
 from mpisparse.schemes.partitioned import Exdyna
@@ -117,7 +116,7 @@ def test_an_aggregator_whose_scorer_is_in_trouble_refuses_the_step(comm: MPI.Int
     aggregator = sync._aggregator
     if comm.rank == comm.size - 1:
         aggregator.works.scorer.ready = lambda exempt, lap: "out of data"  # type: ignore[method-assign]
-    with pytest.raises(StepRefused):
+    with pytest.raises(GradientError, match="out of data"):
         aggregator.step(torch.ones(sync.residual.numel()), 10)
     assert not bool(sync.residual.any())
     sync.close()

@@ -28,7 +28,7 @@ from mpisparse.checkpoint import h5file, objects, store, tree
 from mpisparse.checkpoint.h5file import Arrays, Damaged, FileRecord, read_file, write_file
 from mpisparse.errors import ConfigurationError, GradientError
 from mpisparse.randomness import random_state
-from mpisparse.runtime import inspect, place
+from mpisparse.runtime import inspect, run_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:an adaptive optimizer")
 
@@ -121,7 +121,7 @@ class Pair:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                step = checkpoint.load(self.directory, extra={}, check_extra=place.check_place, **self.run.subjects)
+                step = checkpoint.load(self.directory, extra={}, check_extra=run_state.check_run_state, **self.run.subjects)
                 verdict = {1: "damaged", 2: "taken"}[step]
             except ConfigurationError:
                 verdict = "refused"

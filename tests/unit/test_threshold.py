@@ -82,7 +82,7 @@ def settle(acc: Floats, controller: Controller, k: int) -> tuple[Settled, int]:
     lo, hi, floor = (0, len(acc), float(ladder[0])) if len(ladder) else (0, 0, 0.0)
     bounded: Any = Bounded(controller)
     notice = Notice(k, np.zeros(1, dtype=np.bool_))
-    live = Live(numpy_backend, acc, VectorKeys(numpy_backend, acc))  # type: ignore[arg-type]
+    live = Live(numpy_backend, acc, VectorKeys(numpy_backend, acc), acc.take)  # type: ignore[arg-type]
     settlement = Settlement(Alone(), numpy_backend, live, bounded, notice, len(acc))  # type: ignore[arg-type]
     settled = settlement.settle((0, len(acc)), ladder, Candidates(*numpy_backend.select(acc, lo, hi, floor)))
     assert settled.total[settled.rung] == (np.abs(acc) >= np.float32(settled.threshold)).sum()

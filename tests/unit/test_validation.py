@@ -196,7 +196,7 @@ def test_factories_with_three_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name, words in (
         ("three", 'which is which; return {"train": …, "validation": …, "test": …}'),
         ("lacking", "must return Data, or (train, test)"),
-        ("typo", "unknown 'validatoin'; did you mean 'validation'?"),
+        ("typo", "unknown key 'validatoin'; did you mean 'validation'?"),
     ):
         with pytest.raises(ConfigurationError, match=re.escape(words)):
             build("torch.nn:Identity", f"sets:{name}", seed=0)
