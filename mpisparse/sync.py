@@ -126,6 +126,7 @@ class GradientSync:
         self._backend.use_threads(torch.get_num_threads())
         if works.scorer.asks:
             trouble = trouble or aggregator.ready(clock.lap)
+        gradients.look()  # k counts what is not frozen
         pieces, notice = gradients.take(self.k, trouble or "")
         number = works.selection.step + (len(works.flight) if works.flight is not None else 0)
         try:

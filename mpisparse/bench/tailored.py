@@ -1,25 +1,115 @@
-"""Exchanges tailored to one kind of sparse model each, as small references: exact means, and only what can be there is sent.
+"""Exchanges tailored to one kind of sparse model each, as small references: exact means of what can be non-zero.
 
-Each takes the ranks and a model with fresh gradients, leaves the mean as p.grad, and returns how many elements it covered.
+Each is a selection of its own in the order of every scheme (mpisparse.core.step): it says which elements are sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import nn
 
+from mpisparse.arrays import Ints
 from mpisparse.bench.sparse_models import PrunedLinear
+from mpisparse.comm.agreement import Notice
 from mpisparse.comm.exchange import Exchange
-from mpisparse.core.records import Stats
-from mpisparse.core.step import Clock
-from mpisparse.errors import GradientError
+from mpisparse.comm.regions import even_regions
+from mpisparse.core.aggregator import Aggregator
+from mpisparse.core.stages import Dropped
+from mpisparse.model.layout import Layout
+from mpisparse.select.candidates import NONE, Candidates
+from mpisparse.select.plans import Agreed, Outcome, State, pack_agreed, unpack_agreed
+from mpisparse.select.scorers import Magnitude
+from mpisparse.select.search import share_counts
+from mpisparse.select.view import Live, Snapshot, View
 from mpisparse.sync import GradientSync
+from mpisparse.wire.codecs import find_codec
+from mpisparse.wire.reduction import ByMpi, OwnByOwner
 
-Reduction = Callable[[Exchange, nn.Module], int]
+if TYPE_CHECKING:
+    from mpisparse.backends.protocol import Backend
+
+# The elements that are sent, ascending. Ranks that send the same ask each other; others look at their accumulator.
+Cover = Callable[..., Ints]
+
+
+class Reduction(NamedTuple):
+    """A tailored exchange: makes the cover of a model. own: each rank sends its own elements, not the same ones."""
+
+    cover: Callable[[nn.Module, Layout], Cover]
+    own: bool = False
+
+
+class CoveredPlan(NamedTuple):
+    """One step in which the elements of a cover are sent."""
+
+    cover: Cover
+    n: int
+    own: bool
+    looks: bool
+    scope: tuple[int, int] = (0, 0)
+    floor: float = 0.0
+
+    def look(self, live: Live, notice: Notice) -> View:
+        """What this rank sends, where it sends its own elements."""
+        index = self.cover(live.acc)
+        values = live.take(index)
+        return Snapshot(live.backend, Candidates(index, np.abs(values)), values)
+
+    def agree(self, exchange: Exchange, backend: Backend, notice: Notice, view: View) -> Agreed:
+        """Agree that all values are finite, and on the cover; collective."""
+        share_counts(exchange, notice, NONE.index, self.n)
+        index = view.found.index if self.own else self.cover(exchange, notice)
+        loads = np.full(exchange.size, len(index), dtype=np.int64)
+        return Agreed(NONE, 0.0, loads, even_regions(self.n, exchange.size), union=index, own=self.own, k=len(index))
+
+    def united(self, agreed: Agreed, union: Ints) -> Agreed:
+        """There is nothing to unite."""
+        return agreed
+
+
+class Covered:
+    """The cover of a model, from step to step."""
+
+    def __init__(self, cover: Cover, n: int, *, own: bool) -> None:
+        self.cover = cover
+        self.n = n
+        self.own = own
+        self.step = 0
+
+    def plan(self, k: int) -> CoveredPlan:
+        """The coming step."""
+        return CoveredPlan(self.cover, self.n, self.own, looks=self.own)
+
+    def learn(self, agreed: Agreed, outcome: Outcome) -> None:
+        """Go on to the next step."""
+        self.step += 1
+
+    def state(self) -> State:
+        """What the next step depends on."""
+        return {"step": self.step}
+
+    def check(self, state: State) -> None:
+        """Raise unless load() could take the state."""
+        int(state["step"])
+
+    def load(self, state: State) -> None:
+        """Take what state() gave."""
+        self.step = int(state["step"])
+
+    def resize(self, states: Sequence[State]) -> State:
+        """All ranks have done the same steps."""
+        return {"step": states[0]["step"]}
+
+    def packed(self, agreed: Agreed) -> State:
+        """An agreement as plain values."""
+        return pack_agreed(agreed)
+
+    def unpacked(self, state: State) -> Agreed:
+        """What packed() was given."""
+        return unpack_agreed(state)
 
 
 class TailoredSync(GradientSync):
@@ -27,80 +117,45 @@ class TailoredSync(GradientSync):
 
     def __init__(self, model: nn.Module, reduction: Reduction, **options: Any) -> None:
         super().__init__(model, scheme="dense", **options)
-        self.reduction = reduction
-        self.steps = 0
-
-    def begin(self, trouble: str | None = None) -> None:
-        """Publish the mean of the gradients since the last step as p.grad; collective."""
-        if trouble is not None:
-            raise GradientError(f"r{self.rank} | {trouble}")
-        self._exchange.reset_counters()
-        clock, n = Clock(), self._layout.size
-        covered = self.reduction(self._exchange, self._model)
-        clock.lap("reduce")
-        self.steps += 1
-        self._stats = Stats(
-            step=self.steps - 1, density=covered / n, set_density=covered / n, selected=covered, threshold=0.0,
-            bytes_sent=self._exchange.nbytes_sent, bytes_received=self._exchange.nbytes_received, imbalance=0.0,
-            seconds=clock.seconds, sent_density=covered / n,
-        )  # fmt: skip
-        self._gradients.watch.restart()
-        self._exchange.place.steps = self.steps
+        parts = self._aggregator.parts
+        self._aggregator = Aggregator(
+            parts,
+            scorer=Magnitude(parts.residual, parts.backend),
+            selection=Covered(reduction.cover(model, self._layout), self._layout.size, own=reduction.own),
+            reducer=OwnByOwner(find_codec("fp32")) if reduction.own else ByMpi(),
+            stages=[Dropped()],
+        )
+        self._gradients.add = self._aggregator.add
 
 
-def by_mask(exchange: Exchange, model: nn.Module) -> int:
-    """Mask-aware: of a layer with a mask, only the weights that are there; one all-reduce of all that is left."""
+def _masked(model: nn.Module, layout: Layout) -> Cover:
+    """Of a layer with a mask, only the weights that are there."""
     masks = {id(part.weight): part.mask for part in model.modules() if isinstance(part, PrunedLinear)}
-    params = [(p, masks.get(id(p))) for p in model.parameters() if p.requires_grad]
-    return _reduce_dense(exchange, [(p, None if mask is None else mask.flatten().nonzero()[:, 0]) for p, mask in params])
+    parts = []
+    for slot, p in zip(layout.slots, layout.params, strict=True):
+        mask = masks.get(id(p))
+        inside = np.arange(slot.end - slot.begin) if mask is None else mask.flatten().nonzero()[:, 0].numpy()
+        parts.append(slot.begin + inside)
+    index = np.concatenate(parts)
+    return lambda exchange, notice: index
 
 
-def by_rows(exchange: Exchange, model: nn.Module) -> int:
-    """Row-wise: of an embedding, the rows that any rank looked up, gathered and summed in rank order; the rest dense."""
-    tables = [p for part in model.modules() if isinstance(part, nn.Embedding) and part.sparse for p in part.parameters()]
-    known = {id(p) for p in tables}
-    covered = _reduce_dense(exchange, [(p, None) for p in model.parameters() if p.requires_grad and id(p) not in known])
-    return covered + sum(_gather_rows(exchange, p) for p in tables)
+def _used(model: nn.Module, layout: Layout) -> Cover:
+    """Only parameters that have a gradient on some rank."""
+
+    def cover(exchange: Exchange, notice: Notice) -> Ints:
+        used = exchange.allreduce_((~notice.unused).astype(np.uint8), "or").astype(bool)
+        parts = [np.arange(s.begin, s.end) for s, use in zip(layout.slots, used.tolist(), strict=True) if use]
+        return np.concatenate([NONE.index, *parts])
+
+    return cover
 
 
-def by_use(exchange: Exchange, model: nn.Module) -> int:
-    """Per expert: only parameters that have a gradient on some rank."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    used = exchange.allreduce_(np.array([p.grad is not None for p in params], dtype=np.uint8), "or").astype(bool)
-    return _reduce_dense(exchange, [(p, None) for p, use in zip(params, used.tolist(), strict=True) if use])
+def _touched(model: nn.Module, layout: Layout) -> Cover:
+    """What is not zero on this rank: of an embedding, the rows that it looked up."""
+    return np.flatnonzero
 
 
-def _reduce_dense(exchange: Exchange, parts: list[tuple[nn.Parameter, torch.Tensor | None]]) -> int:
-    """One all-reduce of these parameters' gradients, or of some elements of them; the mean becomes p.grad."""
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p, _ in parts]
-    flat = [g.flatten() if index is None else g.flatten()[index] for g, (_, index) in zip(grads, parts, strict=True)]
-    total = exchange.allreduce_(torch.cat(flat).numpy()) / np.float32(exchange.size)
-    means = torch.split(torch.from_numpy(total), [len(values) for values in flat])
-    for (p, index), mean in zip(parts, means, strict=True):
-        if index is None:
-            p.grad = mean.view_as(p).clone()
-        else:
-            p.grad = torch.zeros_like(p)
-            p.grad.view(-1)[index] = mean
-    return len(total)
-
-
-def _gather_rows(exchange: Exchange, p: nn.Parameter) -> int:
-    """Gather the rows of all ranks' sparse gradients of a table; the mean, dense, becomes p.grad."""
-    rows, values = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
-    if p.grad is not None:
-        grad = p.grad.coalesce()
-        rows, values = grad.indices()[0].to(torch.int32).numpy(), grad.values().numpy()
-    payload = np.concatenate([rows.view(np.uint8), values.reshape(-1).view(np.uint8)])
-    counts = exchange.allgather(np.array([len(rows)], dtype=np.int64))[:, 0].tolist()
-    nbytes = [count * 4 * (1 + p.shape[1]) for count in counts]
-    starts = [0, *np.cumsum(nbytes[:-1]).tolist()]
-    gathered = exchange.allgatherv(payload, nbytes, starts)
-    total, touched = torch.zeros_like(p), torch.zeros(len(p), dtype=torch.bool)
-    for start, count in zip(starts, counts, strict=True):
-        index = torch.from_numpy(gathered[start : start + 4 * count].view(np.int32).astype(np.int64))
-        end = start + 4 * count * (1 + p.shape[1])
-        total[index] += torch.from_numpy(gathered[start + 4 * count : end].view(np.float32)).view(count, p.shape[1])
-        touched[index] = True
-    p.grad = total.div_(exchange.size)
-    return int(touched.sum()) * p.shape[1]
+by_mask = Reduction(_masked)
+by_use = Reduction(_used)
+by_rows = Reduction(_touched, own=True)

@@ -247,9 +247,9 @@ class Aggregator:
         for stage in self.works.stages:
             stage.check(state, n)
         for packed in state.get("flight", ()):
-            flights.check(self.works.selection, packed, n)
+            flights.check(self.works.selection, packed, *self._shape)
         if state.get("waiting") is not None:
-            flights.check_waiting(self.works.selection, state["waiting"], n)
+            flights.check_agreed(self.works.selection, state["waiting"], *self._shape)
 
     def load(self, state: State) -> None:
         """Take what state() gave; the residual is the caller's."""
@@ -259,9 +259,14 @@ class Aggregator:
         works.stages = tuple(stage.loaded(state) for stage in works.stages)
         self._scale()
         if works.flight is not None:
-            works.flight.replace([flights.unpack(works.selection, packed) for packed in state["flight"]])
+            works.flight.replace([flights.unpack(works.selection, packed, *self._shape) for packed in state["flight"]])
             packed = state.get("waiting")
-            works.waiting = None if packed is None else works.selection.unpacked(packed)
+            works.waiting = None if packed is None else flights.unpack_agreed(works.selection, packed, *self._shape)
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        """The numbers of elements and of ranks."""
+        return len(self.works.acc), self.works.exchange.size
 
     def resize(
         self, states: Mapping[int, State], residuals: Mapping[int, Floats], old: int, new: int, rank: int

@@ -8,13 +8,14 @@ import numpy as np
 
 from mpisparse.arrays import Ints
 from mpisparse.comm.agreement import DensityDiffers, FrozenDiffers, Overflow, Refusal, StepRefused
+from mpisparse.comm.regions import shared_out, spans_of
 from mpisparse.core.records import Arrived, Delivered, Refused
 from mpisparse.core.stages import Sent, State
 from mpisparse.errors import ConfigurationError
-from mpisparse.wire.reduction import Reduced
+from mpisparse.wire.reduction import NO_INDEX, NO_VALUES, Reduced
 
 if TYPE_CHECKING:
-    from mpisparse.select.plans import Selection
+    from mpisparse.select.plans import Agreed, Selection
 
 REFUSALS: dict[str, type[Refusal]] = {kind.__name__: kind for kind in (StepRefused, DensityDiffers, FrozenDiffers, Overflow)}
 
@@ -24,6 +25,8 @@ def pack(selection: Selection, arrived: Arrived) -> State:
     if isinstance(arrived, Refused):
         return {"refusal": type(arrived.refusal).__name__, "arguments": _plain(arrived.refusal.args)}
     agreed, due, sent, reduced, _, used, figures, *traffic = arrived
+    if sent.note is not None:  # a stage has seen to what was not sent (LateDropped): nothing returns to the accumulator
+        sent, reduced = Sent(NO_INDEX, NO_VALUES), reduced._replace(left=NO_VALUES, kept_index=NO_INDEX, kept=NO_VALUES)
     return {
         "agreed": selection.packed(agreed),
         "due": None if due is agreed else selection.packed(due),
@@ -40,11 +43,11 @@ def pack(selection: Selection, arrived: Arrived) -> State:
     }
 
 
-def unpack(selection: Selection, state: State) -> Arrived:
-    """The delivery that pack() was given."""
+def unpack(selection: Selection, state: State, n: int, size: int) -> Arrived:
+    """The delivery of n elements that pack() was given, on `size` ranks."""
     if "refusal" in state:
         return Refused(REFUSALS[state["refusal"]](*state["arguments"]))
-    agreed = selection.unpacked(state["agreed"])
+    agreed = unpack_agreed(selection, state["agreed"], n, size)
     due = agreed if state["due"] is None else selection.unpacked(state["due"])
     sent, index, kept_index = (np.asarray(state[key], dtype=np.int64) for key in ("sent", "index", "kept_index"))
     left, mean, kept = (np.asarray(state[key], dtype=np.float32) for key in ("left", "mean", "kept"))
@@ -55,30 +58,51 @@ def unpack(selection: Selection, state: State) -> Arrived:
     return Delivered(agreed, due, Sent(sent, left), reduced, None, used, figures, outgoing, incoming)
 
 
-def check(selection: Selection, state: State, n: int) -> None:
+def unpack_agreed(selection: Selection, state: State, n: int, size: int) -> Agreed:
+    """The agreement that Selection.packed() was given.
+
+    Its values may still have to be sent (`Ahead`), so that on another number of ranks its regions are shared out anew.
+    """
+    agreed = selection.unpacked(state)
+    if agreed.own or len(agreed.regions) in (0, size):
+        return agreed
+    regions = shared_out(agreed.union, n, size)
+    loads = [stop - start for start, stop in spans_of(np.searchsorted, agreed.union, regions)]
+    return agreed._replace(regions=regions, workloads=np.array(loads, dtype=np.int64))
+
+
+def check_agreed(selection: Selection, state: State, n: int, size: int) -> None:
+    """Raise ConfigurationError unless a packed agreement is one of a vector of n elements."""
+    try:
+        agreed = unpack_agreed(selection, state, n, size)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ConfigurationError(f"an agreement in flight in the state is malformed: {error}") from error
+    bounds = [0, *(bound for region in agreed.regions for bound in (region.lo, region.hi)), n]
+    whole = not agreed.regions or (bounds[1] == 0 and bounds[-2] == n and bounds == sorted(bounds))
+    if not _inside(agreed.union, n) or not whole:
+        raise ConfigurationError("an agreement in flight in the state is not of this model")
+
+
+def _inside(index: Ints, n: int) -> bool:
+    """Tell whether an index is ascending and lies in n elements."""
+    return not len(index) or (int(index[0]) >= 0 and int(index[-1]) < n and bool((np.diff(index) > 0).all()))
+
+
+def check(selection: Selection, state: State, n: int, size: int) -> None:
     """Raise ConfigurationError unless a packed delivery is one of a vector of n elements."""
     try:
-        arrived = unpack(selection, state)
+        arrived = unpack(selection, state, n, size)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(f"a delivery in flight in the state is malformed: {error}") from error
     if isinstance(arrived, Refused):
         return
+    if not arrived.agreed.own:
+        check_agreed(selection, state["agreed"], n, size)
     reduced = arrived.reduced
     pairs = ((arrived.sent.index, reduced.left), (reduced.index, reduced.mean), (reduced.kept_index, reduced.kept))
     for index, values in pairs:
         if not _inside(index, n) or index.shape != values.shape:
             raise ConfigurationError("a delivery in flight in the state is not of this model")
-    check_waiting(selection, state["agreed"], n)
-
-
-def check_waiting(selection: Selection, state: State, n: int) -> None:
-    """Raise ConfigurationError unless what the ranks have agreed on, and will send, is of a vector of n elements."""
-    try:
-        agreed = selection.unpacked(state)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigurationError(f"an agreement in flight in the state is malformed: {error}") from error
-    if not _inside(agreed.union, n):
-        raise ConfigurationError("an agreement in flight in the state is not of this model")
 
 
 def bring_home(state: State, residual: Any) -> State:
@@ -90,11 +114,6 @@ def bring_home(state: State, residual: Any) -> State:
         residual[np.asarray(state[index])] += np.asarray(state[values])
         state = {**state, index: empty["index"], values: empty["values"]}
     return state
-
-
-def _inside(index: Ints, n: int) -> bool:
-    """Tell whether an index is ascending and of a vector of n elements."""
-    return not len(index) or (int(index[0]) >= 0 and int(index[-1]) < n and bool((np.diff(index) > 0).all()))
 
 
 def _plain(arguments: tuple[Any, ...]) -> list[Any]:

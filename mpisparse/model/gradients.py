@@ -54,7 +54,6 @@ class ModelGradients:
 
     def take(self, k: int, trouble: str) -> tuple[Pieces | None, Notice]:
         """The gradients since the last step, None where they are in the residual already, and what to tell the ranks."""
-        self.look()
         params, views, fresh = self.layout.params, self.published.views, self.watch.fresh
         grads = [
             None if p.grad is None or (p.grad is view and not fresh[i]) else p.grad

@@ -59,7 +59,7 @@ class Published:
         self.slots = layout.slots
         self.views = [slot.view(run.buffer, run.begin) for slot, run in zip(self.slots, self.run_of, strict=True)]
         self.addresses = [view.data_ptr() for view in self.views]  # where the buffers are for as long as this object is
-        self.union: Ints = backend.empty(0, np.int64)
+        self.union: Any = backend.empty(0, np.int64)  # an ascending index, or the range of all elements
         self.total = torch.empty(0)
         self.rounds = any(run.kind in (FP16, BF16) for run in self.runs)
         self.version = self.written()
@@ -134,6 +134,7 @@ class Published:
             left = self.backend.array_of(part - run.buffer.to(torch.float32))
             self.backend.add(acc[run.begin : run.end], left)
         self.version = self.written() - 1  # every element was written: the next clear must be of the whole
+        self.union = range(self.runs[-1].end)
         self._done()
 
     def _done(self) -> None:
@@ -148,6 +149,16 @@ class Published:
         return [(run, union[a:b]) for run, (a, b) in zip(self.runs, pairwise(cuts), strict=True) if a < b]
 
     def sample(self, count: int) -> list[int]:
-        """About so many indices of the union, at least one if there is one."""
+        """About so many indices of the union, at least one if there is one; of the whole mean, some that are not zero."""
+        if isinstance(self.union, range):
+            spread = [run.begin + i for run in self.runs for i in _nonzero(run.buffer, count)]
+            return spread[:: max(1, len(spread) // count)][:count]
         places = np.arange(0, len(self.union), max(1, len(self.union) // count))[:count]
         return [int(i) for i in self.backend.pick(self.union, places)]
+
+
+def _nonzero(values: torch.Tensor, count: int) -> list[int]:
+    """Some indices, at most so many, where values are not zero, looked for in a few places only."""
+    places = torch.arange(0, len(values), max(1, len(values) // (16 * count)), device=values.device)
+    found: list[int] = places[values[places] != 0][:count].tolist()
+    return found

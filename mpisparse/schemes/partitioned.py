@@ -65,6 +65,8 @@ class Partitioned(Options):
             prior=scorer.prior if keep else 0.0,
         )
         codec = CODECS[self.codec]
+        if staleness and codec.blended:
+            raise ConfigurationError(f'codec "{self.codec}" blends what is sent at once; in flight choose one that does not')
         return Aggregator(
             parts,
             scorer=scorer,

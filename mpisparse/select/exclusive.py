@@ -11,7 +11,6 @@ import numpy as np
 
 from mpisparse.arrays import Ints
 from mpisparse.comm.agreement import Notice
-from mpisparse.comm.regions import shared_out
 from mpisparse.select.candidates import Candidates, count_ties, drop_ties
 from mpisparse.select.fill import ascending_shares, fill, is_short
 from mpisparse.select.partition import imbalance
@@ -143,9 +142,11 @@ class ExclusivePlan(NamedTuple):
             wanted = min(self.selector.n, MARGIN * self.k)
             floor = float(locate_rungs(live.histogram(*self.region), wanted)[0])
             found = live.select(*self.region, floor)
-        index = live.backend.to_host(found.index)
-        values = live.backend.to_host(live.take(found.index))
-        return Snapshot(live.backend, Candidates(index, live.backend.to_host(found.magnitude)), values)
+        found, values = found.on_host(live.backend), live.backend.to_host(live.take(found.index))
+        if self.k < self.selector.n:  # what has just set out (`Ahead`) must not be selected again: nothing is left of it
+            waits = values != 0.0
+            found, values = Candidates(found.index[waits], found.magnitude[waits]), values[waits]
+        return Snapshot(live.backend, found, values)
 
     def agree(self, exchange: Exchange, backend: Backend, notice: Notice, view: View) -> Agreed:
         """Agree on the threshold and the borders. Collective."""
@@ -242,10 +243,12 @@ class ExclusiveSelection:
 
     def learn(self, agreed: Agreed, outcome: Outcome) -> None:
         """Go on to the next step: its controller, blocks and borders."""
-        controller, backend = self.selector.controller, self.backend
+        before, controller, backend = self.selector, self.selector.controller, self.backend
         if self.rules.late and agreed.lesson.settled is None and isinstance(controller, TailAware):
             controller = replace(controller, threshold=0.0)  # the ladder missed: the next step counts its whole vector
-        self.selector = next_selector(controller, agreed.lesson, agreed.union, backend.search, backend.pick)
+        after = next_selector(controller, agreed.lesson, agreed.union, backend.search, backend.pick)
+        # In flight for two steps or more, the lesson's selector has not counted the steps that were learnt from meanwhile.
+        self.selector = after if after.step == before.step + 1 else replace(after, step=before.step + 1)
 
     def state(self) -> State:
         """What the next selection depends on."""
@@ -266,22 +269,18 @@ class ExclusiveSelection:
     def packed(self, agreed: Agreed) -> State:
         """An agreement in flight: also what the next threshold is learnt from."""
         lesson: Lesson | None = agreed.lesson
-        if lesson is None:  # the first delivery sends what nobody has agreed on: nothing
+        if lesson is None:  # nothing_agreed(), before the first agreement
             return pack_agreed(agreed)
         settled = lesson.settled
         learnt = {} if settled is None else {"rungs": settled.rungs, "total": settled.total, "rung": settled.rung}
         return {**pack_agreed(agreed), "selector": lesson.selector.state(), "lesson_k": lesson.k, **learnt}
 
     def unpacked(self, state: State) -> Agreed:
-        """What packed() was given; among another number of ranks the sums are shared out anew."""
-        agreed, size = unpack_agreed(state), self.selector.size
-        if len(agreed.regions) != size:
-            idle = np.zeros(size, dtype=np.int64)
-            agreed = agreed._replace(regions=shared_out(agreed.union, self.selector.n, size), workloads=idle)
-        if "selector" not in state:
-            return agreed
         settled = None
+        if "selector" not in state:
+            return unpack_agreed(state)
         if "rungs" in state:
             rungs, total = np.asarray(state["rungs"], dtype=np.float32), np.asarray(state["total"], dtype=np.int64)
             settled = Settled(None, rungs, int(state["rung"]), total, total)
-        return agreed._replace(lesson=Lesson(self.selector.loaded(state["selector"]), settled, int(state["lesson_k"])))
+        lesson = Lesson(self.selector.loaded(state["selector"]), settled, int(state["lesson_k"]))
+        return unpack_agreed(state, lesson=lesson)

@@ -43,13 +43,19 @@ class Scorer:
 
     prior: float = 0.0
     by_magnitude: bool = False
-    follows: bool = False  # whether it must know what was sent
+    follows: bool = False  # whether sent() does anything; found out by itself, as the next two
     tells: bool = False  # whether details() says anything
     asks: bool = False  # whether ready() does anything
     tags: Bytes | None = None
     cause: Exception | None = None  # the error behind what ready() last reported
     acc: Floats
     keys: Keys  # what elements are compared by
+
+    def __init_subclass__(cls) -> None:
+        """Note which hooks a scorer has, so that a step calls no others."""
+        cls.follows, cls.tells, cls.asks = (
+            getattr(cls, name) is not getattr(Scorer, name) for name in ("sent", "details", "ready")
+        )
 
     def ready(self, exempt: Exempt, lap: Lap) -> str:
         """Wait for what the step needs of this rank alone; return why it cannot go on, or an empty text.
@@ -138,8 +144,6 @@ class WholeGradient(Scorer):
 
     A parameter without a gradient has one of zeros. What was given when a step is refused stays; backward may give more.
     """
-
-    asks = True
 
     def __init__(self, residual: torch.Tensor, backend: Backend, slots: Sequence[Slot]) -> None:
         self.residual = residual
@@ -256,7 +260,6 @@ class Corrected(Remembering):
 
     prior = FIRST_GROWTH
     by_magnitude = True
-    follows = True
     remembers = "momentum"
 
     def __init__(

@@ -144,10 +144,9 @@ class ExclusiveSelector:
         """This step with its borders or, where they are drawn in it, its blocks."""
         n = self.n
         if self.sweeps:
-            even = replace(self, edges=partition.even_edges(n, self.blocks))
-            if self.draws:
-                return even._held(union, search)
-            return replace(even, borders=partition.even_borders(len(even.edges) - 1, self.size))
+            edges = partition.even_edges(n, self.blocks)
+            even = replace(self, edges=edges, borders=partition.even_borders(len(edges) - 1, self.size))
+            return even._held(union, search) if self.draws else even
         if self.draws:
             edges = partition.worked_edges(n, self.blocks, union, pick)
             return replace(self, edges=edges, borders=partition.even_borders(len(edges) - 1, self.size))

@@ -8,6 +8,7 @@ import runpy
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -348,10 +349,11 @@ def test_a_ladder_that_misses_loses_nothing_and_the_density_recovers(comm: MPI.I
         if step >= 10:
             account.check()
     counts = [len(index) for index, _ in account.sent]
-    assert all(abs(count - k) <= 0.1 * k for count in counts[5:11]), counts
+    missed = [step for step in range(1, 30) if abs(counts[step] - k) > 0.1 * k]
     if factor < 1:
         assert counts[11] < 0.5 * k, counts
-    assert all(abs(count - k) <= 0.1 * k for count in counts[13:]), counts
+    assert len(missed) <= 3, counts
+    assert all(later - step > 1 for step, later in pairwise(missed)), f"missed twice in a row: {counts}"
     aggregator.close()
 
 

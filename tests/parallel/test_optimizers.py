@@ -327,6 +327,18 @@ def test_a_backward_without_zero_grad_is_refused(
     sync.close()
 
 
+@pytest.mark.parametrize("scheme", ["exdyna", "dense"])
+def test_clipping_the_mean_does_not_pass_for_zeroing_it(comm: MPI.Intracomm, scheme: str) -> None:
+    model = convolutional()
+    sync = mpisparse.GradientSync(model, scheme=scheme, density={"exdyna": 0.1, "dense": 1.0}[scheme])
+    loss_of(model, seeded(comm.rank, 0)).backward()
+    sync.step()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    loss_of(model, seeded(comm.rank, 1)).backward()
+    assert "call zero_grad() after each optimizer step" in raised(comm, mpisparse.GradientError, sync.step)
+    sync.close()
+
+
 class Generator(nn.Module):
     """A trunk and a head; another network's loss may reach both, its own only the trunk."""
 

@@ -35,6 +35,7 @@ def subjects(run: Run) -> dict[str, Any]:
     [
         ("sgd", {"granularity": "learned", "largest": 10_000}),
         ("adamw", {"staleness": 2, "codec": "int8"}),
+        ("sgd", {"staleness": 2, "codec": "int8", "compensate": False}),
         ("adam", {"staleness": 0}),
         ("adam", {"granularity": "rule", "tolerance": math.inf}),
     ],
@@ -289,6 +290,21 @@ def test_a_failed_function_at_staleness_0_changes_nothing(comm: MPI.Intracomm) -
     assert everywhere(comm, run.bits() == twin.bits())
     run.close()
     twin.close()
+
+
+def test_a_refused_step_forgets_no_noted_loss(comm: MPI.Intracomm) -> None:
+    model = small()
+    sync = mpisparse.GradientSync(model, scheme="speculative", staleness=0, density=0.1)
+    loss_of(model, seeded(comm.rank, 0)).backward()
+    sync.note_loss(2.5)
+    sync.density = 0.1 if comm.rank else 0.2
+    if comm.size > 1:
+        raised(comm, mpisparse.ConfigurationError, sync.step)
+        assert everywhere(comm, sync.state_dict()["step.noted"] == 2.5)
+    sync.density = 0.1
+    sync.step()
+    assert everywhere(comm, math.isnan(sync.state_dict()["step.noted"]))
+    sync.close()
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

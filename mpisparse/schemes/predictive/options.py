@@ -38,8 +38,8 @@ class Predictive(Partitioned):
     history: gradients that a net sees. validation: a callable that returns the loss of a held-out batch, taken every
     validate_every steps. publish_after: steps after which what was given to the thread is used. budget: the
     thread's share of this rank's cores. learning_rate: of the nets. seed: of samples and nets.
-    compensate: "residual" keeps what is not sent, "scale" lets what is sent stand for it (at most scale_cap times), "none"
-    drops it. adapt_k, k_patience, k_factor, k_least, k_most, k_slow, k_fast: see mpisparse.select.adaptive_k.
+    compensate: "residual" keeps what is not sent, "scale" scales up what is sent instead (at most scale_cap times), "none"
+    drops it. adapt_k, k_patience, k_factor, k_least, k_most, k_slow, k_fast: see mpisparse.core.adaptive_k.
     """
 
     codec: str = "int8"

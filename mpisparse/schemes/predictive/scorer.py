@@ -64,11 +64,10 @@ class Predicted(WholeGradient):
     """Scores of one byte for every element, kept fresh by a thread and by what other ranks tell of their selections.
 
     validate() gives the gradient of a held-out batch, by which a lesson's gains are measured: what the loss would fall by if
-    the element were sent. None: the gain is the accumulator's magnitude, foretold from that of the step before.
+    the element were sent. None: the gain is the accumulator's magnitude, predicted from that of the step before.
     """
 
     prior = FIRST_GROWTH
-    follows = tells = True
     backend: Any  # one of the host: it has the kernels for scores
 
     def __init__(

@@ -16,6 +16,7 @@ import torch
 from mpisparse.arrays import Bools
 from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Delivered, Stats
+from mpisparse.core.stages import LateDropped
 from mpisparse.core.step import Clock
 from mpisparse.errors import ConfigurationError, GradientError
 from mpisparse.schemes.companion import Companion, Places, State
@@ -173,7 +174,8 @@ class Speculating(Companion):
         return {"own": None if self.sets is None else self.sets.own()}
 
     def upgraded(self, state: State) -> State:
-        return upgraded(state, late=self.late)
+        dropped = any(isinstance(stage, LateDropped) for stage in self.aggregator.works.stages)
+        return upgraded(state, late=self.late, keeps=not dropped)
 
     def check(self, state: State) -> None:
         if (self.sets is None) != (state["own"] is None):

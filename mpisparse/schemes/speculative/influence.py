@@ -91,7 +91,6 @@ class InfluenceScorer(Magnitude):
 
     prior = 0.0
     by_magnitude = False
-    asks = True
 
     def __init__(
         self, residual: torch.Tensor, backend: Backend, influence: Influence, *, rank: int, step: Callable[[], int],
@@ -113,7 +112,7 @@ class InfluenceScorer(Magnitude):
 
     def ready(self, exempt: Exempt, lap: Lap) -> str:
         """Ask for loss and confidence; an error in the user's functions is this rank's trouble."""
-        noted, self.noted, asked = self.noted, math.nan, "probe"
+        noted, asked = self.noted, "probe"
         try:
             with exempt("probing"):
                 probed = self._look()
@@ -145,6 +144,7 @@ class InfluenceScorer(Magnitude):
 
     def accumulate(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
         found = super().accumulate(pieces, lo, hi, floor)
+        self.noted = math.nan  # only now: a step that is refused before asks for it again
         if self._diagonal is not None:
             self.influence.learn(self._diagonal)
             self._diagonal = None

@@ -9,15 +9,18 @@ import numpy as np
 State = dict[str, Any]
 
 
-def upgraded(state: State, *, late: bool) -> State:
-    """Translate the results in flight of an earlier version; a state of today is returned as it is."""
+def upgraded(state: State, *, late: bool, keeps: bool) -> State:
+    """Translate the results in flight of an earlier version; a state of today is returned as it is.
+
+    keeps: what a codec leaves returns to the accumulator.
+    """
     flight = state.get("flight", [])
     if not late or "waiting" in state:
         return state
-    return {**state, "flight": [_delivery(result) for result in flight], "waiting": None}
+    return {**state, "flight": [_delivery(result, keeps=keeps) for result in flight], "waiting": None}
 
 
-def _delivery(result: State) -> State:
+def _delivery(result: State, *, keeps: bool) -> State:
     """An earlier version had put what a codec left back when it sent, and kept refusals as fields."""
     size, index = len(result["ks"]), np.asarray(result["index"], dtype=np.int64)
     common = {
@@ -42,6 +45,8 @@ def _delivery(result: State) -> State:
     nothing = {"sent": index[:0], "left": np.empty(0, dtype=np.float32)}
     mean, kept = (np.asarray(result[key], dtype=np.float32) for key in ("mean", "left"))
     kept_index = np.asarray(result["left_index"], dtype=np.int64)
+    if not keeps:
+        kept_index, kept = kept_index[:0], kept[:0]
     sums = {"index": index, "mean": mean, "kept_index": kept_index, "kept": kept, "nbytes": result["nbytes"]}
     return {**common, "agreed": agreed, "due": None, **nothing, **sums}
 
