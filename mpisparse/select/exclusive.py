@@ -286,4 +286,5 @@ class ExclusiveSelection:
         if "rungs" in state:
             rungs, total = np.asarray(state["rungs"], dtype=np.float32), np.asarray(state["total"], dtype=np.int64)
             settled = Settled(None, rungs, int(state["rung"]), total, total)
-        return agreed._replace(lesson=Lesson(self.selector.loaded(state["selector"]), settled, int(state["lesson_k"])))
+        lesson = Lesson(self.selector.loaded(state["selector"]), settled, int(state["lesson_k"]))
+        return unpack_agreed(state, lesson=lesson)

@@ -8,6 +8,7 @@ import runpy
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -348,10 +349,11 @@ def test_a_ladder_that_misses_loses_nothing_and_the_density_recovers(comm: MPI.I
         if step >= 10:
             account.check()
     counts = [len(index) for index, _ in account.sent]
-    assert all(abs(count - k) <= 0.1 * k for count in counts[5:11]), counts
+    missed = [step for step in range(1, 30) if abs(counts[step] - k) > 0.1 * k]
     if factor < 1:
         assert counts[11] < 0.5 * k, counts
-    assert all(abs(count - k) <= 0.1 * k for count in counts[13:]), counts
+    assert len(missed) <= 3, counts
+    assert all(later - step > 1 for step, later in pairwise(missed)), f"missed twice in a row: {counts}"
     aggregator.close()
 
 
@@ -480,11 +482,15 @@ def test_odd_vectors_lose_nothing(comm: MPI.Intracomm, kind: str, staleness: int
 
 
 class Gate:
-    """Holds a delivery on the last rank before its call number `call`, and so on all ranks, until it is opened."""
+    """Holds a delivery on the last rank before its call number `call`, and so on all ranks, until it is opened.
+
+    One rank alone may have nothing to call: its delivery is held before it begins.
+    """
 
     def __init__(self, comm: MPI.Intracomm, aggregator: Aggregator, call: int) -> None:
-        exchange = aggregator._polling
+        exchange, flight = aggregator._polling, aggregator.works.flight
         assert exchange is not None
+        assert flight is not None
         assert exchange.threaded, "without threads nothing is in flight"
         self.reached, self.opened, self.calls = threading.Event(), threading.Event(), 0
         passes = exchange._call
@@ -496,11 +502,20 @@ class Gate:
             self.calls += 1
             passes(*args, **options)
 
-        if comm.rank == comm.size - 1:
+        carry = flight.carry
+
+        def held_alone(outgoing: Outgoing) -> Any:
+            self.reached.set()
+            assert self.opened.wait(600)
+            return carry(outgoing)
+
+        if comm.size == 1:
+            flight.carry = held_alone
+        elif comm.rank == comm.size - 1:
             exchange._call = held  # type: ignore[method-assign]
         else:
             self.reached.set()
-        self.release = lambda: vars(exchange).pop("_call", None)
+        self.release = lambda: (vars(exchange).pop("_call", None), setattr(flight, "carry", carry))
 
     def open_after_all(self, comm: MPI.Intracomm, aggregator: Aggregator) -> None:
         """Open it when all ranks are here, and wait for the delivery; collective."""
