@@ -165,7 +165,7 @@ CODECS = Registry(
     },
     group="mpisparse.codecs",
     check="mpisparse.wire.codecs.check:check_codec",
-    wrapper=(BLENDED, "mpisparse.wire.codecs.momentum:Momentum"),
+    wrapper=(BLENDED, "mpisparse.wire.codecs.momentum:Blended"),
 )
 DRIVERS = ("mpio",)  # of checkpoints
 FREE_OPTIONS = ("density", "segment_nbytes", "nonfinite")  # of a scheme, that may differ from those of a saved state

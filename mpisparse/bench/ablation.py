@@ -44,7 +44,7 @@ GROUPS: dict[str, list[str]] = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class AblationPlan:
     """Which groups to measure on which gradients, and how to train each variant, if at all."""
 
     groups: list[str]
@@ -59,7 +59,7 @@ class Plan:
     out: Path | None = None
 
 
-def run(plan: Plan) -> int:
+def run(plan: AblationPlan) -> int:
     """Measure every group and print on rank 0; collective."""
     end_job_on_uncaught_exception()
     comm = MPI.COMM_WORLD
@@ -84,7 +84,7 @@ def run(plan: Plan) -> int:
     return 0
 
 
-def _measure(comm: MPI.Intracomm, plan: Plan, source: Source, group: str) -> list[dict[str, Any]]:
+def _measure(comm: MPI.Intracomm, plan: AblationPlan, source: Source, group: str) -> list[dict[str, Any]]:
     """Run the variants of a group, one step of each per round."""
     model = GivenModel.of(source, comm.rank)
     variants = [_Variant(model, case, plan.density) for case in GROUPS[group]]
@@ -140,7 +140,7 @@ class _Variant:
         }
 
 
-def _train(plan: Plan, model: str, settings: Settings, records: list[dict[str, Any]]) -> int:
+def _train(plan: AblationPlan, model: str, settings: Settings, records: list[dict[str, Any]]) -> int:
     """Train every variant once and add the results to its records; returns the exit code."""
     stop = StopRequest()
     trained: dict[str, dict[str, Any]] = {}

@@ -142,7 +142,7 @@ def run_command(args: argparse.Namespace) -> int:
         settings = resolve(given, model="lstm-large", steps=30, batch_size=1)
         from mpisparse.bench import ddp as bench_ddp
 
-        plan = bench_ddp.Plan(settings, args.cases, args.powersgd_rank, as_json=args.json, out=args.out)
+        plan = bench_ddp.DdpPlan(settings, args.cases, args.powersgd_rank, as_json=args.json, out=args.out)
         return bench_ddp.run(plan)
     if args.bench == "ablation":
         return _ablation(args)
@@ -150,16 +150,16 @@ def run_command(args: argparse.Namespace) -> int:
         from mpisparse.bench import scaling as bench_scaling
 
         return bench_scaling.run(
-            bench_scaling.Plan(
+            bench_scaling.ScalingPlan(
                 args.elements, args.density, args.cases, args.steps, args.workers, args.gradients, args.latency,
                 args.bandwidth, as_json=args.json, out=args.out,
             )
         )  # fmt: skip
-    from mpisparse.bench.sync import Plan
+    from mpisparse.bench.sync import SyncPlan
     from mpisparse.bench.sync import run as run_sync
 
     return run_sync(
-        Plan(
+        SyncPlan(
             args.elements, args.density, args.scheme, args.codec, args.rounds, args.path, args.gradients,
             gloo=not args.no_gloo, as_json=args.json, out=args.out,
         )
@@ -172,7 +172,7 @@ def _ablation(args: argparse.Namespace) -> int:
     from mpisparse.bench import ablation as bench_ablation
 
     return bench_ablation.run(
-        bench_ablation.Plan(
+        bench_ablation.AblationPlan(
             args.groups, args.elements, args.density, args.steps, args.gradients, args.train, training, args.seeds,
             as_json=args.json, out=args.out,
         )

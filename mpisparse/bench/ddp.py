@@ -41,7 +41,7 @@ ALONE, DDP = "computation alone", "DDP"
 
 
 @dataclass(frozen=True)
-class Plan:
+class DdpPlan:
     """Training settings, and the schemes that compete with DDP."""
 
     settings: Settings
@@ -51,7 +51,7 @@ class Plan:
     out: Path | None = None
 
 
-def run(plan: Plan) -> int:
+def run(plan: DdpPlan) -> int:
     """Train all contenders and print on rank 0; collective."""
     end_job_on_uncaught_exception()
     comm = MPI.COMM_WORLD
@@ -69,7 +69,7 @@ def run(plan: Plan) -> int:
     return 0
 
 
-def _race(plan: Plan, comm: MPI.Intracomm) -> list[_Contender]:
+def _race(plan: DdpPlan, comm: MPI.Intracomm) -> list[_Contender]:
     """Train all contenders, one step each in turn; collective."""
     model, data, task = build_together(plan.settings)
     contenders = _contenders(plan, model, task)
@@ -109,7 +109,7 @@ class _Contender:
     """A copy of the model with its optimizer, and the exchange between backward and the optimizer's step."""
 
     def __init__(
-        self, what: str, model: torch.nn.Module, plan: Plan, task: Task, exchange: Callable[[], Any] = lambda: None
+        self, what: str, model: torch.nn.Module, plan: DdpPlan, task: Task, exchange: Callable[[], Any] = lambda: None
     ) -> None:
         self.what = what
         self.model = model
@@ -144,7 +144,7 @@ class _Contender:
             self.densities.append(self.sync.stats.density)
 
 
-def _contenders(plan: Plan, model: torch.nn.Module, task: Task) -> list[_Contender]:
+def _contenders(plan: DdpPlan, model: torch.nn.Module, task: Task) -> list[_Contender]:
     """Create all contenders, each with a copy of the same model; collective."""
     for p in model.parameters():
         torch.distributed.broadcast(p.data, 0)
@@ -176,7 +176,7 @@ def _contenders(plan: Plan, model: torch.nn.Module, task: Task) -> list[_Contend
     return contenders
 
 
-def _publish(plan: Plan, ranks: int, parameters: int, contenders: list[_Contender]) -> None:
+def _publish(plan: DdpPlan, ranks: int, parameters: int, contenders: list[_Contender]) -> None:
     by_name = {contender.what: contender for contender in contenders}
     ddp, alone = by_name[DDP], statistics.median(by_name[ALONE].seconds[WARM_UP:])
     tail = max(1, len(ddp.losses) // 10)

@@ -43,7 +43,7 @@ SHORTEST = 1e-9  # seconds
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScalingPlan:
     """What to run on real ranks and on virtual workers."""
 
     elements: int
@@ -58,7 +58,7 @@ class Plan:
     out: Path | None = None
 
 
-def run(plan: Plan) -> int:
+def run(plan: ScalingPlan) -> int:
     """Measure, simulate and print on rank 0; collective."""
     end_job_on_uncaught_exception()
     comm = MPI.COMM_WORLD
@@ -89,7 +89,7 @@ def run(plan: Plan) -> int:
     return 0
 
 
-def _check_cases(comm: MPI.Intracomm, plan: Plan, source: Source) -> None:
+def _check_cases(comm: MPI.Intracomm, plan: ScalingPlan, source: Source) -> None:
     """Raise on all ranks, before any measurement, if a case cannot be simulated or links are unknown; collective."""
     exchange = Exchange(comm)
     error: ConfigurationError | None = None
@@ -116,7 +116,7 @@ def _others_asleep(comm: MPI.Intracomm) -> Iterator[None]:
 # Real ranks
 
 
-def _steps(part: MPI.Intracomm, source: Source, scheme: str, plan: Plan) -> list[Stats]:
+def _steps(part: MPI.Intracomm, source: Source, scheme: str, plan: ScalingPlan) -> list[Stats]:
     """Run steps and return their statistics; `seconds` is the time from a common start until this rank is done."""
     model = GivenModel.of(source, part.rank)
     case = Case.parse(scheme)
@@ -176,7 +176,7 @@ def _handling(comm: MPI.Intracomm) -> float:
     return float(comm.bcast(_median(lambda: np.add(values, more, out=values)) / LARGE))
 
 
-def _computing(comm: MPI.Intracomm, source: Source, scheme: str, plan: Plan) -> float:
+def _computing(comm: MPI.Intracomm, source: Source, scheme: str, plan: ScalingPlan) -> float:
     """Measure a step of a single rank with every core busy, less the decisions that the simulator times; collective."""
     seconds = 0.0
     with _others_asleep(comm):
@@ -201,7 +201,7 @@ class Calibration:
 
     SCHEME = "exdyna"
 
-    def __init__(self, plan: Plan, source: Source, comm: MPI.Intracomm) -> None:
+    def __init__(self, plan: ScalingPlan, source: Source, comm: MPI.Intracomm) -> None:
         self.plan = plan
         self.source = source
         self.computing = _computing(comm, source, self.SCHEME, plan)
@@ -224,8 +224,13 @@ class Calibration:
 
 
 def _real(
-    plan: Plan, source: Source, machine: Machine, computing: dict[str, float], key: tuple[str, int], stats: list[list[Stats]]
-) -> dict[str, Any]:
+    plan: ScalingPlan,
+    source: Source,
+    machine: Machine,
+    computing: dict[str, float],
+    key: tuple[str, int],
+    stats: list[list[Stats]],
+) -> dict[str, Any]:  # fmt: skip
     """Make the record of real steps, compared with the same steps simulated: equal selection, and error of modelled time."""
     scheme, size = key
     seconds = _typical(stats)
@@ -250,14 +255,14 @@ def _real(
     return {**record, "modelled_ms": 1e3 * modelled, "error": modelled / seconds - 1, "same": "yes" if same else "NO"}
 
 
-def _simulator(plan: Plan, source: Source, scheme: str, size: int) -> Simulator | None:
+def _simulator(plan: ScalingPlan, source: Source, scheme: str, size: int) -> Simulator | None:
     """Create the simulator of a case; None for dense, which selects nothing."""
     case = Case.parse(scheme)
     options = {"density": plan.density, **case.values}
     return None if scheme == "dense" else simulator(case.scheme, source, size, **options)
 
 
-def _simulate(plan: Plan, source: Source, scheme: str, size: int) -> list[Simulated]:
+def _simulate(plan: ScalingPlan, source: Source, scheme: str, size: int) -> list[Simulated]:
     virtual = _simulator(plan, source, scheme, size)
     return [] if virtual is None else [virtual.step() for _ in range(plan.steps)]
 
@@ -271,7 +276,7 @@ def _equal(simulated: Simulated, real: list[Stats]) -> bool:
     return chosen == {(len(simulated.union), simulated.threshold, simulated.borders, workloads)} and moved == counted
 
 
-def _cluster(plan: Plan, machine: Machine) -> Machine:
+def _cluster(plan: ScalingPlan, machine: Machine) -> Machine:
     """Return the machine of the virtual workers: a dedicated core each, links as given or as measured with two ranks."""
     latency = plan.latency if plan.latency is not None else machine.latency[2]
     bandwidth = plan.bandwidth if plan.bandwidth is not None else machine.bandwidth[2]
@@ -279,7 +284,7 @@ def _cluster(plan: Plan, machine: Machine) -> Machine:
     return Machine({2: latency}, {2: bandwidth}, {2: reducing}, handling=machine.handling)
 
 
-def _virtual(plan: Plan, source: Source, cluster: Machine, computing: dict[str, float]) -> list[dict[str, Any]]:
+def _virtual(plan: ScalingPlan, source: Source, cluster: Machine, computing: dict[str, float]) -> list[dict[str, Any]]:
     """Make records of virtual workers; for schemes without exclusive partitions only while all workers' gradients differ."""
     elements, records = sum(source.sizes), []
     for size in plan.workers:
@@ -306,7 +311,7 @@ def _modelled(size: int, scheme: str, logs: list[Log], seconds: float) -> dict[s
     return {"ranks": size, "scheme": scheme, "how": "simulated", "received_MB": received, "modelled_ms": 1e3 * seconds}
 
 
-def _publish(plan: Plan, records: list[dict[str, Any]], machine: Machine, cluster: Machine, source: Source) -> None:
+def _publish(plan: ScalingPlan, records: list[dict[str, Any]], machine: Machine, cluster: Machine, source: Source) -> None:
     elements = sum(source.sizes)
     for record in records:
         priced = (machine if record["how"] == "real" else cluster).record()

@@ -229,7 +229,7 @@ class Simulator:
         self.n = self.acc.n
         self.k = max(1, math.floor(density * self.n + 1e-6))
 
-    def choose(self, log: Log) -> Choice:
+    def choose(self, log: Log) -> Chosen:
         """What all send in this step; notes the messages that it takes to know it."""
         raise NotImplementedError
 
@@ -248,7 +248,7 @@ class Simulator:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Chosen:
     """What is sent, where it is summed, what each rank chose, from which magnitude on, and what deciding took.
 
     work: seconds of every rank; alone: seconds of one while the others wait.
@@ -283,7 +283,7 @@ class ExclusiveSimulator(Simulator):
         if self.selector.draws and 4 * self.n * size <= KEPT:
             self.acc.keep()
 
-    def choose(self, log: Log) -> Choice:
+    def choose(self, log: Log) -> Chosen:
         selector, k = self.selector, self.k
         search = VirtualSearch(selector.controller, k, self.acc, log)
         scopes = [selector.scope(rank) for rank in range(self.size)]
@@ -296,7 +296,7 @@ class ExclusiveSimulator(Simulator):
         self.selector = next_selector(selector.controller, lesson, union, np.searchsorted, np.take)
         spent = sum(selector.spent)
         selector.spent.clear()
-        return Choice(union, regions, settled.workloads, settled.threshold, spent)
+        return Chosen(union, regions, settled.workloads, settled.threshold, spent)
 
 
 class UnionSimulator(Simulator):
@@ -307,7 +307,7 @@ class UnionSimulator(Simulator):
         self.cyclic = cyclic
         self.pickers: list[Picker] = [CyclicTopK(rank, size) if cyclic else TopK() for rank in range(size)]
 
-    def choose(self, log: Log) -> Choice:
+    def choose(self, log: Log) -> Chosen:
         picks, seconds = [], []
         for rank, picker in enumerate(self.pickers):
             acc = self.acc.read(rank, 0, self.n)
@@ -321,7 +321,7 @@ class UnionSimulator(Simulator):
         union = merged(np.concatenate([picked.index for picked in picks]))
         threshold = max(picked.threshold for picked in picks)
         together = {"alone": max(seconds)} if self.cyclic else {"work": sum(seconds) / self.size}
-        return Choice(union, shared_out(union, self.n, self.size), workloads, threshold, **together)
+        return Chosen(union, shared_out(union, self.n, self.size), workloads, threshold, **together)
 
 
 def simulator(scheme: str, source: Source, size: int, density: float, **options: Any) -> Simulator:

@@ -37,7 +37,7 @@ COLUMNS = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class SyncPlan:
     """Which schemes and accumulation paths to measure, on which gradients."""
 
     elements: int
@@ -52,7 +52,7 @@ class Plan:
     out: Path | None = None
 
 
-def run(plan: Plan) -> int:
+def run(plan: SyncPlan) -> int:
     """Measure every scheme on every path and print on rank 0; collective."""
     comm = MPI.COMM_WORLD
     source = open_source(comm, plan.gradients, plan.elements)
@@ -85,7 +85,7 @@ def run(plan: Plan) -> int:
     return 0
 
 
-def _publish(plan: Plan, ranks: int, elements: int, times: dict[str, list[float]], syncs: dict[str, _Path]) -> None:
+def _publish(plan: SyncPlan, ranks: int, elements: int, times: dict[str, list[float]], syncs: dict[str, _Path]) -> None:
     """Print the table or the records, and write them to `plan.out`."""
     records = [_record(name, seconds, times["MPI Allreduce"]) for name, seconds in times.items()]
     for path, record in zip(syncs.values(), records[len(records) - len(syncs) :], strict=True):

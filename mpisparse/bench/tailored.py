@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from torch import nn
 
-from mpisparse.arrays import Ints
+from mpisparse.arrays import Ints, State
 from mpisparse.bench.sparse_models import PrunedLinear
 from mpisparse.comm.agreement import Notice
 from mpisparse.comm.exchange import Exchange
@@ -20,7 +20,7 @@ from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.stages import Dropped
 from mpisparse.model.layout import Layout
 from mpisparse.select.candidates import NONE, Candidates
-from mpisparse.select.plans import Agreed, Outcome, State, pack_agreed, unpack_agreed
+from mpisparse.select.plans import Agreed, Outcome, pack_agreed, unpack_agreed
 from mpisparse.select.scorers import Magnitude
 from mpisparse.select.search import share_counts
 from mpisparse.select.view import Live, Snapshot, View

@@ -23,7 +23,7 @@ from mpisparse.checkpoint import onefile, store, tree
 from mpisparse.checkpoint.contents import MALFORMED, read_own, read_shared, sensible
 from mpisparse.checkpoint.h5file import Arrays, Damaged, FileRecord, write_file
 from mpisparse.checkpoint.standin import check_scheme_state, resize_scheme_states
-from mpisparse.checkpoint.state import Snapshot, Subjects, flatten_own, flatten_shared, split
+from mpisparse.checkpoint.state import ArrayCopies, Subjects, flatten_own, flatten_shared, split
 from mpisparse.core.state import sources
 from mpisparse.errors import CheckpointError, ConfigurationError, check_choice
 from mpisparse.version import __version__
@@ -38,7 +38,7 @@ class Saving:
 
     def __init__(
         self, exchange: Any, directory: Path, place: Path, manifest: store.Manifest, keep: int | None, *,
-        owns_exchange: bool, memory: Snapshot, driver: str | None,
+        owns_exchange: bool, memory: ArrayCopies, driver: str | None,
     ) -> None:  # fmt: skip
         self._exchange = exchange
         self._owns_exchange = owns_exchange
@@ -151,7 +151,7 @@ def begin_save(
             raise ConfigurationError(f'driver="{driver}" communicates while it writes; pass background=False')
     if last is not None and not last.written:
         raise CheckpointError("the last checkpoint is still being written; call its finish() first")
-    memory = last._memory if last is not None else Snapshot()
+    memory = last._memory if last is not None else ArrayCopies()
     subjects = Subjects(model, optimizer, sync, scheduler, scaler)
     exchange = _exchange(sync)
     try:

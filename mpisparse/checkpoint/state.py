@@ -163,7 +163,7 @@ def described(tensors: dict[str, Any]) -> list[str]:
     ]
 
 
-class Snapshot:
+class ArrayCopies:
     """Memory for copies of arrays. Touching fresh memory takes longer than copying, so it is kept for the next copies."""
 
     def __init__(self) -> None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mpisparse.core.stages import Stage, State
+from mpisparse.arrays import State
+from mpisparse.core.stages import Stage
 from mpisparse.errors import ConfigurationError
 
 

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpisparse.arrays import Bools, Floats
+from mpisparse.arrays import Bools, Floats, State
 from mpisparse.backends.flat import Pieces, Slot, pieces_of
 from mpisparse.comm.agreement import BROKEN, Notice, Refusal
 from mpisparse.comm.inflight import InFlight
 from mpisparse.core import flights, step
 from mpisparse.core.records import Arrived, Delivered, Outgoing, Parts, Stats, Works
 from mpisparse.core.refusals import explain
-from mpisparse.core.stages import Stage, State
+from mpisparse.core.stages import Stage
 from mpisparse.core.state import merge_residuals, sources
 from mpisparse.core.step import Clock
 from mpisparse.errors import GradientError

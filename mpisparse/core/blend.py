@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpisparse.arrays import Floats, Ints
+from mpisparse.arrays import Floats, Ints, State
 from mpisparse.backends.flat import Held
-from mpisparse.core.stages import Sent, Stage, State
+from mpisparse.core.stages import Sent, Stage
 from mpisparse.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpisparse.arrays import Ints
+from mpisparse.arrays import Ints, State
 from mpisparse.comm.agreement import DensityDiffers, FrozenDiffers, Overflow, Refusal, StepRefused
 from mpisparse.comm.regions import shared_out, spans_of
 from mpisparse.core.records import Arrived, Delivered, Refused
-from mpisparse.core.stages import Sent, State
+from mpisparse.core.stages import Sent
 from mpisparse.errors import ConfigurationError
 from mpisparse.wire.reduction import NO_INDEX, NO_VALUES, Reduced
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpisparse.arrays import Floats, Ints
+from mpisparse.arrays import Floats, Ints, State
 
 if TYPE_CHECKING:
     from mpisparse.backends.flat import Held
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from mpisparse.select.view import View
     from mpisparse.wire.reduction import Reduced
 
-State = dict[str, Any]
 LOST = "lost"
 
 

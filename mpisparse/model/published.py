@@ -21,7 +21,7 @@ WITNESSES = 8
 
 
 @dataclass
-class Run:
+class TypeRun:
     """A stretch of parameters of one type, whose published gradients share one buffer."""
 
     begin: int
@@ -47,11 +47,11 @@ class Published:
 
     def __init__(self, layout: Layout, backend: Backend) -> None:
         self.backend = backend
-        self.runs: list[Run] = []
-        self.run_of: list[Run] = []
+        self.runs: list[TypeRun] = []
+        self.run_of: list[TypeRun] = []
         for slot in layout.slots:
             if not self.runs or self.runs[-1].buffer.dtype != slot.dtype:
-                self.runs.append(Run(slot.begin, slot.begin, torch.empty(0, dtype=slot.dtype)))
+                self.runs.append(TypeRun(slot.begin, slot.begin, torch.empty(0, dtype=slot.dtype)))
             self.runs[-1].end = slot.end
             self.run_of.append(self.runs[-1])
         for run in self.runs:
@@ -141,7 +141,7 @@ class Published:
         """Note who wrote so far, and a few published elements by which one sees whether anyone zeroes them."""
         self.stamp, self.witnesses = self.written(), self.sample(WITNESSES)
 
-    def _split(self, union: Ints) -> list[tuple[Run, Ints]]:
+    def _split(self, union: Ints) -> list[tuple[TypeRun, Ints]]:
         """The union's share of every run."""
         if len(self.runs) == 1:
             return [(self.runs[0], union)]

@@ -7,7 +7,7 @@ import torch
 
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.journal import Journal
-from mpisparse.runtime.parts import Parts
+from mpisparse.runtime.parts import RunParts
 from mpisparse.runtime.run_state import RunState
 from mpisparse.runtime.settings import Settings
 from mpisparse.runtime.workloads import Data, Examples, Task
@@ -73,7 +73,7 @@ def reached(metric: float | None, target: float | None, task: Task) -> bool:
 class Evaluations:
     """Measures, reports, and passes the metric to the scheme."""
 
-    def __init__(self, parts: Parts, journal: Journal, state: RunState) -> None:
+    def __init__(self, parts: RunParts, journal: Journal, state: RunState) -> None:
         self.parts, self.journal, self.state = parts, journal, state
 
     def steer(self) -> bool:

@@ -10,7 +10,7 @@ from mpisparse.arrays import Doubles
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.board import Board
 from mpisparse.runtime.metrics import MetricsFile, step_fields, write_whole
-from mpisparse.runtime.parts import Parts
+from mpisparse.runtime.parts import RunParts
 from mpisparse.runtime.progress import Progress, Silent, make_progress, own_facts, step_facts
 from mpisparse.runtime.run_state import RunState
 
@@ -18,7 +18,7 @@ from mpisparse.runtime.run_state import RunState
 class Journal:
     """Reports the steps, evaluations and events of a run. Opening it is collective, all else local."""
 
-    def __init__(self, parts: Parts, state: RunState, total: int, config: str | None) -> None:
+    def __init__(self, parts: RunParts, state: RunState, total: int, config: str | None) -> None:
         """`total`: the last step of the run. `config`: what to write to config.toml, if anything."""
         self.settings, self.task, self.sync = parts.settings, parts.task, parts.sync
         self.state, self.total = state, total

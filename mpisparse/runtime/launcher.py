@@ -15,7 +15,7 @@ MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH", "intel": "Intel MPI", "cra
 
 
 @dataclass(frozen=True)
-class Launcher:
+class JobLauncher:
     """The MPI family, the command that starts its ranks, and the reason for the choice, for a comment line."""
 
     mpi: str
@@ -45,15 +45,15 @@ def pmi_offered() -> set[str] | None:
     return None if listed is None else set(re.findall(r"[a-z][a-z0-9_]+", listed.partition("\n")[2]))
 
 
-def choose_launcher(mpi: str = "auto", launcher: str = "auto") -> Launcher:
+def choose_launcher(mpi: str = "auto", launcher: str = "auto") -> JobLauncher:
     """Choose the MPI and its launcher: as requested, or by what is found."""
     found = (mpi, f"{MPI_NAMES[mpi]} was requested") if mpi != "auto" else find_mpi()
     mpi, why = found or ("openmpi", "no MPI was found here: Open MPI is assumed")
     pmi, offered = PMI[mpi], pmi_offered()
     if launcher == "mpirun":
-        return Launcher(mpi, "mpirun", f"{why}; mpirun starts it without Slurm's PMI")
+        return JobLauncher(mpi, "mpirun", f"{why}; mpirun starts it without Slurm's PMI")
     if launcher == "srun" or offered is None or pmi in offered:
         known = " (not checked: no Slurm here)" if offered is None else ", which this Slurm offers"
         known = "" if launcher == "srun" else known
-        return Launcher(mpi, f"srun --mpi={pmi}", f"{why}; srun starts it with --mpi={pmi}{known}")
-    return Launcher(mpi, "mpirun", f"{why}; it needs srun --mpi={pmi}, which this Slurm lacks: mpirun")
+        return JobLauncher(mpi, f"srun --mpi={pmi}", f"{why}; srun starts it with --mpi={pmi}{known}")
+    return JobLauncher(mpi, "mpirun", f"{why}; it needs srun --mpi={pmi}, which this Slurm lacks: mpirun")

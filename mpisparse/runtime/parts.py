@@ -12,7 +12,7 @@ from mpisparse.sync import GradientSync
 
 
 @dataclass(frozen=True)
-class Parts:
+class RunParts:
     """The settings of a run and the objects made from them."""
 
     settings: Settings

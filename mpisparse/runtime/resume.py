@@ -13,7 +13,7 @@ import torch
 from mpisparse import checkpoint
 from mpisparse.checkpoint import store
 from mpisparse.errors import ConfigurationError
-from mpisparse.runtime.parts import Parts
+from mpisparse.runtime.parts import RunParts
 from mpisparse.runtime.run_state import KEYS, RunState, check_run_state
 from mpisparse.runtime.settings import FROM_CHECKPOINT, Settings, differences
 from mpisparse.runtime.settings_file import read_file
@@ -34,7 +34,7 @@ class Resumed:
     reseed: bool
 
 
-def resume(parts: Parts) -> Resumed | None:
+def resume(parts: RunParts) -> Resumed | None:
     """Load the checkpoint that --resume asks for; None if the run starts from scratch. Collective."""
     settings, optimizer, sync = parts.settings, parts.optimizer, parts.sync
     mode, forced = _parse(settings.resume)
@@ -104,7 +104,7 @@ def _source(mode: str, settings: Settings, sync: GradientSync) -> Path:
     return own if named is None or begun else named
 
 
-def _changed_settings(parts: Parts, source: Path, extra: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _changed_settings(parts: RunParts, source: Path, extra: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ from those of the checkpoint, each with its old and new value."""
     saved = extra.get("settings")
     saved = saved if isinstance(saved, dict) else _guessed_settings(source, parts.optimizer)
@@ -121,7 +121,7 @@ def _guessed_settings(source: Path, optimizer: torch.optim.Optimizer) -> dict[st
     return known
 
 
-def _compare(parts: Parts, source: Path, changed: dict[str, tuple[Any, Any]], *, forced: bool) -> list[str]:
+def _compare(parts: RunParts, source: Path, changed: dict[str, tuple[Any, Any]], *, forced: bool) -> list[str]:
     """Describe the changed settings; raise on all ranks if the checkpoint would override one, unless forced. Collective."""
     mode = parts.settings.resume
     force = "force" if mode == "auto" else f"force:{mode}"
@@ -137,7 +137,7 @@ def _compare(parts: Parts, source: Path, changed: dict[str, tuple[Any, Any]], *,
     return [f"{name} {json.dumps(now)}, before {json.dumps(before, default=str)}" for name, (before, now) in changed.items()]
 
 
-def _compare_split(parts: Parts, source: Path, extra: dict[str, Any], *, forced: bool) -> list[str]:
+def _compare_split(parts: RunParts, source: Path, extra: dict[str, Any], *, forced: bool) -> list[str]:
     """Describe a change of the validation data; raise on all ranks if there is one, unless forced. Collective."""
     other = difference(extra.get("split"), split_of(parts.data, parts.settings.seed))
     refused = other is not None and not forced

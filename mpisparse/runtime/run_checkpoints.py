@@ -10,7 +10,7 @@ from mpisparse import checkpoint
 from mpisparse.errors import CheckpointError, LockError
 from mpisparse.runtime.journal import Journal
 from mpisparse.runtime.lock import RunLock
-from mpisparse.runtime.parts import Parts
+from mpisparse.runtime.parts import RunParts
 from mpisparse.runtime.run_state import RunState
 from mpisparse.runtime.workloads.split import split_of
 
@@ -18,7 +18,7 @@ from mpisparse.runtime.workloads.split import split_of
 class RunCheckpoints:
     """Writes checkpoints into a run's directory, as long as the run holds its lock."""
 
-    def __init__(self, parts: Parts, journal: Journal, lock: RunLock | None) -> None:
+    def __init__(self, parts: RunParts, journal: Journal, lock: RunLock | None) -> None:
         """`lock`: that of the run's directory, on the rank that holds it."""
         self.parts, self.journal, self.lock = parts, journal, lock
         self.failed = False  # whether the last checkpoint could not be written

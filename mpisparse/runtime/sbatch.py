@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpisparse.errors import ConfigurationError
-from mpisparse.runtime.launcher import MPI_NAMES, Launcher, choose_launcher
+from mpisparse.runtime.launcher import MPI_NAMES, JobLauncher, choose_launcher
 from mpisparse.runtime.signals import INTERRUPTED
 from mpisparse.runtime.slurm import parse_time
 
@@ -26,7 +26,7 @@ SIGNAL_SECONDS = (30, 300)  # before the time limit: minimum, maximum
 class Request:
     """What a script does. `words` are the flags of mpisparse train."""
 
-    launcher: Launcher
+    launcher: JobLauncher
     words: Sequence[str]
     nodes: int = 1
     ranks_per_node: int = 1

@@ -16,7 +16,7 @@ from mpisparse.runtime import slurm
 from mpisparse.runtime.evaluate import Evaluations, reached
 from mpisparse.runtime.journal import Journal
 from mpisparse.runtime.metrics import StepRows
-from mpisparse.runtime.parts import Parts
+from mpisparse.runtime.parts import RunParts
 from mpisparse.runtime.progress import human_bytes
 from mpisparse.runtime.recording import Recorder
 from mpisparse.runtime.resume import Resumed, resume
@@ -75,7 +75,7 @@ class Trainer:
         self.sync.check_together(self._too_few_examples())
         self.sync.check_together(onefile.lacking() if settings.driver is not None else None)
         seed_rank(settings.seed, self.sync.rank)
-        parts = Parts(settings, self.model, self.data, self.task, self.sync, self.optimizer)
+        parts = RunParts(settings, self.model, self.data, self.task, self.sync, self.optimizer)
         self.resumed = self._resume(parts)
         self.done = reached(self.state.metric, settings.target, self.task)
         self.total = self._total_steps()
@@ -96,7 +96,7 @@ class Trainer:
             run_directory=settings.out, **self.losses.options(),
         )  # fmt: skip
 
-    def _resume(self, parts: Parts) -> Resumed | None:
+    def _resume(self, parts: RunParts) -> Resumed | None:
         resumed = resume(parts)
         if resumed is not None:
             self.state = self.losses.state = resumed.state

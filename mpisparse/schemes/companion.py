@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
+
+from mpisparse.arrays import State
 
 if TYPE_CHECKING:
     from mpisparse.arrays import Bools, Ints
     from mpisparse.backends.flat import Slot
     from mpisparse.core.aggregator import Aggregator
     from mpisparse.core.records import Delivered, Stats
-
-State = dict[str, Any]
 
 
 class Places(Protocol):

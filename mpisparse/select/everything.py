@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mpisparse.arrays import Ints
+from mpisparse.arrays import Ints, State
 from mpisparse.comm.agreement import Notice
 from mpisparse.select.candidates import NONE
-from mpisparse.select.plans import Agreed, Outcome, State, pack_agreed, unpack_agreed
+from mpisparse.select.plans import Agreed, Outcome, pack_agreed, unpack_agreed
 from mpisparse.select.search import share_counts
 from mpisparse.select.view import Live, View
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mpisparse.arrays import Ints
+from mpisparse.arrays import Ints, State
 from mpisparse.comm.agreement import Notice
 from mpisparse.select.candidates import Candidates, count_ties, drop_ties
 from mpisparse.select.fill import ascending_shares, fill, is_short
 from mpisparse.select.partition import imbalance
-from mpisparse.select.plans import Agreed, Outcome, State, pack_agreed, unpack_agreed
+from mpisparse.select.plans import Agreed, Outcome, pack_agreed, unpack_agreed
 from mpisparse.select.search import Collected, Scope, Search, Settled, Settlement, both, not_poor, share_counts
 from mpisparse.select.selector import ExclusiveSelector
 from mpisparse.select.threshold import TINY, TOLERANCE, Controller, Rungs, TailAware, locate_rungs
@@ -51,7 +51,7 @@ class Rules(NamedTuple):
         return not (self.masked or self.exact)
 
 
-class Lesson(NamedTuple):
+class Evidence(NamedTuple):
     """What the next step's threshold is learnt from; `settled` is None if this step tells nothing about it."""
 
     selector: ExclusiveSelector
@@ -92,7 +92,7 @@ def settle_in_regions(
 def settle_step(
     search: Search[Scope, Collected], selector: ExclusiveSelector, scope: Scope, rungs: Rungs, found: Collected,
     sound: Callable[[Settled[Collected]], Settled[Collected]] | None = None, *, tells: bool = True,
-) -> tuple[Settled[Collected], Lesson]:  # fmt: skip
+) -> tuple[Settled[Collected], Evidence]:  # fmt: skip
     """Agree on threshold and borders, and hold k where the controller does; the same for real ranks and simulated ones.
 
     sound: leaves out what should not be sent. tells: whether this step's threshold says anything of the next one's.
@@ -101,10 +101,10 @@ def settle_step(
     k, selected = search.k, int(settled.workloads.sum())
     close = selected > 0 and abs(selected - k) <= max(1.0, TOLERANCE * k)
     if not selector.controller.holds or (close and tells and sound is None):
-        return settled, Lesson(selector, settled, k)
+        return settled, Evidence(selector, settled, k)
     filled = fill(search, scope, sound(settled) if sound else settled, selector.cut, selector.step)
     learnt = settled if tells and not is_short(search, settled) else None
-    return filled, Lesson(selector, learnt, search.k)
+    return filled, Evidence(selector, learnt, search.k)
 
 
 def first_rungs(selector: ExclusiveSelector, k: int) -> Rungs:
@@ -113,7 +113,7 @@ def first_rungs(selector: ExclusiveSelector, k: int) -> Rungs:
 
 
 def next_selector(
-    controller: Controller, lesson: Lesson, union: Ints, search: Callable[..., Ints], pick: Callable[..., Ints]
+    controller: Controller, lesson: Evidence, union: Ints, search: Callable[..., Ints], pick: Callable[..., Ints]
 ) -> ExclusiveSelector:
     """The selector of the next step; `controller` is the newest there is."""
     settled, k = lesson.settled, lesson.k
@@ -160,7 +160,7 @@ class ExclusivePlan(NamedTuple):
             )
         else:
             settled = self._settle_percentile(search, exchange, backend, notice, view)
-            lesson = Lesson(self.selector, settled, self.k)
+            lesson = Evidence(self.selector, settled, self.k)
         found, threshold, union = settled.found, float(settled.rungs[settled.rung]), None
         if exchange.size == 1 and isinstance(found.index, np.ndarray):  # nobody is to be told
             union = found.index[found.magnitude >= np.float32(threshold)]
@@ -270,7 +270,7 @@ class ExclusiveSelection:
 
     def packed(self, agreed: Agreed) -> State:
         """An agreement in flight: also what the next threshold is learnt from."""
-        lesson: Lesson | None = agreed.lesson
+        lesson: Evidence | None = agreed.lesson
         if lesson is None:  # nothing_agreed(), before the first agreement
             return pack_agreed(agreed)
         settled = lesson.settled
@@ -286,5 +286,5 @@ class ExclusiveSelection:
         if "rungs" in state:
             rungs, total = np.asarray(state["rungs"], dtype=np.float32), np.asarray(state["total"], dtype=np.int64)
             settled = Settled(None, rungs, int(state["rung"]), total, total)
-        lesson = Lesson(self.selector.loaded(state["selector"]), settled, int(state["lesson_k"]))
+        lesson = Evidence(self.selector.loaded(state["selector"]), settled, int(state["lesson_k"]))
         return unpack_agreed(state, lesson=lesson)

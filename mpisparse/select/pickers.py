@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from mpisparse.arrays import Floats, Ints
+from mpisparse.arrays import Floats, Ints, State
 from mpisparse.backends.flat import Held
 from mpisparse.comm.agreement import Notice
 from mpisparse.comm.regions import even_regions, shared_out
 from mpisparse.errors import ConfigurationError
 from mpisparse.select.candidates import NONE, Candidates
-from mpisparse.select.plans import Agreed, Outcome, State, pack_agreed, unpack_agreed
+from mpisparse.select.plans import Agreed, Outcome, pack_agreed, unpack_agreed
 from mpisparse.select.search import share_counts
 from mpisparse.select.threshold import TINY
 from mpisparse.select.view import Live, View

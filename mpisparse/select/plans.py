@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mpisparse.arrays import Ints
+from mpisparse.arrays import Ints, State
 from mpisparse.comm.regions import Region, even_regions
 from mpisparse.select.candidates import NONE, Candidates
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from mpisparse.comm.agreement import Notice
     from mpisparse.comm.exchange import Exchange
     from mpisparse.select.view import Live, View
-
-State = dict[str, Any]
 
 
 class Agreed(NamedTuple):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpisparse.arrays import Bytes, Floats, Ints
+from mpisparse.arrays import Bytes, Floats, Ints, State
 from mpisparse.backends.flat import Pieces, Slot, add_sparse_, in_order, zeros
 from mpisparse.errors import ConfigurationError, GradientError
 from mpisparse.select.candidates import Candidates
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     Exempt = Callable[[str], AbstractContextManager[None]]
     Lap = Callable[[str], None]
 
-Dense = tuple[NDArray[np.uint64], Ints, Bytes]  # addresses, ends and kinds of dense pieces
-State = dict[str, Any]
+DensePieces = tuple[NDArray[np.uint64], Ints, Bytes]  # addresses, ends and kinds of dense pieces
 
 
 class Scorer:
@@ -175,7 +174,7 @@ class WholeGradient(Scorer):
         self._complete()
         return self.keys.select(lo, hi, floor)
 
-    def _pass(self, dense: Dense, lo: int, hi: int, floor: float) -> Candidates:
+    def _pass(self, dense: DensePieces, lo: int, hi: int, floor: float) -> Candidates:
         """Take all gradients, and collect what reaches the floor in [lo, hi)."""
         raise NotImplementedError
 
@@ -242,7 +241,7 @@ class Average(Remembering):
         self.rate = rate
         self.keys = VectorKeys(backend, read_only(self.memory))
 
-    def _pass(self, dense: Dense, lo: int, hi: int, floor: float) -> Candidates:
+    def _pass(self, dense: DensePieces, lo: int, hi: int, floor: float) -> Candidates:
         return Candidates(*self.backend.average_select(self.acc, self.memory, self.rate, *dense, lo, hi, floor))
 
     def _update(self, slot: Slot, pointer: int) -> int:

@@ -31,7 +31,7 @@ DUE = 16  # every so many steps scores give way to magnitude
 ROTATION = 16  # up to so many ranks, borders that are not drawn in the step stay for a whole rotation
 READS_PER_SELECTED = 128  # elements that can be read in the time that handling one selected element takes
 
-Search = Callable[[Any, Ints], Ints]
+SearchSorted = Callable[[Any, Ints], Ints]
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +129,7 @@ class ExclusiveSelector:
         borders = partition.best_borders([counts[owner] for owner in sharing], self.edges, weights=weights)
         return replace(self, borders=borders[np.cumsum([0, *chosen])])
 
-    def after(self, union: Ints, controller: Controller, search: Search, pick: Search) -> ExclusiveSelector:
+    def after(self, union: Ints, controller: Controller, search: SearchSorted, pick: SearchSorted) -> ExclusiveSelector:
         """The selector of the next step, by what all ranks selected; `search` and `pick` are the backend's."""
         borders, work = self.borders, self.work
         if self.partitioner == "paper":
@@ -140,7 +140,7 @@ class ExclusiveSelector:
         coming = replace(self, controller=controller, borders=borders, work=work, step=self.step + 1)
         return coming._prepared(union, search, pick) if self.partitioner == "best" and self.size > 1 else coming
 
-    def _prepared(self, union: Ints, search: Search, pick: Search) -> ExclusiveSelector:
+    def _prepared(self, union: Ints, search: SearchSorted, pick: SearchSorted) -> ExclusiveSelector:
         """This step with its borders or, where they are drawn in it, its blocks."""
         n = self.n
         if self.sweeps:
@@ -155,7 +155,7 @@ class ExclusiveSelector:
             return replace(self, borders=partition.best_borders([self._cost()] * self.size, self.edges, longest))
         return self
 
-    def _held(self, union: Ints, search: Search) -> ExclusiveSelector:
+    def _held(self, union: Ints, search: SearchSorted) -> ExclusiveSelector:
         """Borders that balance what was selected last, and stay until sweeps have gone once around the ranks."""
         work = self.work
         if self.turn % self.size == 0:

@@ -23,7 +23,7 @@ from mpisparse.schemes.predictive.background import Background, PredictorError
 from mpisparse.schemes.predictive.nets import Job, Lesson, Nets, Prediction, Slice
 from mpisparse.schemes.predictive.sample import draw
 from mpisparse.select.candidates import Candidates
-from mpisparse.select.scorers import Dense, WholeGradient
+from mpisparse.select.scorers import DensePieces, WholeGradient
 from mpisparse.select.threshold import FIRST_GROWTH
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class Predicted(WholeGradient):
             self._draw(found.index)
         return found
 
-    def _pass(self, dense: Dense, lo: int, hi: int, floor: float) -> Candidates:
+    def _pass(self, dense: DensePieces, lo: int, hi: int, floor: float) -> Candidates:
         self._record(dense, 0, len(self.acc))
         return Candidates(*self.backend.accumulate_select_scored(self.acc, self.tags, self.key, *dense, lo, hi, floor))
 
@@ -178,7 +178,7 @@ class Predicted(WholeGradient):
         self._record(one, slot.begin, slot.end)
         return int(self.backend.accumulate(self.acc[slot.begin : slot.end], pointer, slot.sent_kind)) if pointer else -1
 
-    def _record(self, dense: Dense, begin: int, end: int) -> None:
+    def _record(self, dense: DensePieces, begin: int, end: int) -> None:
         """Note the gradients of [begin, end) that belong to the slice or to the sample."""
         a, b = max(begin, self._lo), min(end, self._lo + self._n)
         if a < b:

@@ -13,16 +13,16 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from mpisparse.arrays import Bools
+from mpisparse.arrays import Bools, State
 from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Delivered, Stats
 from mpisparse.core.stages import LateDropped
 from mpisparse.core.step import Clock
 from mpisparse.errors import ConfigurationError, GradientError
-from mpisparse.schemes.companion import Companion, Places, State
+from mpisparse.schemes.companion import Companion, Places
 from mpisparse.schemes.speculative.influence import InfluenceScorer
 from mpisparse.schemes.speculative.local import LocalUpdate, check_elementwise
-from mpisparse.schemes.speculative.selection import GranularSelection, Picked
+from mpisparse.schemes.speculative.selection import GranularSelection, SentAhead
 from mpisparse.schemes.speculative.upgrade import upgraded
 from mpisparse.schemes.speculative.weights import Tolerance, TwoSets
 
@@ -71,7 +71,7 @@ class Speculating(Companion):
         self.exchange = aggregator.parts.exchange
         self.sets: TwoSets | None = None
         self.local: LocalUpdate | None = None
-        self._ahead: Picked | None = None
+        self._ahead: SentAhead | None = None
 
     # The optimizer
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from mpisparse.arrays import Floats
+from mpisparse.arrays import Floats, State
 from mpisparse.backends.flat import Pieces, zeros
 from mpisparse.errors import ConfigurationError
 from mpisparse.schemes.companion import Places
 from mpisparse.schemes.side_gradient import gradient_of, untouched
 from mpisparse.select.candidates import Candidates
-from mpisparse.select.scorers import Magnitude, State, mean_of
+from mpisparse.select.scorers import Magnitude, mean_of
 from mpisparse.select.view import VectorKeys
 
 if TYPE_CHECKING:

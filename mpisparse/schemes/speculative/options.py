@@ -16,7 +16,7 @@ from mpisparse.schemes.options import KEPT, Options, check_flag, check_positive,
 from mpisparse.schemes.speculative.companion import Speculating
 from mpisparse.schemes.speculative.granularity import Filter
 from mpisparse.schemes.speculative.influence import Influence, InfluenceScorer, Probe
-from mpisparse.schemes.speculative.policy import Fixed, Learned, Policy, Rule, Schedule
+from mpisparse.schemes.speculative.policy import Constant, Learned, Policy, Rule, Schedule
 from mpisparse.schemes.speculative.selection import GranularSelection
 from mpisparse.schemes.speculative.weights import Tolerance
 from mpisparse.wire.codecs import CODECS, codec_names
@@ -141,7 +141,7 @@ class Speculative(Options):
     def policy(self) -> Policy:
         """How fine."""
         if self.granularity in GRANULARITIES:
-            return Fixed(GRANULARITIES[self.granularity])
+            return Constant(GRANULARITIES[self.granularity])
         if self.granularity == "schedule":
             return Schedule(self.horizon)
         if self.granularity == "rule":

@@ -36,7 +36,7 @@ class Policy(Protocol):
     def load(self, state: dict[str, Any]) -> None: ...
 
 
-class Fixed:
+class Constant:
     """Always the same share."""
 
     def __init__(self, value: float) -> None:
@@ -58,7 +58,7 @@ class Fixed:
         pass
 
 
-class Schedule(Fixed):
+class Schedule(Constant):
     """From coarse to fine with progress: after `horizon` steps all layers are fine."""
 
     def __init__(self, horizon: int) -> None:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mpisparse.arrays import Floats, Ints
+from mpisparse.arrays import Floats, Ints, State
 from mpisparse.comm.agreement import FINE, Notice
 from mpisparse.comm.regions import Region, cut_at, even_regions, shared_out
 from mpisparse.errors import ConfigurationError
 from mpisparse.schemes.speculative.granularity import Filter, Filtered
 from mpisparse.schemes.speculative.policy import Policy, Seen
 from mpisparse.select.candidates import NONE, Candidates
-from mpisparse.select.plans import Agreed, Outcome, State, pack_agreed, unpack_agreed
+from mpisparse.select.plans import Agreed, Outcome, pack_agreed, unpack_agreed
 from mpisparse.select.search import share_counts
 from mpisparse.select.view import Live, Snapshot, View
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 NOTHING = Filtered(NONE.index, 0.0, (True,), ())
 
 
-class Picked(NamedTuple):
+class SentAhead(NamedTuple):
     """What this rank sends in a step, and how it was filtered."""
 
     index: Ints  # type: ignore[assignment]  # hides tuple.index
@@ -43,7 +43,7 @@ class GranularPlan(NamedTuple):
     step: int
     n: int
     regions: list[Region]
-    note: Callable[[Picked], None]
+    note: Callable[[SentAhead], None]
     own: bool = True
     looks: bool = True
     scope: tuple[int, int] = (0, 0)  # no candidates are collected in the pass
@@ -54,7 +54,7 @@ class GranularPlan(NamedTuple):
         fine = notice.status == FINE
         filtered = self.filter.run(live.keys.vector, self.k, self.share, self.step) if fine else NOTHING
         values = live.take(filtered.index)
-        self.note(Picked(filtered.index, values, filtered))
+        self.note(SentAhead(filtered.index, values, filtered))
         return Snapshot(live.backend, Candidates(filtered.index, np.abs(values)), values, leaving=filtered.index)
 
     def agree(self, exchange: Exchange, backend: Backend, notice: Notice, view: View) -> Agreed:
@@ -81,7 +81,7 @@ class GranularSelection:
         self.size = size
         self.one_server = one_server
         self.step = self.begun = 0
-        self.picked = Picked(NONE.index, NONE.magnitude, NOTHING)
+        self.picked = SentAhead(NONE.index, NONE.magnitude, NOTHING)
         self.regions = self._first_regions()
 
     def _first_regions(self) -> list[Region]:
@@ -94,7 +94,7 @@ class GranularSelection:
         self.begun += 1
         return GranularPlan(self.filter, share, k, step, self.n, self.regions, self._note)
 
-    def _note(self, picked: Picked) -> None:
+    def _note(self, picked: SentAhead) -> None:
         self.picked = picked
 
     def learn(self, agreed: Agreed, outcome: Outcome) -> None:

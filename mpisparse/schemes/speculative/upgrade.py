@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-State = dict[str, Any]
+from mpisparse.arrays import State
 
 
 def upgraded(state: State, *, late: bool, keeps: bool) -> State:

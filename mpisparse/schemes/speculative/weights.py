@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
+from mpisparse.arrays import State
 from mpisparse.backends.flat import Slot
 from mpisparse.errors import ConfigurationError
 from mpisparse.schemes.companion import Places
 from mpisparse.schemes.speculative.local import flat, is_elementwise
 
 PIECE = 1 << 18  # elements compared at a time, so that they stay in cache
-
-State = dict[str, Any]
 
 
 @dataclass(frozen=True)

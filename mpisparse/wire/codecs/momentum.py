@@ -9,7 +9,7 @@ from mpisparse.wire.codecs.protocol import Codec, Kernels
 
 
 @dataclass(frozen=True)
-class Momentum:
+class Blended:
     """The bytes of the codec `values`; the step blends before it encodes."""
 
     values: Codec
