@@ -148,7 +148,7 @@ def test_device_buffers_straight_into_mpi(
     """MPI is declared CUDA-aware; the emulator's device memory is host memory, so any MPI can read it."""
     monkeypatch.setenv("MPISPARSE_CUDA_AWARE", "1")
     assert_same_run(comm, monkeypatch, density=0.05, codec=codec, segment_nbytes=segment_nbytes)
-    assert device.waits > 3 * STEPS
+    assert device.waits > (3 if comm.size > 1 else 1) * STEPS, "what MPI reads must be written by then"
 
 
 def test_only_what_is_selected_comes_to_the_host(comm: MPI.Intracomm, device: Emulator) -> None:

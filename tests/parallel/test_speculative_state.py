@@ -67,7 +67,8 @@ def test_a_checkpoint_holds_the_global_weights(comm: MPI.Intracomm, directory: P
     with alone.sync.global_weights():
         assert everywhere(comm, bits(plain.parameters()) == bits(alone.model.parameters()))
     held = total(comm, run.sync.residual.double() + leftovers(run.sync.state_dict())) / comm.size
-    assert everywhere(comm, torch.allclose(alone.sync.residual.double(), held, atol=1e-7))
+    kept = alone.sync.residual.double() + leftovers(alone.sync.state_dict())
+    assert everywhere(comm, torch.allclose(kept, held, atol=1e-7))
     alone.train(6, 9).close()
     run.close()
 
