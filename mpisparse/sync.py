@@ -124,10 +124,9 @@ class GradientSync:
             self._companion.begin()
         aggregator, works, gradients, clock = self._aggregator, self._aggregator.works, self._gradients, Clock()
         self._backend.use_threads(torch.get_num_threads())
-        if works.scorer.asks:
-            trouble = trouble or aggregator.ready(clock.lap)
+        found = aggregator.ready(clock.lap) if works.scorer.asks else ""  # asked even in trouble: it begins a new step
         gradients.look()  # k counts what is not frozen
-        pieces, notice = gradients.take(self.k, trouble or "")
+        pieces, notice = gradients.take(self.k, trouble or found)
         number = works.selection.step + (len(works.flight) if works.flight is not None else 0)
         try:
             used = agree(works, notice, clock)

@@ -5,13 +5,13 @@ Each is a selection of its own in the order of every scheme (mpisparse.core.step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import nn
 
-from mpisparse.arrays import Ints, State
+from mpisparse.arrays import Ints
 from mpisparse.bench.sparse_models import PrunedLinear
 from mpisparse.comm.agreement import Notice
 from mpisparse.comm.exchange import Exchange
@@ -20,7 +20,8 @@ from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.stages import Dropped
 from mpisparse.model.layout import Layout
 from mpisparse.select.candidates import NONE, Candidates
-from mpisparse.select.plans import Agreed, Outcome, pack_agreed, unpack_agreed
+from mpisparse.select.everything import Everything
+from mpisparse.select.plans import Agreed
 from mpisparse.select.scorers import Magnitude
 from mpisparse.select.search import share_counts
 from mpisparse.select.view import Live, Snapshot, View
@@ -70,46 +71,17 @@ class CoveredPlan(NamedTuple):
         return agreed
 
 
-class Covered:
+class Covered(Everything):
     """The cover of a model, from step to step."""
 
     def __init__(self, cover: Cover, n: int, *, own: bool) -> None:
+        super().__init__(n)
         self.cover = cover
-        self.n = n
         self.own = own
-        self.step = 0
 
-    def plan(self, k: int) -> CoveredPlan:
+    def plan(self, k: int) -> CoveredPlan:  # type: ignore[override]  # another kind of plan
         """The coming step."""
         return CoveredPlan(self.cover, self.n, self.own, looks=self.own)
-
-    def learn(self, agreed: Agreed, outcome: Outcome) -> None:
-        """Go on to the next step."""
-        self.step += 1
-
-    def state(self) -> State:
-        """What the next step depends on."""
-        return {"step": self.step}
-
-    def check(self, state: State) -> None:
-        """Raise unless load() could take the state."""
-        int(state["step"])
-
-    def load(self, state: State) -> None:
-        """Take what state() gave."""
-        self.step = int(state["step"])
-
-    def resize(self, states: Sequence[State]) -> State:
-        """All ranks have done the same steps."""
-        return {"step": states[0]["step"]}
-
-    def packed(self, agreed: Agreed) -> State:
-        """An agreement as plain values."""
-        return pack_agreed(agreed)
-
-    def unpacked(self, state: State) -> Agreed:
-        """What packed() was given."""
-        return unpack_agreed(state)
 
 
 class TailoredSync(GradientSync):

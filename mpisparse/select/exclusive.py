@@ -286,5 +286,4 @@ class ExclusiveSelection:
         if "rungs" in state:
             rungs, total = np.asarray(state["rungs"], dtype=np.float32), np.asarray(state["total"], dtype=np.int64)
             settled = Settled(None, rungs, int(state["rung"]), total, total)
-        lesson = Evidence(self.selector.loaded(state["selector"]), settled, int(state["lesson_k"]))
-        return unpack_agreed(state, lesson=lesson)
+        return agreed._replace(lesson=Evidence(self.selector.loaded(state["selector"]), settled, int(state["lesson_k"])))

@@ -79,6 +79,7 @@ class ByOwner(NamedTuple):
         if exchange.size == 1 and codec.lossless:
             left = backend.empty(len(values), np.float32)
             backend.fill(left, 0.0)
+            check_finite(exchange, backend, index, values)
             return Reduced(index, values, left)
         spans = spans_of(backend.search, index, regions)
         nbytes = [codec.nbytes(stop - start) for start, stop in spans]

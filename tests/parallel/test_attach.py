@@ -332,3 +332,20 @@ def test_adaptive_optimizers_are_warned_of_where_gradients_are_sparse(comm: MPI.
         sync = mpisparse.GradientSync(model, **options)
         assert warned(torch.optim.Adam(params), sync) == []
         sync.close()
+
+
+def test_a_refused_step_may_be_done_again_after_another_backward(comm: MPI.Intracomm) -> None:
+    """Path "backward" with a scheme that needs the gradient whole: a refusal begins the step anew."""
+    model = nn.Linear(20, 10)
+    sync = mpisparse.GradientSync(model, scheme="momentum", accumulate="backward", density=0.2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpisparse.attach(optimizer, sync)
+    stranger = nn.Parameter(torch.zeros(3))
+    optimizer.param_groups[0]["params"].append(stranger)
+    model(torch.ones(2, 20)).sum().backward()
+    assert "does not exchange" in raised(comm, mpisparse.GradientError, optimizer.step)
+    optimizer.param_groups[0]["params"].pop()
+    model(torch.ones(2, 20)).sum().backward()
+    optimizer.step()
+    assert everywhere(comm, sync.stats.selected > 0)
+    sync.close()
