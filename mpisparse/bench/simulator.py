@@ -32,6 +32,7 @@ from mpisparse.select.scorers import Magnitude
 from mpisparse.select.search import Search, block_count_type, harmonic
 from mpisparse.select.selector import ExclusiveSelector
 from mpisparse.select.threshold import Controller, Rungs
+from mpisparse.select.view import VectorKeys
 from mpisparse.wire.codecs import CODECS
 from mpisparse.wire.indices import nbytes_of
 
@@ -177,7 +178,8 @@ class VirtualSearch(Search[Scopes, list[Candidates]]):
         return [drop_ties(f, threshold, int(share), turn) for f, share in zip(found, shares, strict=True)]
 
     def nominate(self, found: list[Candidates], threshold: float, regions: list[Region]) -> list[Candidates]:
-        every = (largest(self.backend, self.acc.read(worker, 0, self.n), self.k) for worker in range(self.size))
+        vectors = (VectorKeys(self.backend, self.acc.read(worker, 0, self.n)) for worker in range(self.size))
+        every = (largest(self.backend, keys, self.n, self.k) for keys in vectors)
         own = [certain(f.reaching(threshold)) for f in found]
         return [merge(*pair) for pair in zip(own, self._route(every, regions), strict=True)]
 

@@ -106,6 +106,7 @@ class Outgoing(NamedTuple):
     plan: Plan
     view: View
     stages: tuple[Stage, ...]
+    reducer: Reducer
     figures: tuple[float, ...] = ()
     ahead: Ahead | None = None
     late: bool = False

@@ -76,6 +76,7 @@ class Options:
     beta: float = 0.7
     segment_nbytes: int = SEGMENT_NBYTES
     on_device: ClassVar[bool] = False  # whether all parts of the scheme work in the memory of a CUDA device
+    of_weights: ClassVar[bool] = False  # whether ranks have weights and optimizers of their own, exchanged after its step
 
     def __post_init__(self) -> None:
         check_density(self.density)

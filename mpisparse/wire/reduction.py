@@ -8,12 +8,13 @@ order, so that all ranks receive the same bits. A sum beyond float32 raises Over
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from mpisparse.arrays import Bytes, Floats, Ints
+from mpisparse.arrays import Bytes, Floats, Ints, State
 from mpisparse.comm.agreement import BROKEN, FINE, Overflow, StepRefused
 from mpisparse.comm.regions import Region, spans_of
 from mpisparse.wire.stretches import pack, unpack
@@ -34,26 +35,53 @@ class Reduced(NamedTuple):
     """The mean, where it is, and what this rank keeps of what it sent (`left`, at the sent index; None: nothing).
 
     kept_index and kept: what an owner keeps of its sums where it did not send itself. nbytes: of indices and values, per
-    rank, on average; counted only where sizes travel.
+    rank, on average; counted only where sizes travel. own: what of this rank's values arrived, where the caller keeps the
+    rest; error: what an owner remembers (mpisparse.wire.feedback).
     """
 
     index: Ints  # type: ignore[assignment]  # hides tuple.index
-    mean: Floats
+    mean: Any
     left: Any
     kept_index: Ints = NO_INDEX
     kept: Floats = NO_VALUES
     nbytes: int = 0
+    own: Any = None
+    error: Any = None
 
 
-class Reducer(Protocol):
-    """Exchanges values; collective. `values` may be overwritten."""
+class Reducer:
+    """The protocol, with defaults of a reducer that remembers nothing. A reducer is immutable."""
 
-    def reduce(
-        self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]
-    ) -> Reduced: ...
+    def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
+        """Exchange values, which may be overwritten unless they are read-only; collective."""
+        raise NotImplementedError
+
+    def after(self, reduced: Reduced) -> Reducer:
+        """Return the reducer of the next step."""
+        return self
+
+    def state(self) -> State:
+        """What the next step depends on."""
+        return {}
+
+    def check(self, state: State) -> None:
+        """Raise ConfigurationError unless loaded() could take the state."""
+
+    def loaded(self, state: State) -> Reducer:
+        """Return the reducer that state() was taken of."""
+        return self
+
+    def at_rest(self, state: State, residual: Floats, rank: int, size: int) -> State:
+        """Return a saved state of one of `size` ranks with nothing remembered; it goes to the saved residual, in place."""
+        return state
+
+    def resize(self, states: Sequence[State]) -> State:
+        """Return the state on another number of ranks, from those taken over, which are at rest."""
+        return self.state()
 
 
-class ByMpi(NamedTuple):
+@dataclass(frozen=True)
+class ByMpi(Reducer):
     """One Allreduce, summed in MPI's order; nothing is left over."""
 
     def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
@@ -64,7 +92,8 @@ class ByMpi(NamedTuple):
         return Reduced(index, mean, values)
 
 
-class ByOwner(NamedTuple):
+@dataclass(frozen=True)
+class ByOwner(Reducer):
     """All ranks send the same elements, in regions, to the regions' owners."""
 
     codec: Codec
@@ -121,7 +150,8 @@ class ByOwner(NamedTuple):
         return Reduced(index, mean, values)
 
 
-class OwnByOwner(NamedTuple):
+@dataclass(frozen=True)
+class OwnByOwner(Reducer):
     """Each rank sends its own elements, with their indices, to the regions' owners; all receive the union.
 
     received: divide by how many ranks sent an element instead of by all ranks.
@@ -204,12 +234,21 @@ class OwnByOwner(NamedTuple):
         return union, total
 
 
-class Whole(NamedTuple):
+class Divided(NamedTuple):
+    """Summands that lie where their mean goes and are divided by the number of ranks, so that no sum overflows."""
+
+    vector: Any
+
+
+@dataclass(frozen=True)
+class Whole(Reducer):
     """The whole vector by one Allreduce into `target()`; nothing is left over."""
 
     target: Callable[[], torch.Tensor]
 
     def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
+        if isinstance(values, Divided):
+            return Reduced(index, exchange.allreduce_(values.vector), None)
         total = backend.array_of(self.target())
         exchange.allreduce(values, total)
         *_, bad = backend.select(total, 0, len(total), float("inf"))

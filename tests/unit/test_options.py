@@ -61,10 +61,10 @@ BAD_EXDYNA = [
     ),
 ]
 BAD_DENSE = [
-    ({"codec": "int9"}, ["unknown codec 'int9'; choose from: fp32"]),
-    ({"codec": 8}, ["unknown codec 8; choose from: fp32"]),
+    ({"codec": "int9"}, ["unknown codec 'int9'", "did you mean 'int8'?"]),
+    ({"codec": 8}, ["unknown codec 8; choose from: bf16"]),
     ({"density": 0.1}, ['scheme "dense" sends everything', "density must be 1", "got 0.1"]),
-    ({"codec": "int8"}, ['scheme "dense" sends float32 only', 'codec must be "fp32"', "got 'int8'"]),
+    ({"codec": "momentum-int8"}, ['scheme "dense" leaves momentum to the optimizer', "without momentum-"]),
     ({"controller": "tail"}, ["unknown option 'controller' for scheme \"dense\"", "choose from: accumulate"]),
 ]
 
