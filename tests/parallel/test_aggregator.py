@@ -22,7 +22,6 @@ from torch import nn
 import mpisparse
 from mpisparse.backends.flat import pieces_of
 from mpisparse.comm.agreement import Notice
-from mpisparse.core import flights
 from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Outgoing
 from mpisparse.core.state import sources
