@@ -52,7 +52,7 @@ class FewBits(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a group's codes: byte j holds those of values j, j + nbytes, j + 2 nbytes, ... from its lowest bits on."""
+        """Bytes of a group's codes: byte j holds those of values j, j + nbytes, j + 2 nbytes, ..., the first one lowest."""
         return self.group * self.bits // 8
 
 

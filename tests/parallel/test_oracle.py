@@ -146,7 +146,7 @@ def check(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Check:
 
 @both_backends
 @pytest.mark.parametrize("density", [0.001, 0.05, 1.0])
-@pytest.mark.parametrize("codec", ["fp32", "fp16", "bf16", "int8"])
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "bf16", "int8", "int4", "int2", "sign"])
 @both_paths
 @best_and_paper
 def test_codecs(check: Check, backend: str, settings: Settings, accumulate: str, codec: str, density: float) -> None:

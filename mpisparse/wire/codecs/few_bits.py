@@ -15,9 +15,9 @@ from mpisparse.wire.codecs.protocol import Kernels
 class FewBits:
     """A few bits per value, and 2 bytes per group. Scales and codes are padded to a multiple of 4 bytes each.
 
-    Kernels are those of the codec's name. int4 has a level at zero: what it leaves is exact and not larger than what was given.
-    int2 and sign send at least their inner level: what they leave is rounded to float32, so that decoded + left differs
-    from the value by up to 2^-25 of what was decoded. Over a group errors are never larger than the values, in squares.
+    Kernels are those of the codec's name. int4 has a level at zero: what it leaves is exact, and not larger than what was
+    given. int2 and sign have none: what they leave is rounded to float32, so that decoded + left differs from the value by
+    up to 2^-25 of what was decoded. In squares, a group's errors are never larger than its values.
     """
 
     name: str
