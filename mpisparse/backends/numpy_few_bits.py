@@ -18,7 +18,8 @@ ROW = 16  # values that the native kernels add at once
 
 # int4: the scale is the value of largest magnitude, with its sign. Levels ascend.
 INT4_ZERO = 7
-INT4_LEVELS: Floats = np.array([-224, -176, -136, -102, -70, -41, -16, 0, 18, 44, 73, 104, 138, 173, 211, 256], np.float32) / 256
+INT4_LEVELS = np.array([-224, -176, -136, -102, -70, -41, -16, 0, 18, 44, 73, 104, 138, 173, 211, 256], np.float32)
+INT4_LEVELS /= np.float32(256)
 INT4_SPLITS = (INT4_LEVELS[1:] + INT4_LEVELS[:-1]) / np.float32(2)
 
 # int2: the scale is the outer level that is best, in least squares, if magnitudes from INT2_FIRST x the largest on are outer
