@@ -1,9 +1,10 @@
 """Virtual workers: n ranks as threads of one process, of which only one runs at a time.
 
 A worker runs until it waits for others in a collective call, then hands the baton to the next one that can go on. The last
-to arrive does the work of the call for all. So a run is deterministic, and nobody fights for the interpreter's lock. Sums are
-made in rank order; MPI is free to choose another one. The default generators of torch and of Python's `random` are each
-worker's own. NumPy's global one is shared: to save and restore it at every turn would take 0.1 ms.
+to arrive does the work of the call for all. So a run is deterministic, and nobody fights for the interpreter's lock.
+
+Sums are made in rank order; MPI is free to choose another one. The default generators of torch and of Python's `random` are
+each worker's own. NumPy's global one is shared: to save and restore it at every turn would take 0.1 ms.
 """
 
 from __future__ import annotations

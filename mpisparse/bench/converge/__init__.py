@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 
-from mpi4py import MPI
-
 from mpisparse.bench.converge.plan import ConvergePlan, Record
 from mpisparse.bench.converge.store import Store, write_whole
 from mpisparse.bench.converge.summary import COLUMNS, markdown, summary
@@ -24,13 +22,21 @@ WORKERS = 4
 
 
 def workers_here() -> int:
-    """Return the number of workers unless one is given: the ranks under mpirun, else some virtual ones. Starts MPI."""
-    return MPI.COMM_WORLD.size if MPI.COMM_WORLD.size > 1 else WORKERS
+    """Return the number of workers unless one is given: the ranks under mpirun, else some virtual ones. Collective."""
+    ranks = ranks_here()
+    return ranks if ranks > 1 else WORKERS
+
+
+def ranks_here() -> int:
+    """Return the number of ranks of this job; collective."""
+    exchange = Exchange()
+    exchange.close()
+    return exchange.size
 
 
 def run(plan: ConvergePlan) -> int:
     """Do the runs that are missing, then print and write the table; collective under mpirun."""
-    if MPI.COMM_WORLD.size > 1:
+    if ranks_here() > 1:
         return _run_on_ranks(plan)
     store = Store(plan)
     done = do_here(plan, store) if plan.jobs == 1 else do_in_processes(plan, store)

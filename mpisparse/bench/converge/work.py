@@ -13,7 +13,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from typing import Any
 
 import torch
-from mpi4py import MPI
 
 from mpisparse.bench.converge.cases import ALONE
 from mpisparse.bench.converge.plan import ConvergePlan, Record, Run
@@ -39,7 +38,7 @@ def perform_on_ranks(run: Run, exchange: Exchange) -> Record:
     torch.set_num_threads(1)
     if run.case.name != ALONE:
         return train(run, exchange.comm)
-    record: Record = of_rank_0(exchange, train(run, MPI.COMM_SELF) if exchange.rank == 0 else None)
+    record: Record = of_rank_0(exchange, perform(run) if exchange.rank == 0 else None)
     return record
 
 
