@@ -241,5 +241,5 @@ def _converge_defaults(model: str) -> dict[str, Any]:
         adamw = {"optimizer": "adamw", "beta2": 0.99, "weight_decay": 0.1, "clip": 1.0}
         return {**common, **adamw, "batch_size": 8, "lr": 3e-3}
     if model.startswith("lstm"):
-        return {**common, "batch_size": 16, "lr": 4.0, "clip": 1.0}
+        return {**common, "batch_size": 16, "lr": 1.0, "clip": 1.0}
     return {**common, "batch_size": 32, "lr": 0.05}

@@ -34,6 +34,10 @@ def test_a_case_is_parsed() -> None:
     assert case == Case("few", {"scheme": "exdyna", "density": 0.01, "codec": "int8"}, "sgd", {"momentum": 0.5})
 
 
+def test_density_warm_up_is_the_loops_where_the_scheme_has_none() -> None:
+    assert parse_case("a: scheme=exdyna density_warmup=3 density=0.1").loop == {"density_warmup": 3}
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -45,6 +49,7 @@ def test_a_case_is_parsed() -> None:
         ("a: scheme=exdyna density=3", "case 'a': density must be in (0, 1], got 3; for 3 % pass 0.03"),
         ("a: scheme=exdyna comm=1", "case 'a': comm is set by the bench"),
         ("a: optimizer=adamv", "case 'a': unknown optimizer 'adamv'; did you mean"),
+        ("a: scheme=dense density_warmup=3 density=0.5", "case 'a': scheme \"dense\" sends everything"),
         ("dense: scheme=exdyna", "two cases are called 'dense', which is always there"),
     ],
 )
@@ -162,6 +167,7 @@ def test_every_case_has_its_own_rate(tmp_path: Path) -> None:
     records = summary(todo, done)
     assert [r["lr"] for r in records] == [1.0, 4.0, 0.5]
     assert [r["captured"] for r in records] == [0.0, 1.0, 0.75]
+    assert [r["beats_alone"] for r in records] == [None, 2, 2]
     assert {seed for _, _, seed in done} == {7, 8}
     table = markdown(records).splitlines()
     assert table[0].startswith("| case | bytes | lr |")

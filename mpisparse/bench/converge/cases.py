@@ -11,13 +11,14 @@ from typing import Any
 from mpisparse.errors import ConfigurationError, check_choice, suggest
 from mpisparse.runtime.flags import parse_options
 from mpisparse.runtime.settings import OPTIMIZERS
-from mpisparse.schemes import configure
+from mpisparse.schemes import configure, find_scheme, takes
 
 ALONE, DENSE = "alone", "dense"  # always there
 ONEBIT = "onebit"  # mpisparse.optim.OneBitAdamW
 KEYS = ("name", "options", "optimizer", "optimizer_options", "rates")
 OF_OPTIMIZER = "optimizer."  # the prefix of its options in a text
-LOOP = ("density_from", "density_warmup")  # options that the training loop carries out where a scheme has none of that name
+LOOP = ("density_from", "density_warmup")
+DEFAULT = "exdyna"  # the scheme that GradientSync has by default
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,17 @@ class Case:
         for name in ("comm", "timeout", "run_directory"):
             if name in self.options:
                 raise ConfigurationError(f"{name} is set by the bench; leave it out")
-        configure(**{"scheme": "exdyna", **self.of_scheme})
+        find_scheme(self.scheme)
+        configure(self.scheme, **{name: value for name, value in self.options.items() if name not in {"scheme", *self.loop}})
 
     @property
-    def of_scheme(self) -> dict[str, Any]:
-        """The options that GradientSync gets."""
-        return {name: value for name, value in self.options.items() if name not in LOOP}
+    def scheme(self) -> str:
+        return str(self.options.get("scheme", DEFAULT))
+
+    @property
+    def loop(self) -> dict[str, Any]:
+        """The options that the training loop carries out, because the scheme has none of that name."""
+        return {name: self.options[name] for name in LOOP if name in self.options and not takes(self.scheme, name)}
 
     def definition(self) -> dict[str, Any]:
         """What a result of this case depends on, as plain values; neither the name nor the rates."""

@@ -14,18 +14,23 @@ from mpisparse.runtime.table import formatted
 
 COLUMNS = {
     "case": "", "bytes": ".4g", "lr": ".4g", "edge": "", "validation": ".4f", "test": ".4f", "test_error": ".4f",
-    "captured": ".3f", "captured_error": ".3f", "seeds": "d", "seconds": ".1f",
+    "captured": ".3f", "captured_error": ".3f", "seeds": "d", "beats_alone": "d", "seconds": ".1f",
 }  # fmt: skip
 
 
 def summary(plan: ConvergePlan, done: Mapping[tuple[str, float, int], Record]) -> list[Record]:
-    """Return a record for each case: its best rate, means over seeds, and the share of dense's gain that it captures."""
+    """Return a record for each case: its best rate, means over seeds, and the share of dense's gain that it captures.
+
+    beats_alone: the number of seeds with a lower test loss than one worker alone has with the same seed.
+    """
     alone, dense = (_at_best(plan, _named(plan, name), done) for name in (ALONE, DENSE))
     records = []
     for case in plan.cases:
         runs = _at_best(plan, case, done)
         share, error = captured(_losses(alone), _losses(dense), _losses(runs))
-        records.append({**_describe(plan, case, done, runs), "captured": share, "captured_error": error})
+        better = sum(mine < other for mine, other in zip(_losses(runs), _losses(alone), strict=False))
+        told = {"captured": share, "captured_error": error, "beats_alone": None if case.name == ALONE else better}
+        records.append({**_describe(plan, case, done, runs), **told})
     return records
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import mpisparse
-from mpisparse.bench.converge.cases import LOOP, ONEBIT, Case
+from mpisparse.bench.converge.cases import ONEBIT, Case
 from mpisparse.bench.converge.plan import Record, Run
 from mpisparse.errors import ConfigurationError, GradientError
 from mpisparse.runtime.evaluate import evaluate
@@ -28,7 +28,6 @@ from mpisparse.runtime.settings import Settings
 from mpisparse.runtime.setup import decay_groups, make_optimizer, seed_rank
 from mpisparse.runtime.workloads import Data, Examples, Task, build, hold_out
 from mpisparse.runtime.workloads.split import Subset
-from mpisparse.schemes import takes
 
 LOOKS = 6  # evaluations on validation data before the last one
 GLANCE = 256  # examples of each of them
@@ -175,16 +174,11 @@ def some(examples: Examples, count: int) -> Examples:
 
 
 def _settings(case: Case, settings: Settings) -> Settings:
-    """Return the settings of a case: its scheme and options, and what the training loop does for schemes without it."""
-    given = {"scheme": "exdyna", **case.options}
-    scheme = given.pop("scheme")
-    own = {name: given.pop(name) for name in (*LOOP, "density", "codec") if name in given and not _of_scheme(scheme, name)}
+    """Return the settings of a case: its scheme and options, its optimizer, and what the training loop does for it."""
+    own = {**case.loop, **{name: case.options[name] for name in ("density", "codec") if name in case.options}}
+    options = {name: value for name, value in case.options.items() if name not in {"scheme", *own}}
     optimizer = settings.optimizer if case.optimizer in (None, ONEBIT) else case.optimizer
-    return replace(settings, scheme=scheme, options=given, optimizer=optimizer, **own)
-
-
-def _of_scheme(scheme: str, name: str) -> bool:
-    return name in LOOP and takes(scheme, name)
+    return replace(settings, scheme=case.scheme, options=options, optimizer=optimizer, **own)
 
 
 def make_case_optimizer(model: torch.nn.Module, settings: Settings, case: Case) -> torch.optim.Optimizer:

@@ -105,17 +105,18 @@ class Progress:
     """Reports each finished run with an estimate of the time that is left."""
 
     def __init__(self, plan: ConvergePlan) -> None:
-        self.plan, self.began, self.finished = plan, time.monotonic(), 0
+        self.plan, self.began, self.finished = plan, time.monotonic(), 0  # in workers: a run takes as long as it has workers
 
     def note(self, run: Run, record: Record, done: Done, store: Store | None) -> None:
         """Enter a finished run; where there is a store, write it and print a line."""
         done[run.key] = record
-        self.finished += 1
+        self.finished += run.workers
         if store is None:
             return
         store.add(run, record)
-        left = len(self.plan.missing(done))  # more may come, if a best learning rate is at the edge of its grid
-        estimate = (time.monotonic() - self.began) / self.finished * left
+        missing = self.plan.missing(done)  # more may come, if a best learning rate is at the edge of its grid
+        left = len(missing)
+        estimate = (time.monotonic() - self.began) / self.finished * sum(each.workers for each in missing)
         ending = "diverged" if record["diverged"] else f"validation {record['validation']:.4f}"
         print(
             f"{run}: {ending}, {record['bytes']:.4g} bytes, {seconds(record['seconds'])}; "
