@@ -38,13 +38,14 @@ class Exchange:
         self.nbytes_sent = 0
         self.nbytes_received = 0
         self.cuda_aware = cuda_awareness().usable
+        self.virtual = bool(getattr(comm, "virtual", False))
         self.place = Place()
         self.spot = self.place.spot()
 
     @property
     def threaded(self) -> bool:
-        """Tell whether several threads may call MPI at the same time; local."""
-        return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+        """Tell whether several threads may call MPI at the same time; local. Those of virtual workers may not."""
+        return not self.virtual and bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
     def close(self) -> None:
         """Free the communicator."""
@@ -69,7 +70,7 @@ class Exchange:
         buffer = values if isinstance(values, np.ndarray) else self._outgoing(values)
         step = max(1, self.segment_nbytes // values.itemsize)
         for start in range(0, len(values), step):
-            self._call("Allreduce", MPI.IN_PLACE, _view(buffer[start : start + step]), op=_OPS[op])
+            self._call("Allreduce", MPI.IN_PLACE, _view(buffer[start : start + step]), op=OPS[op])
         self._count_reduction(values.nbytes)
         if buffer is not values:
             values[:] = _incoming(buffer, values)
@@ -265,7 +266,7 @@ def _incoming(array: Any, wanted: Any) -> Any:
     return device_memory.from_pinned(array, wanted) if staged else array
 
 
-_OPS = {"sum": MPI.SUM, "max": MPI.MAX, "or": MPI.BOR}
+OPS = {"sum": MPI.SUM, "max": MPI.MAX, "or": MPI.BOR}
 
 
 def _starts(counts: Sequence[int]) -> list[int]:
