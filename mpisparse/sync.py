@@ -399,6 +399,7 @@ class GradientSync:
         lines = [
             f"scheme {self.scheme} {json.dumps(self._options.values(), sort_keys=True)}",
             f"timeout {self._timeout:g}",
+            f"device {self._layout.device.type}",
             *(f"parameter {line}" for line in self._layout.describe()),
             *(f"tensor {name} {list(t.shape)} {t.dtype}" for name, t in tensors),
         ]
@@ -452,6 +453,7 @@ class GradientSync:
             threshold=last,
             bytes_sent=self._exchange.nbytes_sent,
             bytes_received=self._exchange.nbytes_received,
+            control_bytes=self._exchange.nbytes_received,
             imbalance=0.0,
             seconds={},
             skipped=True,

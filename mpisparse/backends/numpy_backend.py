@@ -21,6 +21,9 @@ from mpisparse.backends.host_arrays import to_host as to_host
 from mpisparse.backends.host_arrays import view_as as view_as
 from mpisparse.backends.keys import keys_of
 from mpisparse.backends.kinds import BF16, FP16, memory, round_to, widen
+from mpisparse.backends.numpy_indices import decode_indices as decode_indices
+from mpisparse.backends.numpy_indices import encode_indices as encode_indices
+from mpisparse.backends.numpy_indices import reaching as reaching
 from mpisparse.backends.numpy_nets import gather as gather
 from mpisparse.backends.numpy_nets import learn as learn
 from mpisparse.backends.numpy_nets import predict as predict
