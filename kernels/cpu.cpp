@@ -3,8 +3,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "apart.hpp"
 #include "candidates.hpp"
 #include "codec.hpp"
+#include "indices.hpp"
 #include "passes.hpp"
 #include "predict.hpp"
 #include "scatter.hpp"
@@ -64,6 +66,12 @@ NB_MODULE(_cpu, m) {
     m.def("histogram_scored", &histogram_scored);
     m.def("record", &record);
     m.def("gather", &gather);
+    m.def("select_apart", &select_apart);
+    m.def("histogram_apart", &histogram_apart);
+    m.def("subtract_apart", &subtract_apart);
+    m.def("scatter_add", &scatter_add);
+    m.def("add_stretch", &add_stretch);
+    m.def("divide_into", &divide_into);
     m.def("predict", [](Array<const uint16_t> history, Array<const float> nets, Array<const float> inverse, Array<const int64_t> ends,
                         int64_t depth, Array<uint8_t> out) {
         nb::gil_scoped_release released;
@@ -84,6 +92,9 @@ NB_MODULE(_cpu, m) {
     m.def("block_counts", &block_counts);
     m.def("compress_rows", &compress_rows);
     m.def("expand_rows", &expand_rows);
+    m.def("encode_indices", &encode_indices);
+    m.def("decode_indices", &decode_indices);
+    m.def("reaching", &reaching);
     m.def("values_at", &values_at);
     m.def("take", &take);
     m.def("put", &put);

@@ -144,6 +144,7 @@ SCHEMES = Registry(
         "momentum": "mpisparse.schemes.partitioned:Momentum",
         "predictive": "mpisparse.schemes.predictive.options:Predictive",
         "speculative": "mpisparse.schemes.speculative.options:Speculative",
+        "drift": "mpisparse.schemes.drift.options:Drift",
         "topk": "mpisparse.schemes.baselines:LocalTopK",
         "cltk": "mpisparse.schemes.baselines:CyclicLocalTopK",
         "randomk": "mpisparse.schemes.baselines:SharedRandomK",

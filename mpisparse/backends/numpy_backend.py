@@ -21,6 +21,12 @@ from mpisparse.backends.host_arrays import to_host as to_host
 from mpisparse.backends.host_arrays import view_as as view_as
 from mpisparse.backends.keys import keys_of
 from mpisparse.backends.kinds import BF16, FP16, memory, round_to, widen
+from mpisparse.backends.numpy_apart import add_stretch as add_stretch
+from mpisparse.backends.numpy_apart import divide_into as divide_into
+from mpisparse.backends.numpy_apart import histogram_apart as histogram_apart
+from mpisparse.backends.numpy_apart import scatter_add as scatter_add
+from mpisparse.backends.numpy_apart import select_apart as select_apart
+from mpisparse.backends.numpy_apart import subtract_apart as subtract_apart
 from mpisparse.backends.numpy_few_bits import add_int2 as add_int2
 from mpisparse.backends.numpy_few_bits import add_int4 as add_int4
 from mpisparse.backends.numpy_few_bits import add_sign as add_sign
@@ -30,6 +36,9 @@ from mpisparse.backends.numpy_few_bits import decode_sign as decode_sign
 from mpisparse.backends.numpy_few_bits import encode_int2 as encode_int2
 from mpisparse.backends.numpy_few_bits import encode_int4 as encode_int4
 from mpisparse.backends.numpy_few_bits import encode_sign as encode_sign
+from mpisparse.backends.numpy_indices import decode_indices as decode_indices
+from mpisparse.backends.numpy_indices import encode_indices as encode_indices
+from mpisparse.backends.numpy_indices import reaching as reaching
 from mpisparse.backends.numpy_nets import gather as gather
 from mpisparse.backends.numpy_nets import learn as learn
 from mpisparse.backends.numpy_nets import predict as predict

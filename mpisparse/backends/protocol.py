@@ -178,6 +178,16 @@ class Backend(Protocol):
         """Write the flat indices of compressed rows to out; False if the counts do not add up to its length."""
         ...
 
+    # Indices as Golomb-Rice codes (mpisparse.backends.gaps); NumPy arrays for every backend
+
+    def encode_indices(self, index: Ints, lo: int, hi: int, /) -> Bytes:
+        """Return ascending indices of [lo, hi) as bytes."""
+        ...
+
+    def decode_indices(self, payload: Bytes, lo: int, hi: int, out: Ints, /) -> int:
+        """Write the indices to out; return how many bytes they took, or -1 if the message is damaged."""
+        ...
+
     # Reads and writes at an index
 
     def values_at(self, acc: Vector, index: Vector, /) -> Vector:
@@ -291,6 +301,39 @@ class HostBackend(Backend, Protocol):
         """Write the gradients at ascending indices; absent ones are zero."""
         ...
 
+    # Weights, as pieces of float32, against a flat reference
+
+    def select_apart(
+        self, pointers: Pointers, ends: Ends, kinds: Kinds, reference: Floats, lo: int, hi: int, floor: float, /
+    ) -> Found:
+        """Collect the elements of [lo, hi) whose weights are at least `floor` apart from the reference.
+
+        Watches all elements for non-finite differences.
+        """
+        ...
+
+    def histogram_apart(self, pointers: Pointers, ends: Ends, kinds: Kinds, reference: Floats, lo: int, hi: int, /) -> Ints:
+        """As histogram, of weights minus reference."""
+        ...
+
+    def subtract_apart(
+        self, pointers: Pointers, ends: Ends, kinds: Kinds, reference: Floats, lo: int, out: Floats, /
+    ) -> None:
+        """Write weights minus reference of [lo, lo + len(out))."""
+        ...
+
+    def scatter_add(self, pointers: Pointers, ends: Ends, kinds: Kinds, index: Ints, values: Floats, /) -> None:
+        """Add to the weights at ascending indices."""
+        ...
+
+    def add_stretch(self, pointers: Pointers, ends: Ends, kinds: Kinds, lo: int, values: Floats, /) -> None:
+        """Add to the weights of [lo, lo + len(values))."""
+        ...
+
+    def divide_into(self, out: Floats, pointers: Pointers, ends: Ends, kinds: Kinds, by: float, /) -> int:
+        """Write the gradients divided by a number; absent ones are zero. Return the first non-finite index or -1."""
+        ...
+
     def predict(self, history: Any, nets: Floats, inverse: Floats, ends: Ints, depth: int, out: Bytes, /) -> None:
         """Score elements by their layers' nets: importance in (0, 1) in steps of 1 / 255."""
         ...
@@ -300,6 +343,10 @@ class HostBackend(Backend, Protocol):
         magnitude: Floats, pairs: Ints, weights: Floats, batch: int, rate: float, corrections: Floats, /,
     ) -> None:  # fmt: skip
         """Train the nets with Adam to rank the first element of each pair above the second."""
+        ...
+
+    def reaching(self, index: Ints, magnitude: Floats, threshold: float, /) -> Ints:
+        """Return the candidates that reach a threshold."""
         ...
 
     def fletcher32(self, data: Bytes, /) -> int:

@@ -15,6 +15,7 @@ from mpisparse.errors import ConfigurationError
 from mpisparse.names import FREE_OPTIONS
 from mpisparse.schemes.companion import Companion
 from mpisparse.schemes.options import Options, check_density
+from mpisparse.wire.feedback import AtFixedOwners
 
 STATE_FORMAT = 1
 
@@ -54,12 +55,21 @@ def step_state(state: dict[str, Any]) -> dict[str, Any]:
 def resize_states(
     states: Mapping[int, dict[str, Any]], old: int, new: int, rank: int, aggregator: Aggregator, companion: Companion
 ) -> dict[str, Any]:
-    """A rank's state among `new` ranks, from the states of the `old` ranks in sources(); every part knows its own keys."""
+    """A rank's state among `new` ranks, from the states of the `old` ranks in sources(), of all where weights are exchanged.
+
+    Every part knows its own keys.
+    """
     taken = sources(old, new, rank)
+    every = {source: state["residual"].cpu().numpy() for source, state in states.items()}
     parts = {source: companion.upgraded(step_state(states[source])) for source in taken}
     residuals = {source: states[source]["residual"].cpu().numpy().copy() for source in taken}
     merged, residual = aggregator.resize(parts, residuals, old, new, rank)
     merged |= companion.resize([parts[source] for source in taken])
+    if companion.subject is not None:  # `states` are those of all ranks
+        reducer = aggregator.works.reducer
+        assert isinstance(reducer, AtFixedOwners)
+        errors = {source: np.asarray(step_state(state)["error"]) for source, state in states.items()}
+        merged["error"], residual = reducer.regrouped(errors, rank, new), companion.moved(every, new, rank)
     step = {
         f"step.{key}": torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in merged.items()
     }
@@ -68,7 +78,7 @@ def resize_states(
 
 def _check_options(text: Any, options: Options) -> None:
     try:
-        saved, here = dict(json.loads(text)), options.values()
+        saved, here = options.upgraded(dict(json.loads(text))), options.values()
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"the options in the state cannot be read: {error}") from error
     free = {*FREE_OPTIONS, *options.without_effect()}

@@ -29,8 +29,8 @@ class EverythingPlan(NamedTuple):
     floor: float = 0.0
 
     def look(self, live: Live, notice: Notice) -> View:
-        """The accumulator itself."""
-        return live._replace(take=lambda _: live.acc)  # all of it, without a copy
+        """All that the scorer compares by, without a copy."""
+        return live._replace(take=lambda _: live.keys.vector)
 
     def agree(self, exchange: Exchange, backend: Backend, notice: Notice, view: View) -> Agreed:
         """Agree that all values are finite; collective."""
