@@ -175,7 +175,8 @@ def some(examples: Examples, count: int) -> Examples:
 
 def _settings(case: Case, settings: Settings) -> Settings:
     """Return the settings of a case: its scheme and options, its optimizer, and what the training loop does for it."""
-    own = {**case.loop, **{name: case.options[name] for name in ("density", "codec") if name in case.options}}
+    own: dict[str, Any] = {name: case.options[name] for name in ("density", "codec") if name in case.options}
+    own |= case.loop
     options = {name: value for name, value in case.options.items() if name not in {"scheme", *own}}
     optimizer = settings.optimizer if case.optimizer in (None, ONEBIT) else case.optimizer
     return replace(settings, scheme=case.scheme, options=options, optimizer=optimizer, **own)
