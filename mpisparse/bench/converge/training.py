@@ -214,7 +214,7 @@ def _workload(settings: Settings) -> tuple[torch.nn.Module, Data, Task]:
     return copy.deepcopy(model), data, task
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=4)
 def _loaded(model: str, data: str | None, seed: int, validation: float) -> tuple[torch.nn.Module, Data, Task]:
     built, loaded, task = build(model, data, seed=seed)
     loaded = hold_out(loaded, validation, seed=seed)
