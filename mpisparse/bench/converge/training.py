@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
@@ -113,9 +114,14 @@ class Training:
         self.optimizer.step()
         state.step += 1
         self.train_losses.append(loss.item())
-        stats = sync.stats
-        if stats is not self.counted:  # in a step without an exchange they stay those of the last one
-            self.counted, self.received = stats, self.received + stats.bytes_received
+        self._count()
+
+    def _count(self) -> None:
+        """Add up what was received; in a step without an exchange the statistics are those of the last one, if any."""
+        with contextlib.suppress(RuntimeError):
+            stats = self.sync.stats
+            if stats is not self.counted:
+                self.counted, self.received = stats, self.received + stats.bytes_received
 
     def _hopeless(self, step: int) -> bool:
         """Look at a part of the validation data; tell whether the training has diverged. Collective."""
