@@ -19,7 +19,7 @@ and in tests/cuda/checks.py (cuda against numpy).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,21 @@ Kinds = Bytes
 
 # Candidates: ascending flat indices, their magnitudes, and the first non-finite flat index or -1.
 Found = tuple[Vector, Vector, int]
+
+
+class FewBits(NamedTuple):
+    """Form of the payloads of int4, int2 and sign: values that share a bfloat16 scale, and bits of a value's code."""
+
+    group: int
+    bits: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a group's codes: byte j holds those of values j, j + nbytes, j + 2 nbytes, ... from its lowest bits on."""
+        return self.group * self.bits // 8
+
+
+FEW_BITS = {"int4": FewBits(64, 4), "int2": FewBits(64, 2), "sign": FewBits(128, 1)}
 
 
 class Backend(Protocol):
@@ -226,6 +241,24 @@ class Backend(Protocol):
     def decode_fp16(self, scales: Vector, h: Vector, x: Vector, /) -> None: ...
     def encode_bf16(self, x: Vector, h: Vector, /) -> None: ...
     def decode_bf16(self, h: Vector, x: Vector, /) -> None: ...
+
+    # FEW_BITS has their form. The last group's codes end after min(values, nbytes) bytes; missing values count as zeros.
+
+    def encode_int4(self, x: Vector, scales: Vector, codes: Vector, /) -> None: ...
+    def decode_int4(self, scales: Vector, codes: Vector, x: Vector, /) -> None: ...
+    def encode_int2(self, x: Vector, scales: Vector, codes: Vector, /) -> None: ...
+    def decode_int2(self, scales: Vector, codes: Vector, x: Vector, /) -> None: ...
+    def encode_sign(self, x: Vector, scales: Vector, codes: Vector, /) -> None: ...
+    def decode_sign(self, scales: Vector, codes: Vector, x: Vector, /) -> None: ...
+
+    # Decode and add in one pass: the bits of decode, then add
+
+    def add_int8(self, scales: Vector, q: Vector, total: Vector, /) -> None: ...
+    def add_fp16(self, scales: Vector, h: Vector, total: Vector, /) -> None: ...
+    def add_bf16(self, h: Vector, total: Vector, /) -> None: ...
+    def add_int4(self, scales: Vector, codes: Vector, total: Vector, /) -> None: ...
+    def add_int2(self, scales: Vector, codes: Vector, total: Vector, /) -> None: ...
+    def add_sign(self, scales: Vector, codes: Vector, total: Vector, /) -> None: ...
 
 
 class HostBackend(Backend, Protocol):

@@ -17,6 +17,7 @@ import torch
 from mpisparse.arrays import Bytes, Floats, Ints, State
 from mpisparse.comm.agreement import BROKEN, FINE, Overflow, StepRefused
 from mpisparse.comm.regions import Region, spans_of
+from mpisparse.wire.codecs.protocol import add_decoded
 from mpisparse.wire.stretches import pack, unpack
 
 if TYPE_CHECKING:
@@ -275,15 +276,13 @@ def _route(exchange: Exchange, payload: Any, places: list[int], written: list[in
 
 def _sum_rows(backend: Backend, codec: Codec, rows: Any, sizes: list[int], count: int) -> Floats:
     """Decode and add the ranks' payloads in rank order."""
-    total, term = backend.empty(count, np.float32), backend.empty(count, np.float32)
+    total: Floats = backend.empty(count, np.float32)
     at = sizes[0]
     codec.decode(backend, rows[:at], total)
     for size in sizes[1:]:
-        codec.decode(backend, rows[at : at + size], term)
-        backend.add(total, term)
+        add_decoded(codec, backend, rows[at : at + size], total)
         at += size
-    sums: Floats = total
-    return sums
+    return total
 
 
 def _places(nbytes: list[int], spans: list[Span]) -> list[int]:

@@ -19,8 +19,9 @@ from mpisparse.wire.reduction import NOT_A_NUMBER
 Floats = NDArray[np.float32]
 
 LARGEST = float(np.finfo(np.float32).max)
-PLAIN = ["fp32", "fp16", "bf16", "int8"]
-COUNTS = (0, 1, 2, 3, 255, 256, 257, 1000)
+PLAIN = ["fp32", "fp16", "bf16", "int8", "int4", "int2", "sign"]
+EXACT = ["fp32", "fp16", "bf16", "int8", "int4"]  # what they leave is exact, and not larger than what was given
+COUNTS = (0, 1, 2, 3, 20, 63, 64, 65, 100, 127, 128, 255, 256, 257, 1000)
 
 
 @pytest.fixture(scope="module", params=["numpy", "native"])
@@ -47,10 +48,14 @@ def transmit(codec: Codec, kernels: Any, values: Floats) -> tuple[bytes, Floats,
     return sent, decoded, left
 
 
-def assert_conserved(values: Floats, decoded: Floats, left: Floats) -> None:
-    """Assert that sent and kept values add up to the input exactly."""
+def assert_conserved(codec: Codec, values: Floats, decoded: Floats, left: Floats) -> None:
+    """Assert that sent and kept values add up to the input: exactly, or to the rounding of what is kept."""
     assert np.isfinite(decoded).all()
     assert np.isfinite(left).all()
+    if codec.name not in EXACT:
+        wide = values.astype(np.float64) - decoded
+        np.testing.assert_array_equal(left, wide.astype(np.float32))
+        return
     exact = [Fraction(float(d)) + Fraction(float(r)) for d, r in zip(decoded, left, strict=True)]
     assert exact == [Fraction(float(v)) for v in values]
 
@@ -65,7 +70,9 @@ def assert_bounded(name: str, values: Floats, left: Floats) -> None:
             "fp16": np.maximum(2.0**-11 * x, 2.0**-39 * most),
             "bf16": 2.0**-8 * x,
             "int8": most / 127 * (0.5 + 2.0**-15) + 0 * x,
-        }[name]
+        }.get(name)
+        if bound is None:
+            continue
         assert (np.abs(left[start : start + 256]) <= bound).all()
 
 
@@ -84,7 +91,7 @@ def test_conserves_within_its_bound(codec: Codec, kernels: Any, count: int) -> N
         values[::5] = values[:1]
         payload, decoded, left = transmit(codec, kernels, values)
         assert len(payload) == codec.nbytes(count)
-        assert_conserved(values, decoded, left)
+        assert_conserved(codec, values, decoded, left)
         if scale > 1e-37:
             assert_bounded(codec.name, values, left)
         assert not (codec.lossless and left.any())
@@ -109,7 +116,7 @@ def test_a_momentum_codec_sends_the_bytes_of_another(kernels: Any, name: str) ->
 @given(values=arrays(np.float32, st.integers(0, 40), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)))
 def test_conserves_anything_finite(codec: Codec, kernels: Any, values: Floats) -> None:
     _, decoded, left = transmit(codec, kernels, values)
-    assert_conserved(values, decoded, left)
+    assert_conserved(codec, values, decoded, left)
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -125,7 +132,7 @@ def test_near_the_largest_float(codec: Codec, kernels: Any, share: float) -> Non
     """No codec overflows, though the nearest fp16, bf16 or multiple of a step may exceed float32."""
     values = np.array([LARGEST * share, -LARGEST * share, 1e30, -1.0, 0.0], dtype=np.float32)
     _, decoded, left = transmit(codec, kernels, values)
-    assert_conserved(values, decoded, left)
+    assert_conserved(codec, values, decoded, left)
     np.testing.assert_allclose(decoded[:2], values[:2], rtol=2.0**-7)
 
 
@@ -141,7 +148,7 @@ def test_denormals(codec: Codec, kernels: Any) -> None:
     for most in (1, 60, 64, 127, 190, 191, 5000, 2**23 - 1, 2**23 + 5):
         values = np.ldexp([most, -most, most // 2, 1, -1, 0], -149).astype(np.float32)
         _, decoded, left = transmit(codec, kernels, values)
-        assert_conserved(values, decoded, left)
+        assert_conserved(codec, values, decoded, left)
         assert (np.abs(left) <= np.abs(values)).all()
 
 

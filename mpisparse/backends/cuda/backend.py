@@ -269,6 +269,42 @@ class CudaBackend:
     def decode_bf16(self, h: Tensor, x: Tensor) -> None:
         self._for_each("decode_bf16", len(x), h, np.int64(len(x)), x)
 
+    def add_int8(self, scales: Tensor, q: Tensor, total: Tensor) -> None:
+        self._for_each("add_int8", len(total), scales, q, np.int64(len(total)), total)
+
+    def add_fp16(self, scales: Tensor, h: Tensor, total: Tensor) -> None:
+        self._for_each("add_fp16", len(total), scales, h, np.int64(len(total)), total)
+
+    def add_bf16(self, h: Tensor, total: Tensor) -> None:
+        self._for_each("add_bf16", len(total), h, np.int64(len(total)), total)
+
+    def encode_int4(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
+        self._launch("encode_int4", -(-len(x) // GROUP), GROUP, x, np.int64(len(x)), scales, codes)
+
+    def decode_int4(self, scales: Tensor, codes: Tensor, x: Tensor) -> None:
+        self._for_each("decode_int4", len(x), scales, codes, np.int64(len(x)), x)
+
+    def add_int4(self, scales: Tensor, codes: Tensor, total: Tensor) -> None:
+        self._for_each("add_int4", len(total), scales, codes, np.int64(len(total)), total)
+
+    def encode_int2(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
+        self._launch("encode_int2", -(-len(x) // GROUP), GROUP, x, np.int64(len(x)), scales, codes)
+
+    def decode_int2(self, scales: Tensor, codes: Tensor, x: Tensor) -> None:
+        self._for_each("decode_int2", len(x), scales, codes, np.int64(len(x)), x)
+
+    def add_int2(self, scales: Tensor, codes: Tensor, total: Tensor) -> None:
+        self._for_each("add_int2", len(total), scales, codes, np.int64(len(total)), total)
+
+    def encode_sign(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
+        self._launch("encode_sign", -(-len(x) // GROUP), GROUP, x, np.int64(len(x)), scales, codes)
+
+    def decode_sign(self, scales: Tensor, codes: Tensor, x: Tensor) -> None:
+        self._for_each("decode_sign", len(x), scales, codes, np.int64(len(x)), x)
+
+    def add_sign(self, scales: Tensor, codes: Tensor, total: Tensor) -> None:
+        self._for_each("add_sign", len(total), scales, codes, np.int64(len(total)), total)
+
     # Launches
 
     def _launch(self, name: str, grid: int, block: int, *args: Tensor | np.generic) -> None:

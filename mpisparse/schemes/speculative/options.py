@@ -11,6 +11,7 @@ from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Parts
 from mpisparse.core.stages import Dropped, LateDropped
 from mpisparse.errors import ConfigurationError, check_choice
+from mpisparse.names import BLENDED
 from mpisparse.schemes.companion import Scheme, Site
 from mpisparse.schemes.options import KEPT, Options, check_flag, check_positive, check_share, check_whole
 from mpisparse.schemes.speculative.companion import Speculating
@@ -96,7 +97,7 @@ class Speculative(Options):
         if CODECS[self.codec].blended:
             raise ConfigurationError(
                 f'scheme "speculative" sends each rank\'s own elements, which codec {self.codec!r} cannot blend; '
-                'choose "fp32", "fp16", "bf16" or "int8"'
+                f"choose {self.codec.removeprefix(BLENDED)!r}"
             )
         if self.nonfinite == "skip" and self.staleness:
             raise ConfigurationError(
