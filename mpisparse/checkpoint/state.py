@@ -44,8 +44,7 @@ class Subjects:
             state: dict[str, Any] = {"model": {k: v for k, v in self.model.state_dict().items() if k not in own}}
             for name in ("optimizer", "scheduler", "scaler"):
                 if getattr(self, name) is not None:
-                    if name not in self._own_objects():
-                        state[name] = getattr(self, name).state_dict()
+                    state[name] = getattr(self, name).state_dict()
                     state[f"{name}_kind"] = type(getattr(self, name)).__name__
                     state[f"{name}_module"] = type(getattr(self, name)).__module__
         if self.optimizer is not None:
@@ -77,7 +76,7 @@ class Subjects:
         """
         for name in ("optimizer", "scheduler", "scaler"):
             here = getattr(self, name)
-            if here is None or f"{name}_kind" not in shared:
+            if here is None or name not in shared:
                 continue
             if shared[f"{name}_kind"] != type(here).__name__:
                 raise ConfigurationError(f"the {name} was {shared[f'{name}_kind']}, this one is {type(here).__name__}")
@@ -137,13 +136,7 @@ class Subjects:
         }
         if self.sync is not None:
             state["sync"] = self.sync.state_dict(copy=False)
-        if self._own_objects():
-            state["objects"] = {name: getattr(self, name).state_dict() for name in self._own_objects()}
         return state
-
-    def _own_objects(self) -> list[str]:
-        """The objects that say that their state is not the same on all ranks."""
-        return [name for name in ("optimizer", "scheduler", "scaler") if getattr(getattr(self, name), "own_state", False)]
 
     def _own_names(self) -> set[str]:
         return {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
@@ -154,9 +147,8 @@ class Subjects:
         for p in self.model.parameters():
             p.grad = None
         for name in ("optimizer", "scheduler", "scaler"):
-            saved = own.get("objects", {}) if name in self._own_objects() else shared
-            if getattr(self, name) is not None and name in saved:
-                getattr(self, name).load_state_dict(saved[name])
+            if getattr(self, name) is not None and name in shared:
+                getattr(self, name).load_state_dict(shared[name])
         if self.sync is not None:
             self.sync.load_state_dict(own["sync"])
         set_random_state(own["random"])
