@@ -178,6 +178,16 @@ class Backend(Protocol):
         """Write the flat indices of compressed rows to out; False if the counts do not add up to its length."""
         ...
 
+    # Indices as Golomb-Rice codes (mpisparse.backends.gaps); NumPy arrays for every backend
+
+    def encode_indices(self, index: Ints, lo: int, hi: int, /) -> Bytes:
+        """Return ascending indices of [lo, hi) as bytes."""
+        ...
+
+    def decode_indices(self, payload: Bytes, lo: int, hi: int, out: Ints, /) -> int:
+        """Write the indices to out; return how many bytes they took, or -1 if the message is damaged."""
+        ...
+
     # Reads and writes at an index
 
     def values_at(self, acc: Vector, index: Vector, /) -> Vector:
@@ -333,6 +343,10 @@ class HostBackend(Backend, Protocol):
         magnitude: Floats, pairs: Ints, weights: Floats, batch: int, rate: float, corrections: Floats, /,
     ) -> None:  # fmt: skip
         """Train the nets with Adam to rank the first element of each pair above the second."""
+        ...
+
+    def reaching(self, index: Ints, magnitude: Floats, threshold: float, /) -> Ints:
+        """Return the candidates that reach a threshold."""
         ...
 
     def fletcher32(self, data: Bytes, /) -> int:

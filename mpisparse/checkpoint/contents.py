@@ -122,8 +122,9 @@ def _of(shared: dict[str, Any], name: str, module: str) -> bool:
 
 def saved_options(sync: dict[str, Any]) -> Options:
     """Return the options that a GradientSync was saved with; callables are replaced by a placeholder."""
-    saved, scheme = json.loads(sync["options"]), sync["scheme"]
+    scheme = sync["scheme"]
     check_choice("scheme", scheme, SCHEMES)
+    saved = SCHEMES[scheme].upgraded(json.loads(sync["options"]))
     types = {field.name: str(field.type) for field in dataclasses.fields(SCHEMES[scheme])}
     callables = {name for name, kind in types.items() if "Callable" in kind and saved.get(name) is True}
     known = types.keys() & saved.keys()

@@ -110,7 +110,7 @@ class Subjects:
             other = any(state.get(key) != here[key] for key in ("format", "scheme"))
             other |= len(state["residual"]) != len(here["residual"]) or not (same_version or here.keys() <= state.keys())
             other |= (state.get("step.own") is None) != (here.get("step.own") is None)  # no optimizer was attached
-            saved, now = (json.loads(text) for text in (state["options"], here["options"]))
+            saved, now = (self.sync.options.upgraded(json.loads(text)) for text in (state["options"], here["options"]))
             if other or any(saved.get(key) != now[key] for key in now if key not in FREE_OPTIONS):
                 raise
             raise ValueError(str(error)) from error

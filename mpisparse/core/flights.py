@@ -24,7 +24,7 @@ def pack(selection: Selection, arrived: Arrived) -> State:
     """A delivery that has arrived and is not applied yet."""
     if isinstance(arrived, Refused):
         return {"refusal": type(arrived.refusal).__name__, "arguments": _plain(arrived.refusal.args)}
-    agreed, due, sent, reduced, _, used, figures, *traffic = arrived
+    agreed, due, sent, reduced, _, used, figures, *traffic, form = arrived
     if sent.note is not None:  # a stage has seen to what was not sent (LateDropped): nothing returns to the accumulator
         sent, reduced = Sent(NO_INDEX, NO_VALUES), reduced._replace(left=NO_VALUES, kept_index=NO_INDEX, kept=NO_VALUES)
     return {
@@ -40,6 +40,7 @@ def pack(selection: Selection, arrived: Arrived) -> State:
         "used": used,
         "figures": list(figures),
         "traffic": traffic,
+        "index_form": form,
     }
 
 
@@ -53,9 +54,11 @@ def unpack(selection: Selection, state: State, n: int, size: int) -> Arrived:
     left, mean, kept = (np.asarray(state[key], dtype=np.float32) for key in ("left", "mean", "kept"))
     used = None if state["used"] is None else np.asarray(state["used"], dtype=bool)
     figures = tuple(float(figure) for figure in state["figures"])
-    outgoing, incoming = map(int, state["traffic"])
+    sent_bytes, received, control, indices = [*map(int, state["traffic"]), 0, 0][:4]  # earlier versions counted but two
+    form = str(state.get("index_form", ""))
     reduced = Reduced(index, mean.copy(), left, kept_index, kept, int(state["nbytes"]))
-    return Delivered(agreed, due, Sent(sent, left), reduced, None, used, figures, outgoing, incoming)
+    traffic = (sent_bytes, received, control, indices)
+    return Delivered(agreed, due, Sent(sent, left), reduced, None, used, figures, *traffic, form)
 
 
 def unpack_agreed(selection: Selection, state: State, n: int, size: int) -> Agreed:

@@ -78,7 +78,7 @@ def resize_states(
 
 def _check_options(text: Any, options: Options) -> None:
     try:
-        saved, here = dict(json.loads(text)), options.values()
+        saved, here = options.upgraded(dict(json.loads(text))), options.values()
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"the options in the state cannot be read: {error}") from error
     free = {*FREE_OPTIONS, *options.without_effect()}

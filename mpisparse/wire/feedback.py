@@ -19,7 +19,8 @@ from mpisparse.arrays import Floats, Ints, State
 from mpisparse.comm.agreement import Overflow
 from mpisparse.comm.regions import even_regions
 from mpisparse.errors import ConfigurationError
-from mpisparse.wire.encoded import CHUNK, Encoded, Span, chunks, encode, span_nbytes, write_chunk
+from mpisparse.wire.codecs.protocol import add_decoded
+from mpisparse.wire.encoded import Encoded, Span, chunks, encode, span_nbytes, write_chunk
 from mpisparse.wire.reduction import NOT_A_NUMBER, Reduced, Reducer
 
 if TYPE_CHECKING:
@@ -96,14 +97,12 @@ class AtFixedOwners(Reducer):
     ) -> tuple[Any, int]:
         """Sum the ranks' bytes of this rank's span in rank order; return u's bytes, and where it is not finite or -1."""
         back, at, lo = backend.empty(span_nbytes(self.codec, span), np.uint8), 0, span[0]
-        room = backend.empty(min(len(left), CHUNK), np.float32)
         for parts in zip(*rows, strict=True):
             start, stop, _ = parts[0]
-            total, term = left[start - lo : stop - lo], room[: stop - start]
+            total = left[start - lo : stop - lo]
             self.codec.decode(backend, parts[0][2], total)
             for _, _, part in parts[1:]:
-                self.codec.decode(backend, part, term)
-                backend.add(total, term)
+                add_decoded(self.codec, backend, part, total)
             backend.divide(total, size / self.rate)
             backend.add(total, error[start - lo : stop - lo])
             *_, bad = backend.select(total, 0, len(total), float("inf"))
