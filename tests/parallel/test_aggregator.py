@@ -22,7 +22,6 @@ from torch import nn
 import mpisparse
 from mpisparse.backends.flat import pieces_of
 from mpisparse.comm.agreement import Notice
-from mpisparse.core import flights
 from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Outgoing
 from mpisparse.core.state import sources
@@ -561,7 +560,7 @@ def delivery(aggregator: Aggregator) -> bytes:
     """Wait for what is in flight; all of it as bytes."""
     assert aggregator.works.flight is not None
     with torch.no_grad(), np.printoptions(threshold=sys.maxsize, floatmode="unique"):
-        return repr([flights.pack(aggregator.works.selection, d) for d in aggregator.works.flight.results()]).encode()
+        return repr(aggregator.state()["flight"]).encode()
 
 
 @pytest.mark.parametrize("call", [0, 1, 3])
