@@ -6,6 +6,7 @@
 #include "apart.hpp"
 #include "candidates.hpp"
 #include "codec.hpp"
+#include "indices.hpp"
 #include "passes.hpp"
 #include "predict.hpp"
 #include "scatter.hpp"
@@ -91,6 +92,9 @@ NB_MODULE(_cpu, m) {
     m.def("block_counts", &block_counts);
     m.def("compress_rows", &compress_rows);
     m.def("expand_rows", &expand_rows);
+    m.def("encode_indices", &encode_indices);
+    m.def("decode_indices", &decode_indices);
+    m.def("reaching", &reaching);
     m.def("values_at", &values_at);
     m.def("take", &take);
     m.def("put", &put);

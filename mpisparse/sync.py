@@ -463,6 +463,7 @@ class GradientSync:
         lines = [
             f"scheme {self.scheme} {json.dumps(self._options.values(), sort_keys=True)}",
             f"timeout {self._timeout:g}",
+            f"device {self._layout.device.type}",
             *(f"parameter {line}" for line in self._layout.describe()),
             *(f"tensor {name} {list(t.shape)} {t.dtype}" for name, t in tensors),
         ]
@@ -534,6 +535,7 @@ class GradientSync:
             threshold=self.stats.threshold if seen else 0.0,
             bytes_sent=sent,
             bytes_received=received,
+            control_bytes=received,
             imbalance=0.0,
             seconds={},
             skipped=skipped,

@@ -36,6 +36,9 @@ from mpisparse.backends.numpy_few_bits import decode_sign as decode_sign
 from mpisparse.backends.numpy_few_bits import encode_int2 as encode_int2
 from mpisparse.backends.numpy_few_bits import encode_int4 as encode_int4
 from mpisparse.backends.numpy_few_bits import encode_sign as encode_sign
+from mpisparse.backends.numpy_indices import decode_indices as decode_indices
+from mpisparse.backends.numpy_indices import encode_indices as encode_indices
+from mpisparse.backends.numpy_indices import reaching as reaching
 from mpisparse.backends.numpy_nets import gather as gather
 from mpisparse.backends.numpy_nets import learn as learn
 from mpisparse.backends.numpy_nets import predict as predict

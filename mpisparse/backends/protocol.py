@@ -44,7 +44,7 @@ Kinds = Bytes
 Found = tuple[Vector, Vector, int]
 
 
-class FewBits(NamedTuple):
+class CodeForm(NamedTuple):
     """Form of the payloads of int4, int2 and sign: values that share a bfloat16 scale, and bits of a value's code."""
 
     group: int
@@ -52,11 +52,11 @@ class FewBits(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a group's codes: byte j holds those of values j, j + nbytes, j + 2 nbytes, ... from its lowest bits on."""
+        """Bytes of a group's codes: byte j holds those of values j, j + nbytes, j + 2 nbytes, ..., the first one lowest."""
         return self.group * self.bits // 8
 
 
-FEW_BITS = {"int4": FewBits(64, 4), "int2": FewBits(64, 2), "sign": FewBits(128, 1)}
+FEW_BITS = {"int4": CodeForm(64, 4), "int2": CodeForm(64, 2), "sign": CodeForm(128, 1)}
 
 
 class Backend(Protocol):
@@ -176,6 +176,16 @@ class Backend(Protocol):
 
     def expand_rows(self, counts: Vector, columns: Vector, lo: int, row: int, out: Vector, /) -> bool:
         """Write the flat indices of compressed rows to out; False if the counts do not add up to its length."""
+        ...
+
+    # Indices as Golomb-Rice codes (mpisparse.backends.gaps); NumPy arrays for every backend
+
+    def encode_indices(self, index: Ints, lo: int, hi: int, /) -> Bytes:
+        """Return ascending indices of [lo, hi) as bytes."""
+        ...
+
+    def decode_indices(self, payload: Bytes, lo: int, hi: int, out: Ints, /) -> int:
+        """Write the indices to out; return how many bytes they took, or -1 if the message is damaged."""
         ...
 
     # Reads and writes at an index
@@ -333,6 +343,10 @@ class HostBackend(Backend, Protocol):
         magnitude: Floats, pairs: Ints, weights: Floats, batch: int, rate: float, corrections: Floats, /,
     ) -> None:  # fmt: skip
         """Train the nets with Adam to rank the first element of each pair above the second."""
+        ...
+
+    def reaching(self, index: Ints, magnitude: Floats, threshold: float, /) -> Ints:
+        """Return the candidates that reach a threshold."""
         ...
 
     def fletcher32(self, data: Bytes, /) -> int:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from mpisparse.names import BLENDED, CODECS, SCHEMES
-from mpisparse.runtime.argument_types import count, density, elements, positive, steps
+from mpisparse.runtime.argument_types import above_one, count, density, elements, positive, steps
 from mpisparse.runtime.flags import add_arguments, add_list, resolve
+from mpisparse.runtime.settings_file import read_file
 
 CASE_SETTINGS = ("model", "data", "scheme", "density", "codec", "options", "resume", "log_every", "log_ranks")
 SPARSE_MODELS = ("pruned", "embeddings", "experts")  # for bench sparse-models
+CONVERGE_SETTINGS = (
+    "model", "data", "steps", "batch_size", "seed", "optimizer", "lr", "momentum", "beta2", "weight_decay", "schedule",
+    "warmup", "drop_at", "clip", "validation", "imports",
+)  # fmt: skip
 GROUPS = ("partitions", "threshold", "blocks", "feedback", "codecs")  # for bench ablation
 
 
@@ -59,6 +65,11 @@ def add_commands(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add_arguments(sparse, leave_out=CASE_SETTINGS)
     _add_scaling(benches.add_parser("scaling", help="real ranks, then up to thousands of simulated ones; run under mpirun"))
     _add_ablation(benches.add_parser("ablation", help="exdyna with its parts changed one by one; run under mpirun"))
+    _add_converge(
+        benches.add_parser(
+            "converge", help="loss against bytes, each case at its best learning rate; virtual workers or mpirun"
+        )
+    )
     overlap = benches.add_parser("overlap", help="scheme speculative against computation without exchange; run under mpirun")
     overlap.add_argument("--batch-size", type=count, default=64, help="examples per rank and step (default %(default)s)")
     overlap.add_argument("--density", type=density, default=0.2, help="share of elements to send (default %(default)s)")
@@ -98,6 +109,29 @@ def _add_ablation(ablation: argparse.ArgumentParser) -> None:
     ablation.add_argument("--seeds", type=count, default=1, help="runs of each (default %(default)s)")
     ablation.add_argument("--json", action="store_true", help="one JSON record per line instead of a table")
     _add_gradients(ablation)
+
+
+def _add_converge(converge: argparse.ArgumentParser) -> None:
+    converge.add_argument(
+        "--case", dest="case_texts", action="append", default=[], metavar="'NAME: OPTION=VALUE ...'",
+        help="a way to exchange, by options of GradientSync; may be repeated. alone and dense are always there",
+    )  # fmt: skip
+    converge.add_argument("--cases", dest="case_file", type=Path, metavar="FILE.toml", help="more cases, as tables [[case]]")
+    converge.add_argument("--workers", type=count, help="virtual workers (default 4; under mpirun the ranks)")
+    converge.add_argument("--jobs", type=count, default=1, help="processes side by side (default %(default)s)")
+    converge.add_argument("--seeds", type=count, default=3, help="number of seeds, from --seed on (default %(default)s)")
+    converge.add_argument("--tuning-seeds", type=count, help="seeds that pick the learning rate (default: all)")
+    converge.add_argument(
+        "--lr-factor", type=above_one, default=1.5, help="between neighbouring learning rates (default %(default)s)"
+    )
+    converge.add_argument("--rates", type=count, default=3, help="learning rates to begin with (default %(default)s)")
+    converge.add_argument("--most-rates", type=count, default=12, help="rates of a case at most (default %(default)s)")
+    converge.add_argument(
+        "--eval-examples", type=count, default=1024, help="validation and test examples at the end (default %(default)s)"
+    )
+    converge.add_argument("--out", type=Path, default=Path("runs/converge"), help="results (default %(default)s)")
+    converge.add_argument("--json", action="store_true", help="one JSON record per line instead of a table")
+    add_arguments(converge, keep=CONVERGE_SETTINGS)
 
 
 def _add_common(command: argparse.ArgumentParser) -> None:
@@ -146,6 +180,8 @@ def run_command(args: argparse.Namespace) -> int:
         return bench_ddp.run(plan)
     if args.bench == "ablation":
         return _ablation(args)
+    if args.bench == "converge":
+        return _converge(args)
     if args.bench == "scaling":
         from mpisparse.bench import scaling as bench_scaling
 
@@ -177,3 +213,33 @@ def _ablation(args: argparse.Namespace) -> int:
             as_json=args.json, out=args.out,
         )
     )  # fmt: skip
+
+
+def _converge(args: argparse.Namespace) -> int:
+    given = {key: value for key, value in vars(args).items() if key != "out"}
+    file = read_file(args.config) if args.config is not None else {}
+    settings = resolve(given, **_converge_defaults(given.get("model") or file.get("model") or "gpt-nano"))
+    from mpisparse.bench import converge as bench_converge
+    from mpisparse.bench.converge.cases import all_cases
+    from mpisparse.bench.converge.plan import ConvergePlan
+    from mpisparse.bench.converge.rates import Grid
+
+    return bench_converge.run(
+        ConvergePlan(
+            settings, all_cases(args.case_texts, args.case_file),
+            Grid(settings.lr, args.lr_factor, args.rates, max(args.rates, args.most_rates)), args.out, args.seeds,
+            min(args.tuning_seeds or args.seeds, args.seeds), args.workers or bench_converge.workers_here(),
+            args.eval_examples, args.jobs, as_json=args.json,
+        )
+    )  # fmt: skip
+
+
+def _converge_defaults(model: str) -> dict[str, Any]:
+    """Return the usual settings of a workload: AdamW for transformers, else SGD with momentum."""
+    common = {"model": model, "steps": 300, "schedule": "cosine", "warmup": 40, "validation": 1 / 19}  # a text: 90, 5, 5 %
+    if model.startswith(("gpt", "bert")):
+        adamw = {"optimizer": "adamw", "beta2": 0.99, "weight_decay": 0.1, "clip": 1.0}
+        return {**common, **adamw, "batch_size": 8, "lr": 3e-3}
+    if model.startswith("lstm"):
+        return {**common, "batch_size": 16, "lr": 1.0, "clip": 1.0}
+    return {**common, "batch_size": 32, "lr": 0.05}

@@ -37,14 +37,16 @@ class Exchange:
         self.segment_nbytes = segment_nbytes
         self.nbytes_sent = 0
         self.nbytes_received = 0
+        self.nbytes_control = 0  # of what is received, that which is neither indices nor values
         self.cuda_aware = cuda_awareness().usable
+        self.virtual = bool(getattr(comm, "virtual", False))
         self.place = Place()
         self.spot = self.place.spot()
 
     @property
     def threaded(self) -> bool:
-        """Tell whether several threads may call MPI at the same time; local."""
-        return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+        """Tell whether several threads may call MPI at the same time; local. Those of virtual workers may not."""
+        return not self.virtual and bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
     def close(self) -> None:
         """Free the communicator."""
@@ -53,15 +55,19 @@ class Exchange:
 
     def reset_counters(self) -> None:
         """Set the byte counters to zero; local."""
-        self.nbytes_sent = self.nbytes_received = 0
+        self.nbytes_sent = self.nbytes_received = self.nbytes_control = 0
 
     def allgather(self, row: NDArray[Any]) -> NDArray[Any]:
-        """Gather one row from every rank, all of the same length; row r of the result is rank r's."""
+        """Gather one row from every rank, all of the same length; row r of the result is rank r's.
+
+        Rows are control messages: counts, sizes, statuses.
+        """
         rows = np.empty((self.size, len(row)), dtype=row.dtype)
         self._call("Allgather", [row, MPI.BYTE], [rows, MPI.BYTE])
         moved = row.nbytes * (self.size - 1)
         self.nbytes_sent += moved
         self.nbytes_received += moved
+        self.nbytes_control += moved
         return rows
 
     def allreduce_(self, values: NDArray[Any], op: str = "sum") -> NDArray[Any]:
@@ -69,7 +75,7 @@ class Exchange:
         buffer = values if isinstance(values, np.ndarray) else self._outgoing(values)
         step = max(1, self.segment_nbytes // values.itemsize)
         for start in range(0, len(values), step):
-            self._call("Allreduce", MPI.IN_PLACE, _view(buffer[start : start + step]), op=_OPS[op])
+            self._call("Allreduce", MPI.IN_PLACE, _view(buffer[start : start + step]), op=OPS[op])
         self._count_reduction(values.nbytes)
         if buffer is not values:
             values[:] = _incoming(buffer, values)
@@ -265,7 +271,7 @@ def _incoming(array: Any, wanted: Any) -> Any:
     return device_memory.from_pinned(array, wanted) if staged else array
 
 
-_OPS = {"sum": MPI.SUM, "max": MPI.MAX, "or": MPI.BOR}
+OPS = {"sum": MPI.SUM, "max": MPI.MAX, "or": MPI.BOR}
 
 
 def _starts(counts: Sequence[int]) -> list[int]:

@@ -25,7 +25,7 @@ def pack(selection: Selection, reducer: Reducer, arrived: Arrived) -> State:
     """A delivery that has arrived and is not applied yet."""
     if isinstance(arrived, Refused):
         return {"refusal": type(arrived.refusal).__name__, "arguments": _plain(arrived.refusal.args)}
-    agreed, due, sent, reduced, _, used, figures, *traffic = arrived
+    agreed, due, sent, reduced, _, used, figures, *traffic, form = arrived
     if sent.note is not None:  # a stage has seen to what was not sent (LateDropped): nothing returns to the accumulator
         sent, reduced = Sent(NO_INDEX, NO_VALUES), reduced._replace(left=NO_VALUES, kept_index=NO_INDEX, kept=NO_VALUES)
     return {
@@ -36,6 +36,7 @@ def pack(selection: Selection, reducer: Reducer, arrived: Arrived) -> State:
         "used": used,
         "figures": list(figures),
         "traffic": traffic,
+        "index_form": form,
     }
 
 
@@ -48,8 +49,9 @@ def unpack(selection: Selection, reducer: Reducer, state: State, n: int, size: i
     sent, reduced = np.asarray(state["sent"], dtype=np.int64), reducer.unpacked(state, size)
     used = None if state["used"] is None else np.asarray(state["used"], dtype=bool)
     figures = tuple(float(figure) for figure in state["figures"])
-    outgoing, incoming = map(int, state["traffic"])
-    return Delivered(agreed, due, Sent(sent, reduced.left), reduced, None, used, figures, outgoing, incoming)
+    sent_bytes, received, control, indices = [*map(int, state["traffic"]), 0, 0][:4]  # earlier versions counted but two
+    traffic, form = (sent_bytes, received, control, indices), str(state.get("index_form", ""))
+    return Delivered(agreed, due, Sent(sent, reduced.left), reduced, None, used, figures, *traffic, form)
 
 
 def unpack_agreed(selection: Selection, state: State, n: int, size: int) -> Agreed:

@@ -61,7 +61,7 @@ def agree(works: Works, notice: Notice, clock: Clock) -> Bools | None:
     Returns which parameters had a gradient on some rank; None: all.
     """
     exchange = works.exchange
-    exchange.nbytes_sent = exchange.nbytes_received = 0
+    exchange.nbytes_sent = exchange.nbytes_received = exchange.nbytes_control = 0
     used = None if works.flight is not None else share_readiness(exchange, notice)
     clock.lap("wait")
     return used
@@ -105,11 +105,12 @@ def deliver(exchange: Exchange, backend: Backend, out: Outgoing, clock: Clock) -
     """Agree on what is sent and average it over ranks; collective. Arrays in, arrays out."""
     used = share_readiness(exchange, out.notice) if out.late else None
     figures = tuple(exchange.allgather(np.array(out.figures)).mean(axis=0).tolist()) if out.figures else ()
-    agreed, tags = out.plan.agree(exchange, backend, out.notice, out.view), None
+    agreed, tags, form, indices = out.plan.agree(exchange, backend, out.notice, out.view), None, "", 0
+    exchange.nbytes_control = exchange.nbytes_received  # all messages so far, of any kind
     clock.lap("agree")
     if agreed.union is None:
         found, loads = agreed.mine, agreed.workloads.tolist()
-        union, tags = unite(
+        union, tags, form, indices = unite(
             exchange, backend, found.index, found.magnitude, agreed.threshold, agreed.regions, loads, out.view.tags()
         )
         agreed = out.plan.united(agreed, union)
@@ -119,7 +120,10 @@ def deliver(exchange: Exchange, backend: Backend, out: Outgoing, clock: Clock) -
         sent = stage.send(backend, out.view, sent)
     reduced = out.reducer.reduce(exchange, backend, sent.index, sent.values, due.regions)
     clock.lap("reduce")
-    return Delivered(agreed, due, sent, reduced, tags, used, figures, exchange.nbytes_sent, exchange.nbytes_received)
+    if reduced.index_nbytes:
+        form, indices = "coded", indices + reduced.index_nbytes
+    moved = (exchange.nbytes_sent, exchange.nbytes_received, exchange.nbytes_control)
+    return Delivered(agreed, due, sent, reduced, tags, used, figures, *moved, indices, form)
 
 
 def settle(works: Works, delivered: Arrived | None, clock: Clock) -> Delivered | None:

@@ -43,6 +43,14 @@ def positive(text: str) -> float:
     return value
 
 
+def above_one(text: str) -> float:
+    """Parse a factor above 1."""
+    value = positive(text)
+    if value <= 1.0:
+        raise argparse.ArgumentTypeError(f"expected a factor above 1, got {text!r}")
+    return value
+
+
 def density(text: str) -> float:
     """Parse a density in (0, 1]."""
     try:

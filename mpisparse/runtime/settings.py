@@ -16,7 +16,7 @@ from mpisparse.runtime.workloads.imports import import_module
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "cosine", "step")
-FROM_CHECKPOINT = ("seed", "momentum", "weight_decay")  # a resumed run keeps these unless forced
+FROM_CHECKPOINT = ("seed", "momentum", "beta2", "weight_decay")  # a resumed run keeps these unless forced
 NO_EFFECT_ON_STEPS = (
     "out", "epochs", "steps", "target", "log_every", "checkpoint_every", "background", "driver", "keep", "resume",
     "imports", "wait_for_lock", "timeout", "tensorboard", "record_gradients", "log_ranks", "stop_before",
@@ -25,7 +25,7 @@ AT_LEAST_ONE = (
     "epochs", "steps", "batch_size", "accumulation", "eval_every", "log_every", "checkpoint_every", "keep",
     "record_gradients",
 )  # fmt: skip
-AT_LEAST_ZERO = ("warmup", "density_warmup", "seed", "lr", "momentum", "weight_decay", "stop_before")
+AT_LEAST_ZERO = ("warmup", "density_warmup", "seed", "lr", "momentum", "beta2", "weight_decay", "stop_before")
 UPPER_LIMITS = {"lr": 1e6, "weight_decay": 1e6, "stop_before": 1e9}
 LONGEST_NAME, LONGEST_PATH = 255, 3900  # bytes: limits of Linux, minus what a run appends to its directory
 STEERING = ("validation", "test")  # data for adaptive k, the target and learned importance
@@ -50,7 +50,8 @@ class Settings:
     optimizer: str = _setting("sgd", f"one of {', '.join(OPTIMIZERS)}")
     lr: float = _setting(0.05, "peak learning rate")
     momentum: float = _setting(0.9, "Nesterov momentum of sgd")
-    weight_decay: float = _setting(0.0, "weight decay of the optimizer")
+    beta2: float = _setting(0.999, "decay of the second moment of adam and adamw")
+    weight_decay: float = _setting(0.0, "weight decay of the optimizer; gpt models exempt biases and normalizations")
     schedule: str = _setting("constant", f"learning rate schedule: one of {', '.join(SCHEDULES)}")
     warmup: int = _setting(0, "steps over which the learning rate rises to its peak")
     drop_at: tuple[float, ...] = _setting((0.5, 0.75), "schedule step: fractions of the run where the rate drops to a tenth")
@@ -147,6 +148,8 @@ class Settings:
                 raise ConfigurationError(f"{name} must be at most {most:g}, got {getattr(self, name)!r}")
         if self.momentum >= 1.0:
             raise ConfigurationError(f"momentum must be below 1, or updates grow without limit; got {self.momentum!r}")
+        if self.beta2 >= 1.0:
+            raise ConfigurationError(f"beta2 must be below 1, or the second moment never changes; got {self.beta2!r}")
         if self.target is not None and not math.isfinite(self.target):
             raise ConfigurationError(f"target must be finite, got {self.target!r}; leave it out to train to the end")
         for share in self.drop_at:
@@ -193,7 +196,7 @@ def differences(saved: dict[str, Any], settings: Settings) -> dict[str, tuple[An
     """Return the settings that affect what steps compute and have changed, each as (saved value, value now)."""
     found = {}
     for name, now in dataclasses.asdict(settings).items():
-        unused = name == "momentum" and settings.optimizer != "sgd"
+        unused = name == ("beta2" if settings.optimizer == "sgd" else "momentum")
         if name in saved and name not in NO_EFFECT_ON_STEPS and not unused and saved[name] != now:
             found[name] = (saved[name], now)
     return found

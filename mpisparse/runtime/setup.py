@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,7 +70,7 @@ def build_together(settings: Settings) -> tuple[torch.nn.Module, Data, Task]:
 
 def make_optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
     """Create the optimizer that the settings name."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = decay_groups(model, settings.weight_decay)
     if settings.optimizer == "sgd":
         nesterov = settings.momentum > 0
         return torch.optim.SGD(
@@ -77,7 +78,13 @@ def make_optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.Op
             foreach=False,
         )  # fmt: skip
     kind = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
-    return kind(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
+    return kind(parameters, lr=settings.lr, betas=(0.9, settings.beta2), weight_decay=settings.weight_decay)
+
+
+def decay_groups(model: torch.nn.Module, weight_decay: float) -> Any:
+    """Return what an optimizer takes: the model's own groups, if it says which parameters decay, else one group."""
+    groups = getattr(model, "parameter_groups", None)
+    return groups(weight_decay) if groups is not None else [p for p in model.parameters() if p.requires_grad]
 
 
 def seed_rank(seed: int, rank: int) -> None:

@@ -19,12 +19,17 @@ def show(records: Sequence[dict[str, Any]], columns: dict[str, str], *, as_json:
         for record in records:
             print(json.dumps(record), flush=True)
         return
-    rows = [[_cell(record.get(key), form) for key, form in columns.items()] for record in records]
-    heads = [key.replace("_", " ") for key in columns]
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    for row in (heads, *rows):
+    rows = formatted(records, columns)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
         first, rest = row[0].ljust(widths[0]), [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         print("  ".join([first, *rest]).rstrip(), flush=True)
+
+
+def formatted(records: Sequence[dict[str, Any]], columns: dict[str, str]) -> list[list[str]]:
+    """Return a table's heads, then a row of cells for each record."""
+    heads = [key.replace("_", " ") for key in columns]
+    return [heads, *([_cell(record.get(key), form) for key, form in columns.items()] for record in records)]
 
 
 def _cell(value: Any, form: str) -> str:

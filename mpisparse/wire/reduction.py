@@ -36,8 +36,8 @@ class Reduced(NamedTuple):
     """The mean, where it is, and what this rank keeps of what it sent (`left`, at the sent index; None: nothing).
 
     kept_index and kept: what an owner keeps of its sums where it did not send itself. nbytes: of indices and values, per
-    rank, on average; counted only where sizes travel. own: what of this rank's values arrived, where the caller keeps the
-    rest; error: what an owner remembers (mpisparse.wire.feedback).
+    rank, on average; counted only where sizes travel. index_nbytes: of indices, received by this rank. own: what of this
+    rank's values arrived, where the caller keeps the rest; error: what an owner remembers (mpisparse.wire.feedback).
     """
 
     index: Ints  # type: ignore[assignment]  # hides tuple.index
@@ -48,6 +48,7 @@ class Reduced(NamedTuple):
     nbytes: int = 0
     own: Any = None
     error: Any = None
+    index_nbytes: int = 0
 
 
 class Reducer:
@@ -194,9 +195,9 @@ class OwnByOwner(Reducer):
         arrived = exchange.route(np.concatenate(payloads), nbytes)
         rank, mine = exchange.rank, by_rank[exchange.rank]
         cause: Exception | None = None
-        union, total, back, first_bad, failure = NO_INDEX, NO_VALUES, np.empty(0, dtype=np.uint8), -1, ""
+        union, total, back, first_bad, failure, indices = NO_INDEX, NO_VALUES, np.empty(0, dtype=np.uint8), -1, "", 0
         try:
-            union, total = self._sum(backend, mine, arrived, counts[:, rank].tolist(), nbytes[:, rank].tolist())
+            union, total, indices = self._sum(backend, mine, arrived, counts[:, rank].tolist(), nbytes[:, rank].tolist())
             bad = np.flatnonzero(~np.isfinite(total))[:1]
             first_bad = int(union[bad[0]]) if len(bad) else -1
             back = self._message(backend, mine, union, total) if first_bad < 0 else back
@@ -213,11 +214,13 @@ class OwnByOwner(Reducer):
             self._read(backend, region, gathered[a:b], count)
             for region, a, b, count in zip(by_rank, starts[:-1], starts[1:], sizes[:, 1].tolist(), strict=True)
         ]
-        mean = np.concatenate([part for _, part in parts])
+        mean = np.concatenate([part for _, part, _ in parts])
+        indices += sum(used for part_rank, (_, _, used) in enumerate(parts) if part_rank != rank)
         if not self.received:
             mean /= np.float32(exchange.size)
         moved = int(nbytes.sum() + sizes[:, 0].sum() * (exchange.size - 1)) // exchange.size
-        reduced = Reduced(np.concatenate([part for part, _ in parts]), mean, values, nbytes=moved)
+        joined = np.concatenate([part for part, _, _ in parts])
+        reduced = Reduced(joined, mean, values, nbytes=moved, index_nbytes=indices)
         return reduced if self.codec.lossless else reduced._replace(kept_index=union, kept=total)
 
     def _message(self, backend: Backend, region: Region, index: Ints, values: Floats) -> Bytes:
@@ -226,34 +229,34 @@ class OwnByOwner(Reducer):
         encoded = encoded[: self.codec.encode(backend, values, encoded)]
         return np.concatenate([pack(backend, index, region.lo, region.hi), encoded]) if len(index) else encoded[:0]
 
-    def _read(self, backend: Backend, region: Region, payload: Bytes, count: int) -> tuple[Ints, Floats]:
-        """What a message holds."""
+    def _read(self, backend: Backend, region: Region, payload: Bytes, count: int) -> tuple[Ints, Floats, int]:
+        """What a message holds, and the bytes of its indices."""
         values = np.empty(count, dtype=np.float32)
         if not count:
-            return NO_INDEX, values
-        index, used = unpack(backend, payload, region.lo, region.hi)
+            return NO_INDEX, values, 0
+        index, used = unpack(backend, payload, region.lo, region.hi, count)
         self.codec.decode(backend, payload[used:], values)
-        return index, values
+        return index, values, used
 
     @np.errstate(over="ignore", invalid="ignore")
     def _sum(
         self, backend: Backend, region: Region, arrived: Bytes, counts: list[int], nbytes: list[int]
-    ) -> tuple[Ints, Floats]:
-        """Add up what the ranks sent of this rank's region."""
+    ) -> tuple[Ints, Floats, int]:
+        """Add up what the ranks sent of this rank's region; also return the bytes of the other ranks' indices."""
         ends = np.cumsum([0, *nbytes]).tolist()
         terms = [
             self._read(backend, region, arrived[a:b], count) for a, b, count in zip(ends[:-1], ends[1:], counts, strict=True)
         ]
-        union = np.sort(np.concatenate([index for index, _ in terms]), kind="stable")  # merges sorted runs
+        union = np.sort(np.concatenate([index for index, _, _ in terms]), kind="stable")  # merges sorted runs
         union = union[np.diff(union, prepend=-1) > 0]
         total, senders = np.zeros((2, len(union)), dtype=np.float32)
-        for index, term in terms:
+        for index, term, _ in terms:
             places = np.searchsorted(union, index)
             total[places] += term
             senders[places] += 1
         if self.received:
             total /= senders
-        return union, total
+        return union, total, sum(used for _, _, used in terms) - terms[region.rank][2]
 
 
 class Divided(NamedTuple):

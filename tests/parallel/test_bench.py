@@ -10,13 +10,18 @@ import runpy
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mpi4py import MPI
 
+from mpisparse.bench.converge.cases import Case
+from mpisparse.bench.converge.plan import Run
+from mpisparse.bench.converge.work import perform
 from mpisparse.runtime.cli import main
+from mpisparse.runtime.settings import Settings
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -275,3 +280,36 @@ def test_ddp(directory: Path) -> None:
     assert ahead["density"] > 0
     assert 0 < ahead["exchange_ms"] < ahead["ms"]
     assert len((directory / "ddp.jsonl").read_text().splitlines()) == 7
+
+
+def test_converge_finds_the_same_on_ranks_and_on_virtual_workers(directory: Path, comm: MPI.Intracomm) -> None:
+    out = directory / "out"
+    records = bench(
+        "converge", "--model", "digits-cnn", "--steps", 4, "--warmup", 1, "--batch-size", 4, "--seeds", 1, "--rates", 1,
+        "--most-rates", 1, "--eval-examples", 32, "--case", "few: scheme=exdyna density=0.01 codec=int8",
+        "--out", out, "--json",
+    )  # fmt: skip
+    assert [r["case"] for r in records] == ["alone", "dense", "few"]
+    assert records[1]["bytes"] == pytest.approx(4.0, rel=0.001)
+    if comm.rank == 0:
+        for file in (out / "runs").iterdir():
+            real = json.loads(file.read_text())
+            settings = Settings(**{**settings_of(out), "lr": real["lr"], "seed": real["seed"]})
+            run = Run(settings, Case(real["case"], **real["definition"]), real["workers"], 32)
+            virtual = json.loads(json.dumps(perform(run)))
+            timed = ("seconds", "examples_per_second")
+            assert {k: v for k, v in virtual.items() if k not in timed} == {k: v for k, v in real.items() if k not in timed}
+
+
+def settings_of(out: Path) -> dict[str, Any]:
+    """The settings that bench converge wrote."""
+    written = json.loads((out / "settings.json").read_text())
+    known = {field.name for field in fields(Settings)}
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in written.items() if name in known}
+
+
+def test_converge_under_mpirun_has_its_ranks_as_workers(directory: Path) -> None:
+    with pytest.raises(
+        AssertionError, match="the 2 ranks are the workers, one run at a time: leave out --workers and --jobs"
+    ):
+        bench("converge", "--workers", 3, "--out", directory / "out")

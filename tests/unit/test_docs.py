@@ -25,6 +25,7 @@ import pytest
 import torch
 
 import mpisparse
+from mpisparse.bench.converge.cases import all_cases
 from mpisparse.bench.train import Case
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.cli import COMMANDS, main, parser
@@ -38,6 +39,7 @@ TIMEOUT = 900.0  # seconds, for a job that takes a few
 
 BIG = "takes minutes on 25 million elements; test_bench.py runs it small"
 LONG = "trains for minutes; test_bench.py runs it short"
+HOURS = "trains for hours; test_converge.py runs it short"
 INSTALLS = "installs packages"
 SLURM = "needs Slurm: see tests/slurm"
 LAB = "needs root and two emulated hosts; test_bench.py runs it on this one"
@@ -59,6 +61,9 @@ NOT_RUN = {
     "mpirun -n 2 mpisparse bench checkpoint": BIG,
     "mpirun -n 4 mpisparse bench train": LONG,
     "mpirun -n 4 mpisparse bench ablation": LONG,
+    "mpisparse bench converge": HOURS,
+    "mpisparse bench converge --model gpt-nano --data corpus.txt --case 'few: scheme=exdyna density=0.01' --jobs 2 "
+    "--out runs/converge": HOURS,
     "mpirun -n 2 mpisparse bench sparse-models": LONG,
     "mpirun -n 8 mpisparse bench scaling": LONG,
     "bin/netlab with 2 1gbit -- mpisparse bench sync": LAB,
@@ -98,6 +103,7 @@ def check(words: list[str]) -> None:
     for text in getattr(args, "cases", []):
         case = Case.parse(text)
         configure(case.scheme, **case.values)
+    all_cases(getattr(args, "case_texts", []), None)
     for scheme in getattr(args, "scheme", []) if args.command == "bench" else []:
         configure(scheme)
 

@@ -11,7 +11,9 @@ import pytest
 
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.report import write
+from mpisparse.runtime.report.scatter import Dot, frontier
 
+CURVE = {"validation_by_step": [5.0, 2.4], "evaluated_by_step": [0, 9]}
 RECORDS: dict[str, list[dict[str, object]]] = {
     "sync": [{"what": "exdyna, step", "ranks": 2, "ms": 3.5, "times_faster": 3.2, "build_up": 1.0}],
     "scaling": [
@@ -21,6 +23,13 @@ RECORDS: dict[str, list[dict[str, object]]] = {
     "ablation": [
         {"group": "threshold", "case": "exdyna", "density_by_step": [0.1, 0.1], "of_whole": 1.0},
         {"group": "threshold", "case": "exdyna:controller=<b>", "density_by_step": [0.1, 0.9], "of_whole": 2.0},
+    ],
+    "converge": [
+        {"case": "alone", "bytes": 0.0, "test": 2.4, "captured": 0.0, **CURVE},
+        {"case": "dense", "bytes": 6.0, "test": 2.1, "captured": 1.0, **CURVE},
+        {"case": "<few>", "bytes": 0.1, "test": 2.2, "captured": 0.6, **CURVE},
+        {"case": "beaten", "bytes": 0.1, "test": 2.2, "captured": 0.5},
+        {"case": "lost", "edge": "diverged", "captured": None},
     ],
     "ddp": [{"what": "DDP", "ms": 3.0, "times_ddp": 1.0, "loss_by_step": [3.0, 2.0, float("nan")]}],
 }  # fmt: skip
@@ -56,6 +65,11 @@ def test_values_of_records_are_drawn_to_scale(tmp_path: Path) -> None:
     assert second == pytest.approx(2 * first, rel=0.01)
     names = [t.text for t in root.iter("{http://www.w3.org/2000/svg}text")]
     assert names[::2] == ["threshold: whole", "threshold: controller=<b>"]
+
+
+def test_a_frontier_is_of_those_that_none_beats() -> None:
+    dots = [Dot("a", 1.0, 3.0), Dot("b", 2.0, 3.5), Dot("c", 2.0, 2.0), Dot("d", 6.0, 2.0), Dot("e", 7.0, 1.0)]
+    assert [dot.name for dot in frontier(dots[::-1])] == ["a", "c", "e"]
 
 
 def test_what_is_no_record_is_told(tmp_path: Path) -> None:

@@ -193,6 +193,7 @@ ABSURD: list[tuple[str, Any, str]] = [
     *((n, v, f"{n} must be at") for n in ("lr", "momentum", "weight_decay", "stop_before") for v in (math.nan, -math.inf)),
     *((n, v, f"{n} must be at most") for n in ("lr", "weight_decay", "stop_before") for v in (math.inf, 1e30)),
     *(("momentum", v, "momentum must be below 1") for v in (1.0, 5.0, 1e300, math.inf)),
+    *(("beta2", v, "beta2 must be below 1") for v in (1.0, math.inf)),
     *(("target", v, "target must be finite") for v in (math.nan, math.inf, -math.inf)),
     *(("drop_at", (0.5, v), SHARES) for v in (math.nan, math.inf, -0.1, 50.0)),
     *((n, v, f"{n} must be below 2^53") for n in WHOLE for v in (2**53, 10**4000)),

@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mpisparse.errors import ConfigurationError
+from mpisparse.runtime.settings import Settings
+from mpisparse.runtime.setup import make_optimizer
 from mpisparse.runtime.workloads import DATA, MODELS, TASKS, Data, Examples, build
 from mpisparse.runtime.workloads.data.draws import below, draw, shuffle
 from mpisparse.runtime.workloads.data.images import ImageExamples, image_data
@@ -25,7 +27,7 @@ from mpisparse.runtime.workloads.data.ratings import Unseen
 from mpisparse.runtime.workloads.data.text import LENGTH
 from mpisparse.runtime.workloads.tasks import IGNORED
 
-LARGE = {"resnet152", "bert-base"}
+LARGE = {"resnet152", "bert-base", "gpt-small"}
 PROSE = "one fish two fish red fish blue fish\n" * 60
 
 
@@ -75,7 +77,8 @@ def test_model_steps(name: str, folder: Path) -> None:
             module.train()
     loss = task.loss(model(inputs), targets)
     loss.backward()
-    guess = {"ratings": math.log(2), "classes": math.log(3)}.get(data.task, math.log(data.sizes.get("vocabulary", 1)))
+    rows = max(data.sizes.get("vocabulary", 1), MODELS[name].options.get("rows", 1))
+    guess = {"ratings": math.log(2), "classes": math.log(3)}.get(data.task, math.log(rows))
     assert loss.item() == pytest.approx(guess, abs=1.0)
     assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
     slope = sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)
@@ -93,6 +96,10 @@ def test_model_steps(name: str, folder: Path) -> None:
         ("lstm-small", 0.297),
         ("lstm", 4.33),
         ("bert-mini", 3.17),
+        ("gpt", 0.834),
+        ("gpt-nano", 0.834),
+        ("gpt-mini", 10.77),
+        pytest.param("gpt-small", 123.7, marks=pytest.mark.slow),
         pytest.param("resnet152", 58.15, marks=pytest.mark.slow),
         pytest.param("bert-base", 85.1, marks=pytest.mark.slow),
     ],
@@ -117,6 +124,41 @@ def test_residual_blocks_start_as_their_shortcut(folder: Path) -> None:
     halved = model.stages[2](x)
     assert halved.shape == (2, 128, 4, 4)
     assert torch.equal(halved, model.stages[2].shortcut(x).relu())
+
+
+def test_gpt_sees_no_later_token(folder: Path) -> None:
+    model = build("gpt-nano", "text.txt", seed=0)[0]
+    tokens = torch.arange(10)[None]
+    other = tokens.clone()
+    other[0, 6] = 99
+    first, second = model(tokens), model(other)
+    assert torch.equal(first[0, :6], second[0, :6])
+    assert not torch.isclose(first[0, 6:], second[0, 6:]).all(1).any()
+
+
+def test_gpt_decays_matrices_only(folder: Path) -> None:
+    model = build("gpt-nano", "text.txt", seed=0)[0]
+    optimizer = make_optimizer(model, Settings(model="gpt-nano", optimizer="adamw", weight_decay=0.1, beta2=0.99))
+    first, second = optimizer.param_groups
+    assert {p.dim() for p in first["params"]} == {2}
+    assert {p.dim() for p in second["params"]} == {1}
+    assert (first["weight_decay"], second["weight_decay"]) == (0.1, 0.0)
+    assert first["betas"] == second["betas"] == (0.9, 0.99)
+    assert len(first["params"]) + len(second["params"]) == len(list(model.parameters()))
+
+
+def test_an_alphabet_has_the_letters_of_the_training_text(folder: Path) -> None:
+    Path("own.txt").write_text("añb" * 200 + "ß" * 100)
+    data = build("gpt-nano", "own.txt:alphabet:8", seed=0)[1]
+    assert data.sizes == {"vocabulary": 5, "length": 8}, "a, b, ñ and ß, and any other"
+    Path("own.txt").write_text("añb" * 700 + "ß" * 100)
+    data = build("gpt-nano", "own.txt:alphabet:8", seed=0)[1]
+    assert data.sizes["vocabulary"] == 4
+    assert batch(data.train, 0, train=False)[0].tolist() == [[1, 3, 2, 1, 3, 2, 1, 3]]
+    assert set(batch(data.test, len(data.test) - 1, train=False)[0].flatten().tolist()) == {0}
+    Path("own.txt").write_bytes(b"\xff" * 500)
+    with pytest.raises(ConfigurationError, match="an alphabet needs text in UTF-8"):
+        build("gpt-nano", "own.txt:alphabet", seed=0)
 
 
 def test_digits_are_learned() -> None:

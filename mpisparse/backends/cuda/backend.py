@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpisparse.arrays import Bytes, Floats, Ints
+from mpisparse.backends import numpy_indices
 from mpisparse.backends.cuda.launcher import Launcher
 from mpisparse.backends.protocol import GROUP
 
@@ -40,8 +41,10 @@ class CudaBackend:
 
     name = "cuda"
 
-    def __init__(self, launcher: Launcher) -> None:
+    def __init__(self, launcher: Launcher, host: Any = numpy_indices) -> None:
+        """`host` codes counts, which are on the host."""
         self.launcher = launcher
+        self.encode_indices, self.decode_indices = host.encode_indices, host.decode_indices
         self.tile = 32 * launcher.block
         self._notes: dict[int, Tensor] = {}  # by the address of the storage added to, as backends are shared
 

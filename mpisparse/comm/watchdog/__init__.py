@@ -28,11 +28,11 @@ def check_timeout(timeout: object) -> float:
 
 
 def watch(exchange: Any, timeout: float, directory: Path | None = None) -> Watchdog | None:
-    """Start watching an exchange, unless it has one rank or the timeout is 0; collective.
+    """Start watching an exchange, unless it has one rank, its ranks are virtual, or the timeout is 0; collective.
 
     `directory` is the run's: heartbeats go there as files if datagrams do not get through. Rank 0's is used.
     """
-    if exchange.size == 1 or timeout == 0:
+    if exchange.size == 1 or exchange.virtual or timeout == 0:
         return None
     made = open_socket()
     offer: dict[str, Any] = {}

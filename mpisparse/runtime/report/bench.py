@@ -15,9 +15,10 @@ import numpy as np
 from mpisparse.arrays import Doubles
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.report import svg
-from mpisparse.runtime.report.bench_figures import FIGURES, Bars, BenchRecord, Plot
+from mpisparse.runtime.report.bench_figures import FIGURES, Bars, BenchRecord, Plot, Scatter
 from mpisparse.runtime.report.chart import figure, run_classes
 from mpisparse.runtime.report.scale import fit
+from mpisparse.runtime.report.scatter import draw_scatter
 from mpisparse.runtime.report.svg import HEIGHT, RIGHT, WIDTH, Frame, Look
 from mpisparse.runtime.report.thin import thin
 from mpisparse.runtime.report.units import number, say
@@ -69,7 +70,7 @@ def figures(records: Sequence[BenchRecord]) -> list[tuple[str, str, str]]:
         mine = [record for record in records if record["bench"] == bench]
         for shape in FIGURES[bench]:
             chosen = [r for r in mine if shape.only(r) and r.get(shape.y) is not None]
-            picture = _bars(shape, chosen) if isinstance(shape, Bars) else _lines(shape, chosen)
+            picture = _draw(shape, chosen)
             if picture:
                 drawn.append((shape.title, shape.note, picture))
     return drawn
@@ -100,6 +101,13 @@ def standalone(picture: str, style: str) -> str:
     return f"{opening}><style>{escape(style, quote=False)}{font}</style>{ground}{rest}\n"
 
 
+def _draw(shape: Plot | Bars | Scatter, records: Sequence[BenchRecord]) -> str:
+    """Draw a picture of the records; empty if there is nothing to draw."""
+    if isinstance(shape, Scatter):
+        return draw_scatter(shape, records)
+    return _bars(shape, records) if isinstance(shape, Bars) else _lines(shape, records)
+
+
 def _values(record: BenchRecord, shape: Plot | Bars) -> Any:
     """Return the values of a record to draw, in the base unit of the axis."""
     factor = {"ms": 1e-3, "MB": 1e6}.get(shape.kind, 1.0)
@@ -112,14 +120,19 @@ def _kind(shape: Plot | Bars) -> str:
 
 def _series(plot: Plot, records: Sequence[BenchRecord]) -> list[Series]:
     if not plot.by_ranks:
-        made = [(plot.name(r), _values(r, plot)) for r in records]
-        return [Series(name, np.arange(1.0, len(y) + 1), y) for name, y in made if y.ndim == 1 and len(y)]
+        made = [(plot.name(r), _steps(plot, r), _values(r, plot)) for r in records]
+        return [Series(name, x, y) for name, x, y in made if y.ndim == 1 and len(y)]
     series = []
     for name in dict.fromkeys(map(plot.name, records)):
         mine = sorted((r for r in records if plot.name(r) == name), key=lambda r: int(r["ranks"]))
         x = np.array([r["ranks"] for r in mine], dtype=np.float64)
         series.append(Series(name, x, np.array([_values(r, plot) for r in mine])))
     return series
+
+
+def _steps(plot: Plot, record: BenchRecord) -> Doubles:
+    """Return the steps of a record's values."""
+    return np.asarray(record[plot.steps] if plot.steps else range(1, len(record[plot.y]) + 1), dtype=np.float64)
 
 
 def _lines(plot: Plot, records: Sequence[BenchRecord]) -> str:

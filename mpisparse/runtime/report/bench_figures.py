@@ -28,6 +28,7 @@ class Plot:
     only: Filter = everything
     by_ranks: bool = False
     log: bool | None = None
+    steps: str = ""  # the record's list of the steps of the values, if they are not all steps
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,23 @@ class Bars:
     y: str
     kind: str
     name: Name
+    only: Filter = everything
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """A named dot per record, against a value on a log scale, and the line of those that no other record beats.
+
+    levels: records to draw as horizontal lines, too, as they may have no place on the log scale.
+    """
+
+    title: str
+    note: str
+    x: str
+    y: str
+    along: str
+    name: Name
+    levels: tuple[str, ...] = ()
     only: Filter = everything
 
 
@@ -78,7 +96,7 @@ def _exclusive(record: BenchRecord) -> bool:
 RECEIVED = "received per rank and step"
 LAST = "mean of the last tenth of the steps"
 
-FIGURES: dict[str, tuple[Plot | Bars, ...]] = {
+FIGURES: dict[str, tuple[Plot | Bars | Scatter, ...]] = {
     "sync": (
         Bars("Time of a step", "median", "ms", "ms", _on_ranks),
         Bars("Against dense", "times as fast as MPI Allreduce", "times_faster", "number", _on_ranks),
@@ -110,6 +128,33 @@ FIGURES: dict[str, tuple[Plot | Bars, ...]] = {
         Bars("Metric", "on the test data", "metric", "number", _trained),
         Bars("Bytes", "received per rank", "received_MB", "MB", _trained),
         Bars("Density", "share of elements selected", "density", "number", _trained),
+    ),
+    "converge": (
+        Scatter(
+            "Frontier",
+            "test loss at each case's best learning rate",
+            "bytes",
+            "test",
+            "bytes received per parameter and step",
+            lambda record: str(record["case"]),
+            ("alone", "dense"),
+        ),
+        Plot(
+            "Validation loss",
+            "at each case's best learning rate",
+            "validation_by_step",
+            "number",
+            lambda record: str(record["case"]),
+            steps="evaluated_by_step",
+        ),
+        Bars(
+            "Captured",
+            "share of what dense gains over one worker alone",
+            "captured",
+            "number",
+            lambda record: str(record["case"]),
+            lambda record: record["case"] not in ("alone", "dense"),
+        ),
     ),
     "ddp": (
         Bars("Time of a training step", "median", "ms", "ms", _what),

@@ -41,6 +41,12 @@ def _bert(layers: int, width: int) -> ModelEntry:
     )
 
 
+def _gpt(description: str, layers: int, heads: int, width: int, **options: int) -> ModelEntry:
+    shape = f"causal language model: {layers} layers, {width} wide, {heads} heads; {description}"
+    options = {"layers": layers, "heads": heads, "width": width, **options}
+    return ModelEntry(shape, f"{_HOME}.models.gpt:Gpt", "python-text", ("vocabulary", "length"), options)
+
+
 MODELS: dict[str, ModelEntry] = {
     "digits-cnn": ModelEntry(
         "two convolutions and two linear layers, for small images",
@@ -73,6 +79,10 @@ MODELS: dict[str, ModelEntry] = {
         ("vocabulary",),
         {"width": 1114},
     ),
+    "gpt": _gpt("the same as gpt-nano", 4, 4, 128),
+    "gpt-nano": _gpt("0.8 million parameters with characters", 4, 4, 128),
+    "gpt-mini": _gpt("10.8 million", 6, 6, 384),
+    "gpt-small": _gpt("124 million, with an embedding of as many rows as GPT-2 has tokens", 12, 12, 768, rows=50_257),
     "bert-mini": _bert(4, 256),
     "bert-small": _bert(4, 512),
     "bert-medium": _bert(8, 512),

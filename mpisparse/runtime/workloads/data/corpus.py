@@ -1,4 +1,4 @@
-"""Text from files or from Python's standard library, as characters (UTF-8 bytes) or words."""
+"""Text from files or from Python's standard library, as characters (UTF-8 bytes), an alphabet of its own, or words."""
 
 from __future__ import annotations
 
@@ -72,6 +72,8 @@ def _text_data(source: str, texts: Sequence[bytes], unit: str, masked: bool, len
     """Make data from a training, a test and optionally a validation text, or from one text whose end is for testing."""
     if unit == "words":
         parts, vocabulary = _number_words(_cut(source, unit, [_split_words(source, text) for text in texts], length))
+    elif unit == "alphabet":
+        parts, vocabulary = _number_letters(_cut(source, unit, [_split_letters(source, text) for text in texts], length))
     else:
         parts, vocabulary = _cut(source, unit, [np.frombuffer(text, np.uint8) for text in texts], length), 256
     vocabulary += masked
@@ -95,12 +97,28 @@ def _cut(source: str, unit: str, parts: Sequence[Any], length: int) -> Sequence[
 
 
 def _split_words(source: str, text: bytes) -> list[str]:
+    return _WORD.findall(_decode(source, "words", text))
+
+
+def _split_letters(source: str, text: bytes) -> NDArray[Any]:
+    return np.frombuffer(_decode(source, "an alphabet", text).encode("utf-32-le"), np.uint32)
+
+
+def _decode(source: str, what: str, text: bytes) -> str:
     try:
-        return _WORD.findall(text.decode())
+        return text.decode()
     except UnicodeDecodeError as error:
         raise ConfigurationError(
-            f"{source}: words need text in UTF-8, but {error}; convert it, or add :characters"
+            f"{source}: {what} need{'s' * what.startswith('an ')} text in UTF-8, but {error}; convert it, or add :characters"
         ) from error
+
+
+def _number_letters(parts: Sequence[NDArray[Any]]) -> tuple[Sequence[NDArray[Any]], int]:
+    """Number the letters that occur in the first part from 1; 0 is any other."""
+    known = np.unique(parts[0])
+    places = [np.minimum(np.searchsorted(known, part), len(known) - 1) for part in parts]
+    coded = [np.where(known[at] == part, at + 1, 0).astype(np.int32) for at, part in zip(places, parts, strict=True)]
+    return coded, len(known) + 1
 
 
 def _number_words(parts: Sequence[Sequence[str]]) -> tuple[Sequence[NDArray[Any]], int]:

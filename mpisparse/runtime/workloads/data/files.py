@@ -10,9 +10,9 @@ from mpisparse.runtime.workloads.records import Data
 
 KINDS = (
     "a path: images.npz, ratings.csv, text.txt, text.txt.xz or a directory of such texts"
-    " (add :words or :characters, then optionally :16 for windows of 16)"
+    " (add :words, :characters or :alphabet, then optionally :16 for windows of 16)"
 )
-_UNIT = re.compile(r"(.+):(words|characters)(?::(\d+))?")
+_UNIT = re.compile(r"(.+):(words|characters|alphabet)(?::(\d+))?")
 
 
 def split_unit(data: str) -> tuple[Path, str | None, dict[str, int]]:

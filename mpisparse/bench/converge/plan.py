@@ -1,0 +1,94 @@
+"""What bench converge is to do: a workload, cases, learning rates and seeds; and which runs are still to be done."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpisparse.bench.converge.cases import ALONE, Case
+from mpisparse.bench.converge.rates import Grid, best_rate
+from mpisparse.runtime.settings import Settings
+
+FREE = ("lr", "seed", "out", "imports")  # settings in which results of one directory may differ
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: a case at one learning rate with one seed."""
+
+    settings: Settings
+    case: Case
+    workers: int
+    eval_examples: int
+
+    @property
+    def key(self) -> tuple[str, float, int]:
+        return self.case.name, self.settings.lr, self.settings.seed
+
+    def __str__(self) -> str:
+        return f"{self.case.name}, lr {self.settings.lr:g}, seed {self.settings.seed}"
+
+
+@dataclass(frozen=True)
+class ConvergePlan:
+    """Cases x learning rates x seeds on a workload.
+
+    tuning_seeds: how many of the seeds pick the learning rate; the others are run only at the rate that was picked.
+    """
+
+    settings: Settings
+    cases: list[Case]
+    grid: Grid
+    out: Path
+    seeds: int = 3
+    tuning_seeds: int = 3
+    workers: int = 4
+    eval_examples: int = 1024
+    jobs: int = 1
+    as_json: bool = False
+
+    def common(self) -> dict[str, Any]:
+        """Return what all results in a directory must have in common, as plain values."""
+        values = {name: value for name, value in dataclasses.asdict(self.settings).items() if name not in FREE}
+        return {**values, "workers": self.workers, "eval_examples": self.eval_examples}
+
+    def run(self, case: Case, rate: float, seed: int) -> Run:
+        """Return one of the runs; `seed` counts from 0."""
+        settings = dataclasses.replace(self.settings, lr=rate, seed=self.settings.seed + seed)
+        return Run(settings, case, 1 if case.name == ALONE else self.workers, self.eval_examples)
+
+    def missing(self, done: Mapping[tuple[str, float, int], Record]) -> list[Run]:
+        """Return the runs that can be done now: further rates may be wanted when these are."""
+        return [run for case in self.cases for run in self._missing(case, done)]
+
+    def _missing(self, case: Case, done: Mapping[tuple[str, float, int], Record]) -> Iterator[Run]:
+        scores = self.scores(case, done)
+        rates = self.grid.wanted(scores, case.rates)
+        for rate in rates:
+            yield from (run for run in self._tuning(case, rate) if run.key not in done)
+        best = best_rate(scores)
+        if not rates and best is not None:
+            runs = (self.run(case, best, seed) for seed in range(self.seeds))
+            yield from (run for run in runs if run.key not in done)
+
+    def _tuning(self, case: Case, rate: float) -> list[Run]:
+        return [self.run(case, rate, seed) for seed in range(min(self.tuning_seeds, self.seeds))]
+
+    def scores(self, case: Case, done: Mapping[tuple[str, float, int], Record]) -> dict[float, float]:
+        """Return the mean validation loss of every learning rate that is decided; infinite if one seed diverged."""
+        scores = {}
+        for rate in sorted({rate for name, rate, _ in done if name == case.name}):
+            records = [done.get(run.key) for run in self._tuning(case, rate)]
+            losses = [math.inf if record["diverged"] else record["validation"] for record in records if record is not None]
+            if math.inf in losses:
+                scores[rate] = math.inf
+            elif len(losses) == len(records):
+                scores[rate] = statistics.fmean(losses)
+        return scores
