@@ -1,7 +1,7 @@
 """Sparse, error-compensated gradient exchange over MPI for torch models.
 
 Importing this package starts no MPI and touches no GPU. Names are imported on first use. The first use of
-GradientSync, aggregator, checkpoint or exchange starts MPI.
+GradientSync, aggregator, checkpoint, exchange or optim starts MPI.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mpisparse.version import __version__
 
 if TYPE_CHECKING:
-    from mpisparse import checkpoint, errors, schemes
+    from mpisparse import checkpoint, errors, optim, schemes
     from mpisparse.attachment import attach
     from mpisparse.backends import device
     from mpisparse.comm import exchange
@@ -41,6 +41,7 @@ _MODULES = {
     "device": "backends.device",
     "errors": "errors",
     "exchange": "comm.exchange",
+    "optim": "optim",
     "schemes": "schemes",
 }
 
@@ -58,6 +59,7 @@ __all__ = [
     "device",
     "errors",
     "exchange",
+    "optim",
     "register_codec",
     "register_scheme",
     "schemes",

@@ -191,6 +191,8 @@ def attach(optimizer: torch.optim.Optimizer, sync: GradientSync, scaler: Any = N
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"attach expects a torch optimizer first, got {type(optimizer).__name__}")
+    if getattr(optimizer, "exchanges", False):
+        raise ConfigurationError(f"{type(optimizer).__name__} exchanges by itself: use it without a GradientSync")
     if not isinstance(sync, GradientSync):
         raise ConfigurationError(f"attach expects a GradientSync second, got {type(sync).__name__}")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):

@@ -22,7 +22,7 @@ import torch
 from mpisparse.arrays import Bools
 from mpisparse.backends.device import load_backend
 from mpisparse.backends.flat import zeros
-from mpisparse.comm.agreement import FINE, NONFINITE, FrozenDiffers, Overflow, Refusal, StepRefused
+from mpisparse.comm.agreement import BROKEN, FINE, NONFINITE, FrozenDiffers, Notice, Overflow, Refusal, StepRefused
 from mpisparse.comm.exchange import Exchange, end_job_on_uncaught_exception
 from mpisparse.comm.watchdog import TIMEOUT, check_timeout, watch
 from mpisparse.core.records import Parts, Stats
@@ -146,6 +146,7 @@ class GradientSync:
         trouble: why this rank cannot go on, for all ranks to raise. Where weights are exchanged, that is left to finish().
         """
         if self._options.of_weights:
+            self._check_ready()
             self._trouble = trouble
             self._companion.begin()
         elif not self._companion.draining:
@@ -184,7 +185,7 @@ class GradientSync:
         self._exchange.place.steps = number + 1
 
     def finish(self) -> None:
-        """The attached optimizer has done its step; local, unless weights are exchanged now."""
+        """The attached optimizer has done its step; local, unless weights are exchanged now or have arrived."""
         if self._options.of_weights:
             trouble, self._trouble = self._trouble, None
             if self._companion.is_due():
@@ -218,7 +219,10 @@ class GradientSync:
         error, damage = explain(refusal, self._exchange, self._layout.name_at, frozen, late_step, **words)
         if isinstance(refusal, Overflow):
             self._gradients.drop()
-        if (added or NONFINITE in statuses) and not self._options.of_weights:
+        lost = added or NONFINITE in statuses
+        if self._options.of_weights:  # they are as they were, unless a rank could not add what arrived
+            lost = late_step is not None and BROKEN in statuses
+        if lost:
             self._damaged = damage or "a step was refused after its gradients were added"
         raise error from (refusal.__cause__ or self._aggregator.cause)
 
@@ -502,8 +506,19 @@ class GradientSync:
         self._stats = self._idle_stats(self._exchange.nbytes_sent, self._exchange.nbytes_received, skipped=True)
 
     def _rest(self) -> None:
-        """The optimizer has done a step that no exchange follows."""
-        self._stats = self._idle_stats(0, 0)
+        """The optimizer has done a step that no exchange follows: what is in flight is applied."""
+        self._check_ready()
+        self._made, self._stats = None, self._idle_stats(0, 0)
+        clock, number = Clock(), self._aggregator.number
+        try:
+            for delivered in self._aggregator.arrivals():
+                self._gradients.publish(delivered.used)
+                clock.lap("wait")
+                notice = Notice(self.k, np.zeros(len(self._layout.slots), dtype=bool))
+                details = details_of(self._aggregator.works)
+                self._note(functools.partial(self._aggregator.stats, number, notice, delivered, clock.seconds, details))
+        except (Refusal, GradientError) as error:
+            self._fail(error)
 
     def _idle_stats(self, sent: int, received: int, *, skipped: bool = False) -> Stats:
         """The statistics of a step in which nothing was exchanged."""

@@ -231,7 +231,7 @@ class Aggregator:
         for stage in works.stages:
             state |= stage.state()
         if works.flight is not None:
-            state["flight"] = [flights.pack(works.selection, d) for d in works.flight.results()]
+            state["flight"] = [flights.pack(works.selection, works.reducer, d) for d in works.flight.results()]
             state["waiting"] = None if works.waiting is None else works.selection.packed(works.waiting)
         return state
 
@@ -250,7 +250,7 @@ class Aggregator:
         for stage in self.works.stages:
             stage.check(state, n)
         for packed in state.get("flight", ()):
-            flights.check(self.works.selection, packed, *self._shape)
+            flights.check(self.works.selection, self.works.reducer, packed, *self._shape)
         if state.get("waiting") is not None:
             flights.check_agreed(self.works.selection, state["waiting"], *self._shape)
 
@@ -263,7 +263,8 @@ class Aggregator:
         works.stages = tuple(stage.loaded(state) for stage in works.stages)
         self._scale()
         if works.flight is not None:
-            works.flight.replace([flights.unpack(works.selection, packed, *self._shape) for packed in state["flight"]])
+            arrived = [flights.unpack(works.selection, works.reducer, packed, *self._shape) for packed in state["flight"]]
+            works.flight.replace(arrived)
             packed = state.get("waiting")
             works.waiting = None if packed is None else flights.unpack_agreed(works.selection, packed, *self._shape)
 
@@ -285,8 +286,7 @@ class Aggregator:
             for stage in works.stages:
                 state = stage.at_rest(state, residuals[source])
             if "flight" in state:
-                flight = [flights.bring_home(packed, residuals[source]) for packed in state["flight"]]
-                state = {**state, "flight": flight}
+                state = flights.bring_home(state, works.reducer, residuals[source])
             rested[source] = state
         taken = [rested[source] for source in sources(old, new, rank)]
         merged = {**taken[0], **works.selection.resize(taken), **works.scorer.resize(taken), **works.reducer.resize(taken)}

@@ -194,11 +194,9 @@ def deliver_late(exchange: Exchange, backend: Backend, out: Outgoing) -> Arrived
 
 
 def _take_ahead(works: Works) -> Ahead:
-    """Move the values of what the ranks have agreed on out of the accumulator; nothing, before the first agreement."""
+    """Send the values of what the ranks have agreed on off; nothing, before the first agreement."""
     agreed, works.waiting = works.waiting or nothing_agreed(len(works.acc), works.exchange.size), None
-    values = works.backend.empty(len(agreed.union), np.float32)
-    works.backend.take(works.acc, agreed.union, values)
-    return Ahead(agreed, Sent(agreed.union, values))
+    return Ahead(agreed, Sent(agreed.union, works.scorer.depart(works.backend, agreed.union)))
 
 
 def _clear(works: Works, index: Ints) -> None:

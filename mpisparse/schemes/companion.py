@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -98,8 +98,11 @@ class Companion:
         """
         yield from ()
 
-    def global_weights(self) -> AbstractContextManager[None]:
-        """Have the weights that are the same on all ranks in the model."""
+    def global_weights(self, *, buffers: bool = True) -> AbstractContextManager[None]:
+        """Have the weights that are the same on all ranks in the model.
+
+        buffers: those too that are made of all ranks' for the while, which is collective.
+        """
         return nullcontext()
 
     def hold(self, frozen: Sequence[bool]) -> None:
@@ -120,9 +123,9 @@ class Companion:
     def restore(self, kept: torch.Tensor) -> None:
         """Take what kept() gave; the model holds the weights that all ranks share."""
 
-    def moved(self, kept: Mapping[int, Floats], new: int, rank: int) -> Floats:
-        """What kept() is to be on one of `new` ranks, from that of all ranks of before."""
-        raise NotImplementedError
+    def whole(self, kept: Floats, state: State) -> Floats:
+        """A rank's own weights, from what kept() and state() gave."""
+        return kept
 
     def state(self) -> State:
         """What the next step depends on."""

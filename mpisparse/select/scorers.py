@@ -70,6 +70,12 @@ class Scorer:
         """Add one parameter's gradient during backward; return a flat index that is not finite now, or -1."""
         raise NotImplementedError
 
+    def depart(self, backend: Backend, index: Ints) -> Floats:
+        """Move values out of the accumulator: they set out in flight, and look() finds nothing there."""
+        values: Floats = backend.empty(len(index), np.float32)
+        backend.take(self.acc, index, values)
+        return values
+
     def figures(self) -> tuple[float, ...]:
         """Numbers of this rank whose means over ranks travel with the step."""
         return ()

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from mpisparse.backends.device import load_backend
+
 if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend
     from mpisparse.wire.codecs.protocol import Codec
@@ -47,6 +49,23 @@ class Encoded(NamedTuple):
             out[at : at + stop - start] = values
             at += stop - start
         return out
+
+
+def check(encoded: Encoded) -> None:
+    """Raise ValueError unless the bytes can be those of the spans and decode to finite numbers; for what a file held."""
+    codec, payload, spans, sizes = encoded
+    fits = len(sizes) == len(spans) and min(sizes, default=0) >= 0 and sum(sizes) == len(payload)
+    for span, at, size in zip(spans, encoded.starts, sizes, strict=False):
+        end = 0
+        for start, stop, part in chunks(codec, payload[at : at + size], span):
+            most, header = codec.nbytes(stop - start), HEADER if codec.variable else 0
+            end += header + len(part)
+            fits = fits and (len(part) <= most if codec.variable else len(part) == most)
+        fits = fits and end == size
+    if not fits:
+        raise ValueError("an encoded vector has too many bytes, or too few")
+    if not all(np.isfinite(values).all() for _, _, values in encoded.values(load_backend())):
+        raise ValueError("an encoded vector is not finite everywhere")
 
 
 def chunks(codec: Codec, payload: Any, span: Span) -> Iterator[Chunk]:

@@ -20,7 +20,7 @@ from mpisparse.comm.agreement import Overflow
 from mpisparse.comm.regions import even_regions
 from mpisparse.errors import ConfigurationError
 from mpisparse.wire.codecs.protocol import add_decoded
-from mpisparse.wire.encoded import Encoded, Span, chunks, encode, span_nbytes, write_chunk
+from mpisparse.wire.encoded import Encoded, Span, check, chunks, encode, span_nbytes, write_chunk
 from mpisparse.wire.reduction import NOT_A_NUMBER, Reduced, Reducer
 
 if TYPE_CHECKING:
@@ -54,6 +54,13 @@ class AtFixedOwners(Reducer):
         self.error[:] = saved if isinstance(self.error, np.ndarray) else torch.from_numpy(saved)
         return self
 
+    def _error(self, saved: Any, count: int) -> Floats:
+        """A saved e that replaces the present one when a delivery is applied."""
+        error: Floats = np.array(saved, dtype=np.float32)
+        if error.shape != (count,) or not np.isfinite(error).all():
+            raise ValueError(f"the owner's error must be {count} finite numbers")
+        return error
+
     def owned(self, rank: int, size: int) -> Any:
         """The elements whose e a rank of `size` keeps, in its order: a slice, or an ascending index."""
         raise NotImplementedError
@@ -65,6 +72,10 @@ class AtFixedOwners(Reducer):
             every[self.owned(old, len(errors))] = error
         mine: Floats = every[self.owned(rank, size)].copy()
         return mine
+
+    def recalled(self, state: State, residual: Floats) -> State | None:
+        """Nothing: what was sent is still in the vector, and nothing of what came is in it."""
+        return None
 
     def _exchange(self, exchange: Exchange, backend: Backend, out: Encoded, error: Any, left: Any) -> Encoded:
         """Send each span to its owner; returns what all owners made of theirs. Collective.
@@ -149,6 +160,21 @@ class WholeAtOwners(AtFixedOwners):
     def after(self, reduced: Reduced) -> Reducer:
         return replace(self, error=reduced.error, spare=self.error)
 
+    def packed(self, reduced: Reduced) -> State:
+        mean, own = reduced.mean, reduced.own
+        sizes = {"mean_sizes": list(mean.sizes), "own_sizes": list(own.sizes)}
+        return {"mean": mean.payload, "own": own.payload, **sizes, "error": reduced.error}
+
+    def unpacked(self, state: State, size: int) -> Reduced:
+        spans = [(region.lo, region.hi) for region in even_regions(self.n, size)]
+        mean, own = (
+            Encoded(self.codec, np.asarray(state[name], dtype=np.uint8), spans, list(map(int, state[f"{name}_sizes"])))
+            for name in ("mean", "own")
+        )
+        check(mean)
+        check(own)
+        return Reduced(range(self.n), mean, None, own=own, error=self._error(state["error"], len(self.error)))  # type: ignore[arg-type]
+
     def owned(self, rank: int, size: int) -> slice:
         region = even_regions(self.n, size)[rank]
         return slice(region.lo, region.hi)
@@ -178,6 +204,19 @@ class SelectedAtOwners(AtFixedOwners):
         places, left = reduced.error
         self.error[places] = left
         return self
+
+    def packed(self, reduced: Reduced) -> State:
+        places, left = reduced.error
+        return {"index": reduced.index, "mean": reduced.mean, "own": reduced.own, "places": places, "error": left}
+
+    def unpacked(self, state: State, size: int) -> Reduced:
+        index, places = (np.asarray(state[key], dtype=np.int64) for key in ("index", "places"))
+        mean, own = (np.asarray(state[key], dtype=np.float32) for key in ("mean", "own"))
+        if mean.shape != index.shape or own.shape != index.shape or not np.isfinite(mean - own).all():
+            raise ValueError(f"what was sent of {len(index)} elements, and came back, must be as many finite numbers")
+        if len(places) and not 0 <= places.min() <= places.max() < len(self.error):
+            raise ValueError("an owner's error is of elements that it does not own")
+        return Reduced(index, mean, None, own=own, error=(places, self._error(state["error"], len(places))))
 
     def owned(self, rank: int, size: int) -> Ints:
         index: Ints = np.arange(self.n)

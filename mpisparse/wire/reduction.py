@@ -81,6 +81,27 @@ class Reducer:
         """Return the state on another number of ranks, from those taken over, which are at rest."""
         return self.state()
 
+    def packed(self, reduced: Reduced) -> State:
+        """What came of a delivery in flight, as plain values and arrays."""
+        names = ("left", "index", "mean", "kept_index", "kept", "nbytes")
+        return {name: getattr(reduced, name) for name in names}
+
+    def unpacked(self, state: State, size: int) -> Reduced:
+        """What packed() was given, on `size` ranks. Raises KeyError, TypeError or ValueError if that cannot be."""
+        index, kept_index = (np.asarray(state[key], dtype=np.int64) for key in ("index", "kept_index"))
+        left, mean, kept = (np.asarray(state[key], dtype=np.float32) for key in ("left", "mean", "kept"))
+        return Reduced(index, mean.copy(), left, kept_index, kept, int(state["nbytes"]))
+
+    def recalled(self, state: State, residual: Floats) -> State | None:
+        """What stays in flight of a packed delivery if the number of ranks changes; None: nothing, as if it were not sent.
+
+        What belongs to no other rank goes to this rank's saved residual, in place.
+        """
+        for index, values in (("sent", "left"), ("kept_index", "kept")):
+            residual[np.asarray(state[index])] += np.asarray(state[values])
+            state = {**state, index: NO_INDEX, values: NO_VALUES}
+        return state
+
 
 @dataclass(frozen=True)
 class ByMpi(Reducer):

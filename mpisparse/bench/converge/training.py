@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-import importlib
 import math
 import statistics
 import sys
@@ -20,6 +20,7 @@ import mpisparse
 from mpisparse.bench.converge.cases import ONEBIT, Case
 from mpisparse.bench.converge.plan import Record, Run
 from mpisparse.errors import ConfigurationError, GradientError
+from mpisparse.optim import OneBitAdamW
 from mpisparse.runtime.evaluate import evaluate
 from mpisparse.runtime.run_state import RunState
 from mpisparse.runtime.schedule import Order, density_at, lr_factor
@@ -44,7 +45,7 @@ def train(run: Run, comm: Any) -> Record:
         ended = training.run()
         return {**training.record(), **(training.results() if ended else {"diverged": True})}
     finally:
-        training.sync.close()
+        training.close()
 
 
 class Training:
@@ -60,8 +61,10 @@ class Training:
         )  # fmt: skip
         self.losses.rank, self.losses.size = self.sync.rank, self.sync.size
         self.density = self.sync.density
-        self.optimizer = make_case_optimizer(self.model, self.settings, run.case)
-        mpisparse.attach(self.optimizer, self.sync)
+        self.optimizer: Any = make_case_optimizer(self.model, self.settings, run.case, comm)
+        self.exchanges = getattr(self.optimizer, "exchanges", False)  # by itself: then the sync only evaluates
+        if not self.exchanges:
+            mpisparse.attach(self.optimizer, self.sync)
         self.order = Order(len(self.data.train), self.settings.seed)
         self.steps = self.settings.steps or 1
         self.sync.check_together(self._too_few())
@@ -71,6 +74,12 @@ class Training:
         self.train_losses: list[float] = []
         self.curve: list[tuple[int, float]] = []
         self.told = time.monotonic()
+
+    def close(self) -> None:
+        """Free the communicators; collective."""
+        self.sync.close()
+        if self.exchanges:
+            self.optimizer.close()
 
     def _too_few(self) -> ConfigurationError | None:
         needed = self.settings.batch_size * self.sync.size
@@ -113,9 +122,14 @@ class Training:
         self.optimizer.step()
         state.step += 1
         self.train_losses.append(loss.item())
-        stats = sync.stats
-        if stats is not self.counted:  # in a step without an exchange they stay those of the last one
-            self.counted, self.received = stats, self.received + stats.bytes_received
+        self._count()
+
+    def _count(self) -> None:
+        """Add up what was received; in a step without an exchange the statistics are those of the last one, if any."""
+        with contextlib.suppress(RuntimeError):
+            stats = self.optimizer.stats if self.exchanges else self.sync.stats
+            if stats is not self.counted:
+                self.counted, self.received = stats, self.received + stats.bytes_received
 
     def _hopeless(self, step: int) -> bool:
         """Look at a part of the validation data; tell whether the training has diverged. Collective."""
@@ -175,19 +189,20 @@ def some(examples: Examples, count: int) -> Examples:
 
 def _settings(case: Case, settings: Settings) -> Settings:
     """Return the settings of a case: its scheme and options, its optimizer, and what the training loop does for it."""
-    own = {**case.loop, **{name: case.options[name] for name in ("density", "codec") if name in case.options}}
+    own: dict[str, Any] = {name: case.options[name] for name in ("density", "codec") if name in case.options}
+    own |= case.loop
     options = {name: value for name, value in case.options.items() if name not in {"scheme", *own}}
     optimizer = settings.optimizer if case.optimizer in (None, ONEBIT) else case.optimizer
     return replace(settings, scheme=case.scheme, options=options, optimizer=optimizer, **own)
 
 
-def make_case_optimizer(model: torch.nn.Module, settings: Settings, case: Case) -> torch.optim.Optimizer:
-    """Create the optimizer of a case."""
+def make_case_optimizer(model: torch.nn.Module, settings: Settings, case: Case, comm: Any = None) -> torch.optim.Optimizer:
+    """Create the optimizer of a case; `comm`: for one that exchanges by itself."""
     own = case.optimizer_options
     if case.optimizer == ONEBIT:
         options = {"lr": settings.lr, "betas": (0.9, settings.beta2), "weight_decay": settings.weight_decay, **own}
-        optimizer: torch.optim.Optimizer = _onebit()(decay_groups(model, settings.weight_decay), **options)
-        return optimizer
+        onebit: torch.optim.Optimizer = OneBitAdamW(decay_groups(model, settings.weight_decay), comm=comm, **options)
+        return onebit
     optimizer = make_optimizer(model, settings)
     for name, value in own.items():
         if name not in optimizer.defaults:
@@ -200,20 +215,13 @@ def make_case_optimizer(model: torch.nn.Module, settings: Settings, case: Case) 
     return optimizer
 
 
-def _onebit() -> Any:
-    try:
-        return importlib.import_module("mpisparse.optim").OneBitAdamW
-    except ModuleNotFoundError as error:
-        raise ConfigurationError("this version has no optimizer onebit (mpisparse.optim)") from error
-
-
 def _workload(settings: Settings) -> tuple[torch.nn.Module, Data, Task]:
     """Return a model of one's own, and the data, which all workers of a process share."""
     model, data, task = _loaded(settings.model, settings.data, settings.seed, settings.validation)
     return copy.deepcopy(model), data, task
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=4)
 def _loaded(model: str, data: str | None, seed: int, validation: float) -> tuple[torch.nn.Module, Data, Task]:
     built, loaded, task = build(model, data, seed=seed)
     loaded = hold_out(loaded, validation, seed=seed)

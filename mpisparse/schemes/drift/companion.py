@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from mpisparse.arrays import Bools, Floats, State
+from mpisparse.backends.flat import checksum
 from mpisparse.core.aggregator import Aggregator
-from mpisparse.core.state import sources
 from mpisparse.errors import ConfigurationError, GradientError
 from mpisparse.schemes.companion import Companion, Site
 from mpisparse.schemes.drift.weights import OwnWeights
@@ -37,7 +37,7 @@ class Drifting(Companion):
         self.buffers = buffers
         self.done = 0
         self.optimizer: torch.optim.Optimizer | None = None
-        self.swapped = False
+        self._loaded: dict[str, torch.Tensor] = {}
         self.shared.copy_(weights.flat())
         self._versions = self._written()
 
@@ -71,7 +71,7 @@ class Drifting(Companion):
     # A step
 
     def begin(self) -> None:
-        if self.swapped:
+        if self.weights.lent:
             raise RuntimeError(
                 f"r{self.exchange.rank} | the shared weights are in the model: optimizer.step() was called inside "
                 "global_weights(), or the last one did not end"
@@ -85,9 +85,14 @@ class Drifting(Companion):
     # Beside the steps
 
     def drain(self) -> Iterator[Bools | None]:
-        """Exchange all that is left, at rate 1 and in float32: all ranks then have the shared weights."""
-        inside = RuntimeError("synchronize() inside global_weights(): leave the block first") if self.swapped else None
+        """Apply what is in flight, then exchange all that is left, at rate 1 and in float32; W = G on all ranks."""
+        inside = RuntimeError("synchronize() inside global_weights(): leave the block first") if self.weights.lent else None
         self.exchange.raise_together(inside, RuntimeError)
+        missed = GradientError(f"{self.weights.missed}; load a saved state") if self.weights.missed else None
+        self.exchange.raise_together(missed, GradientError)
+        self.weights.refused()
+        for _ in self.aggregator.arrivals():
+            self.weights.publish(None)
         reducer = self.aggregator.works.reducer
         assert isinstance(reducer, AtFixedOwners)
         drift = self.drift().numpy()
@@ -109,30 +114,28 @@ class Drifting(Companion):
         """W - G, as a new vector."""
         return self.weights.flat().sub_(self.shared)
 
-    def global_weights(self) -> AbstractContextManager[None]:
-        return self._shared_in_place()
+    def global_weights(self, *, buffers: bool = True) -> AbstractContextManager[None]:
+        return self._shared_in_place(buffers=buffers)
 
     @contextlib.contextmanager
-    def _shared_in_place(self) -> Iterator[None]:
+    def _shared_in_place(self, *, buffers: bool) -> Iterator[None]:
         """Have the shared weights in the model for a while; with buffers of other ranks this is collective."""
-        if self.swapped:
+        if self.weights.lent:
             yield
             return
-        own = [p.data for p in self.site.places.params]
-        kept = self._take_buffers()
-        for slot, p in zip(self.site.places.slots, self.site.places.params, strict=True):
-            shared = slot.view(self.shared)
-            p.data = shared if p.dtype is torch.float32 else shared.to(p.dtype)
-        self.swapped = True
+        kept = self._take_buffers() if buffers else []
+        self.weights.lend(self._as_parameters())
         try:
             yield
         finally:
-            if self.swapped:  # no state was loaded meanwhile
-                self.swapped = False
-                for p, weight in zip(self.site.places.params, own, strict=True):
-                    p.data = weight
+            if self.weights.take_back():  # else a state was loaded meanwhile
                 for buffer, values in kept:
                     buffer.copy_(values)
+
+    def _as_parameters(self) -> list[torch.Tensor]:
+        """The shared weights in the parameters' shapes and types; float32 on the same memory."""
+        slots = self.site.places.slots
+        return [slot.view(self.shared[slot.begin : slot.end].to(slot.dtype), slot.begin) for slot in slots]
 
     @torch.no_grad()
     def _take_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -154,29 +157,48 @@ class Drifting(Companion):
     # State: the model holds G in a checkpoint, the residual's place holds W
 
     def state(self) -> State:
-        return {"done": self.done}
+        """digest: of G as the model has it. The remainders, if any, are what the weights' types cannot hold."""
+        state: State = {"done": self.done, "digest": checksum(self._as_parameters())}
+        if self.weights.remainders:
+            state["remainder"] = self.weights.remainder().numpy()
+            state["shared_remainder"] = self.weights.remainder_of(self.shared).numpy()
+        return state
 
     def check(self, state: State) -> None:
         int(state["done"])
+        count = len(self.weights.remainder())
+        for name in ("remainder", "shared_remainder") if count else ():
+            if state[name].shape != (count,) or not np.isfinite(state[name]).all():
+                raise ConfigurationError(f"the {name} in the state must be {count} finite numbers")
 
     def load(self, state: State) -> None:
+        error = None
+        if checksum(p.data for p in self.site.places.params) != state["digest"]:
+            error = ConfigurationError(
+                "the model does not hold the shared weights that this state was saved with; save the model inside "
+                "`with sync.global_weights():`, as checkpoint.save does, and load it before the state"
+            )
+        self.exchange.raise_together(error)
         self.done = int(state["done"])
-        self.swapped = False
+        self._loaded = {name: torch.as_tensor(state[name]) for name in ("remainder", "shared_remainder") if name in state}
 
     def kept(self) -> torch.Tensor:
-        return self.weights.flat()
+        return self.weights.rounded()
 
     def restore(self, kept: torch.Tensor) -> None:
-        self.shared.copy_(self.weights.flat())
-        self.weights.set_flat(kept)
+        shared = self.weights.rounded(in_model=True)
+        self.weights.take_back()
+        if self._loaded:
+            self.weights.with_remainder(shared, self._loaded["shared_remainder"])
+        self.shared.copy_(shared)
+        self.weights.set_flat(kept, self._loaded.get("remainder"))
 
-    def moved(self, kept: Mapping[int, Floats], new: int, rank: int) -> Floats:
-        """A new rank begins as its source, shifted so that the mean over ranks stays."""
-        old = len(kept)
-        shift = np.mean([weights.astype(np.float64) for weights in kept.values()], axis=0)
-        shift -= np.mean([kept[sources(old, new, j)[0]].astype(np.float64) for j in range(new)], axis=0)
-        moved: Floats = (kept[sources(old, new, rank)[0]] + shift).astype(np.float32)
-        return moved
+    def whole(self, kept: Floats, state: State) -> Floats:
+        weights = torch.from_numpy(kept.copy())
+        whole: Floats = self.weights.with_remainder(weights, torch.as_tensor(state.get("remainder", []))).numpy()
+        return whole
 
     def resize(self, states: Sequence[State]) -> State:
-        return {"done": states[0]["done"]}
+        """A new rank has no remainder yet: its weights are rounded when they are loaded."""
+        remainders = {"remainder": np.zeros_like(states[0]["remainder"])} if self.weights.remainders else {}
+        return {**{key: states[0][key] for key in self.state()}, **remainders}

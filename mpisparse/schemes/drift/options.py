@@ -36,6 +36,8 @@ class Drift(Options):
     rate: the factor on the mean drift by which G moves; "auto" is 1.
     density: 1 exchanges all elements, as codec "sign" with every=4 would.
     buffers: inside global_weights(), the rank's "own", those of "rank0", or their "average"; the last two are collective.
+    staleness: 1 exchanges while the next forward and backward run, and applies what came after the next optimizer.step();
+    with density 1 that takes a copy of W - G.
     remainder: keeps a float32 remainder of weights of other types, which are refused without.
     controller, partitioner and blocks are exdyna's.
     """
@@ -45,6 +47,7 @@ class Drift(Options):
     codec: str = "int4"
     every: int = 1
     rate: float | str = "auto"
+    staleness: int = 0
     buffers: str = "own"
     remainder: bool = False
     controller: str = "tail"
@@ -58,6 +61,11 @@ class Drift(Options):
             check_choice("rate", self.rate, ("auto",))
         else:
             check_positive("rate", self.rate)
+        check_whole("staleness", self.staleness, 0)
+        if self.staleness > 1:
+            raise ConfigurationError(
+                f"staleness must be 0 or 1, got {self.staleness}: each exchange selects by what the one before it learnt"
+            )
         check_choice("buffers", self.buffers, BUFFERS)
         check_flag("remainder", self.remainder)
         check_choice("controller", self.controller, CONTROLLERS)
@@ -94,26 +102,27 @@ class Drift(Options):
     def build(self, parts: Parts, site: Site | None = None) -> Scheme:
         if site is None:
             raise ConfigurationError('scheme "drift" moves a model\'s weights, and so cannot average a plain vector')
-        scorer = Distance(parts.acc, parts.backend)
+        weights = OwnWeights(site.places, remainder=self.remainder)
+        scorer = Distance(parts.acc, parts.backend, weights.where)
         aggregator = Aggregator(
             parts,
             scorer=scorer,
             selection=self._selection(parts),
             reducer=self._reducer(parts),
-            stages=[Following(scorer)],
+            stages=[Following(weights.to_move)],
+            staleness=self.staleness,
         )
-        weights = OwnWeights(site.places, remainder=self.remainder)
         return Scheme(aggregator, Drifting(aggregator, site, weights, every=self.every, buffers=self.buffers))
 
     def _selection(self, parts: Parts) -> Any:
         n, exchange = len(parts.residual), parts.exchange
         if self.density == 1.0:
-            return Everything(n)
+            return Everything(n, late=self.staleness > 0)
         selector = ExclusiveSelector.first(
             n, exchange.size, controller=self.controller, partitioner=self.partitioner, blocks=self.blocks,
             reads_region=False, prior=0.0,
         )  # fmt: skip
-        return ExclusiveSelection(selector, Rules(), exchange.rank, parts.backend)
+        return ExclusiveSelection(selector, Rules(late=self.staleness > 0), exchange.rank, parts.backend)
 
     def _reducer(self, parts: Parts) -> AtFixedOwners:
         n, rank, size, codec = len(parts.residual), parts.exchange.rank, parts.exchange.size, CODECS[self.codec]

@@ -1,0 +1,74 @@
+"""Flat vectors averaged over ranks at fixed owners; what the codec leaves waits here, on both ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mpisparse.backends.device import load_backend
+from mpisparse.backends.flat import zeros
+from mpisparse.backends.protocol import Backend
+from mpisparse.comm.exchange import Exchange
+from mpisparse.comm.regions import even_regions
+from mpisparse.wire.codecs import CODECS
+from mpisparse.wire.feedback import WholeAtOwners
+
+
+class Averaging:
+    """Replaces the vector in `work` by its mean over ranks.
+
+    residual: what this rank has given and not sent. error: what it remembers as the owner of its stretch [lo, hi).
+    """
+
+    def __init__(self, n: int, exchange: Exchange) -> None:
+        self.n = n
+        self.exchange = exchange
+        self.backend: Backend = load_backend()
+        region = even_regions(n, exchange.size)[exchange.rank]
+        self.lo, self.hi = region.lo, region.hi
+        self.work, self.residual = zeros(n, torch.float32), zeros(n, torch.float32)
+        self.error, self._spare = (zeros(self.hi - self.lo, torch.float32) for _ in range(2))
+
+    def average_(self, codec: str) -> None:
+        """Average work and what waits; what is left waits for the next time. Collective."""
+        self.residual.add_(self.work)
+        reducer = self._reducer(codec, self.error, self._spare)
+        reduced = reducer.reduce(self.exchange, self.backend, range(self.n), self.residual.numpy(), [])
+        rest = self.residual.numpy()
+        for start, stop, sent in reduced.own.values(self.backend):
+            rest[start:stop] -= sent
+        self.error, self._spare = self._spare, self.error
+
+    def average_once_(self, codec: str, share: torch.Tensor) -> None:
+        """Average work alone, with nothing that waits; `share` of what is left waits then. Collective.
+
+        share: a factor for each element.
+        """
+        error, left = (torch.zeros(self.hi - self.lo) for _ in range(2))
+        self.residual.addcmul_(self.work, share)
+        reduced = self._reducer(codec, error, left).reduce(self.exchange, self.backend, range(self.n), self.work.numpy(), [])
+        sent = torch.from_numpy(reduced.own.decoded(self.backend))
+        self.residual.addcmul_(sent, share, value=-1)
+        self.error.addcmul_(left, share[self.lo : self.hi])
+
+    def _reducer(self, codec: str, error: torch.Tensor, left: torch.Tensor) -> WholeAtOwners:
+        """A reducer that writes the mean into work, and what it remembers into `left`."""
+        self.backend.use_threads(torch.get_num_threads())
+        target: Any = lambda: self.work  # noqa: E731
+        return WholeAtOwners(CODECS[codec], error.numpy(), self.n, spare=left.numpy(), target=target)
+
+    def scale_(self, factors: torch.Tensor) -> None:
+        """What waits is in other units from now on."""
+        self.residual.mul_(factors)
+        self.error.mul_(factors[self.lo : self.hi])
+
+    def give_back_(self, lo: int, hi: int, share: torch.Tensor | None) -> None:
+        """The mean of [lo, hi) is not used: it waits on all ranks, or `share` of it."""
+        mean = self.work[lo:hi] if share is None else self.work[lo:hi] * share[lo:hi]
+        self.residual[lo:hi] += mean
+
+    def forget_(self) -> None:
+        """Nothing waits any more."""
+        self.residual.zero_()
+        self.error.zero_()
