@@ -37,6 +37,11 @@ extern "C" __global__ void decode_int8(const float* scales, const signed char* q
     if (i < n) x[i] = __fmul_rn((float)q[i], scales[i / GROUP]);
 }
 
+extern "C" __global__ void add_int8(const float* scales, const signed char* q, i64 n, float* total) {
+    const i64 i = at_thread();
+    if (i < n) total[i] = __fadd_rn(total[i], __fmul_rn((float)q[i], scales[i / GROUP]));
+}
+
 // The scale is the power of two that brings the largest magnitude into [2^14, 2^15), as far as its exponent allows.
 extern "C" __global__ void __launch_bounds__(GROUP) encode_fp16(float* x, i64 n, float* scales, u16* h) {
     __shared__ u32 warps[GROUP / 32];
@@ -56,6 +61,11 @@ extern "C" __global__ void decode_fp16(const float* scales, const u16* h, i64 n,
     if (i < n) x[i] = __fmul_rn(fp16_to_float(h[i]), scales[i / GROUP]);
 }
 
+extern "C" __global__ void add_fp16(const float* scales, const u16* h, i64 n, float* total) {
+    const i64 i = at_thread();
+    if (i < n) total[i] = __fadd_rn(total[i], __fmul_rn(fp16_to_float(h[i]), scales[i / GROUP]));
+}
+
 extern "C" __global__ void encode_bf16(float* x, i64 n, u16* h) {
     const i64 i = at_thread();
     if (i >= n) return;
@@ -66,4 +76,9 @@ extern "C" __global__ void encode_bf16(float* x, i64 n, u16* h) {
 extern "C" __global__ void decode_bf16(const u16* h, i64 n, float* x) {
     const i64 i = at_thread();
     if (i < n) x[i] = bf16_to_float(h[i]);
+}
+
+extern "C" __global__ void add_bf16(const u16* h, i64 n, float* total) {
+    const i64 i = at_thread();
+    if (i < n) total[i] = __fadd_rn(total[i], bf16_to_float(h[i]));
 }

@@ -63,10 +63,15 @@ inline void encode_int8(float* x, int64_t n, float* scales, int8_t* q) {
     }
 }
 
-inline void decode_int8(const float* scales, const int8_t* q, int64_t n, float* x) {
+template <bool ADD>
+void put_value(float& x, float value) { x = ADD ? x + value : value; }
+
+// Decoders write to x, or add to it.
+template <bool ADD>
+void decode_int8(const float* scales, const int8_t* q, int64_t n, float* x) {
     for (int64_t g = 0; g * GROUP < n; ++g, x += GROUP, q += GROUP) {
         const int64_t count = std::min(GROUP, n - g * GROUP);
-        for (int64_t i = 0; i < count; ++i) x[i] = float(q[i]) * scales[g];
+        for (int64_t i = 0; i < count; ++i) put_value<ADD>(x[i], float(q[i]) * scales[g]);
     }
 }
 
@@ -89,8 +94,9 @@ inline void encode_fp16(float* x, int64_t n, float* scales, uint16_t* h) {
     }
 }
 
-inline void decode_fp16(const float* scales, const uint16_t* h, int64_t n, float* x) {
-    for (int64_t i = 0; i < n; ++i) x[i] = fp16_to_float(h[i]) * scales[i / GROUP];
+template <bool ADD>
+void decode_fp16(const float* scales, const uint16_t* h, int64_t n, float* x) {
+    for (int64_t i = 0; i < n; ++i) put_value<ADD>(x[i], fp16_to_float(h[i]) * scales[i / GROUP]);
 }
 
 inline void encode_bf16(float* x, int64_t n, uint16_t* h) {
@@ -100,6 +106,7 @@ inline void encode_bf16(float* x, int64_t n, uint16_t* h) {
     }
 }
 
-inline void decode_bf16(const uint16_t* h, int64_t n, float* x) {
-    for (int64_t i = 0; i < n; ++i) x[i] = bf16_to_float(h[i]);
+template <bool ADD>
+void decode_bf16(const uint16_t* h, int64_t n, float* x) {
+    for (int64_t i = 0; i < n; ++i) put_value<ADD>(x[i], bf16_to_float(h[i]));
 }

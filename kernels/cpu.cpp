@@ -3,11 +3,46 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "apart.hpp"
 #include "candidates.hpp"
 #include "codec.hpp"
+#include "indices.hpp"
 #include "passes.hpp"
 #include "predict.hpp"
 #include "scatter.hpp"
+
+namespace {
+
+// Runs work(codec, first group, first value, values) on whole groups, a part for each thread.
+template <int WHICH, class Work>
+void in_groups(int64_t n, size_t scales, size_t codes, Work work) {
+    const FewBits& codec = isa.few_bits[WHICH];
+    const int64_t groups = (n + codec.group - 1) / codec.group;
+    const int64_t last = std::min(n - (groups - 1) * codec.group, codec.codes);
+    if (int64_t(scales) != groups || int64_t(codes) != (groups ? (groups - 1) * codec.codes + last : 0))
+        throw std::invalid_argument("scales or codes do not fit the number of values");
+    nb::gil_scoped_release released;
+    in_parts(0, groups, threads_for(n), [&](int, int64_t begin, int64_t end) {
+        const int64_t first = begin * codec.group;
+        work(codec, begin, first, std::min(end * codec.group, n) - first);
+    });
+}
+
+template <int WHICH>
+void encode_few_bits(Array<float> x, Array<uint16_t> scales, Array<uint8_t> codes) {
+    in_groups<WHICH>(int64_t(x.size()), scales.size(), codes.size(), [&](const FewBits& codec, int64_t group, int64_t first, int64_t n) {
+        codec.encode(x.data() + first, n, scales.data() + group, codes.data() + group * codec.codes);
+    });
+}
+
+template <int WHICH, bool ADD>
+void decode_few_bits(Array<const uint16_t> scales, Array<const uint8_t> codes, Array<float> x) {
+    in_groups<WHICH>(int64_t(x.size()), scales.size(), codes.size(), [&](const FewBits& codec, int64_t group, int64_t first, int64_t n) {
+        codec.decode(scales.data() + group, codes.data() + group * codec.codes, n, x.data() + first, ADD);
+    });
+}
+
+}  // namespace
 
 NB_MODULE(_cpu, m) {
     m.def("isas", &isa_names);
@@ -31,6 +66,12 @@ NB_MODULE(_cpu, m) {
     m.def("histogram_scored", &histogram_scored);
     m.def("record", &record);
     m.def("gather", &gather);
+    m.def("select_apart", &select_apart);
+    m.def("histogram_apart", &histogram_apart);
+    m.def("subtract_apart", &subtract_apart);
+    m.def("scatter_add", &scatter_add);
+    m.def("add_stretch", &add_stretch);
+    m.def("divide_into", &divide_into);
     m.def("predict", [](Array<const uint16_t> history, Array<const float> nets, Array<const float> inverse, Array<const int64_t> ends,
                         int64_t depth, Array<uint8_t> out) {
         nb::gil_scoped_release released;
@@ -51,6 +92,9 @@ NB_MODULE(_cpu, m) {
     m.def("block_counts", &block_counts);
     m.def("compress_rows", &compress_rows);
     m.def("expand_rows", &expand_rows);
+    m.def("encode_indices", &encode_indices);
+    m.def("decode_indices", &decode_indices);
+    m.def("reaching", &reaching);
     m.def("values_at", &values_at);
     m.def("take", &take);
     m.def("put", &put);
@@ -69,7 +113,11 @@ NB_MODULE(_cpu, m) {
     });
     m.def("decode_int8", [](Array<const float> scales, Array<const int8_t> q, Array<float> x) {
         nb::gil_scoped_release released;
-        decode_int8(scales.data(), q.data(), int64_t(x.size()), x.data());
+        decode_int8<false>(scales.data(), q.data(), int64_t(x.size()), x.data());
+    });
+    m.def("add_int8", [](Array<const float> scales, Array<const int8_t> q, Array<float> total) {
+        nb::gil_scoped_release released;
+        decode_int8<true>(scales.data(), q.data(), int64_t(total.size()), total.data());
     });
     m.def("encode_fp16", [](Array<float> x, Array<float> scales, Array<uint16_t> h) {
         nb::gil_scoped_release released;
@@ -77,7 +125,11 @@ NB_MODULE(_cpu, m) {
     });
     m.def("decode_fp16", [](Array<const float> scales, Array<const uint16_t> h, Array<float> x) {
         nb::gil_scoped_release released;
-        decode_fp16(scales.data(), h.data(), int64_t(x.size()), x.data());
+        decode_fp16<false>(scales.data(), h.data(), int64_t(x.size()), x.data());
+    });
+    m.def("add_fp16", [](Array<const float> scales, Array<const uint16_t> h, Array<float> total) {
+        nb::gil_scoped_release released;
+        decode_fp16<true>(scales.data(), h.data(), int64_t(total.size()), total.data());
     });
     m.def("encode_bf16", [](Array<float> x, Array<uint16_t> h) {
         nb::gil_scoped_release released;
@@ -85,6 +137,19 @@ NB_MODULE(_cpu, m) {
     });
     m.def("decode_bf16", [](Array<const uint16_t> h, Array<float> x) {
         nb::gil_scoped_release released;
-        decode_bf16(h.data(), int64_t(x.size()), x.data());
+        decode_bf16<false>(h.data(), int64_t(x.size()), x.data());
     });
+    m.def("add_bf16", [](Array<const uint16_t> h, Array<float> total) {
+        nb::gil_scoped_release released;
+        decode_bf16<true>(h.data(), int64_t(total.size()), total.data());
+    });
+    m.def("encode_int4", &encode_few_bits<0>);
+    m.def("encode_int2", &encode_few_bits<1>);
+    m.def("encode_sign", &encode_few_bits<2>);
+    m.def("decode_int4", &decode_few_bits<0, false>);
+    m.def("decode_int2", &decode_few_bits<1, false>);
+    m.def("decode_sign", &decode_few_bits<2, false>);
+    m.def("add_int4", &decode_few_bits<0, true>);
+    m.def("add_int2", &decode_few_bits<1, true>);
+    m.def("add_sign", &decode_few_bits<2, true>);
 }

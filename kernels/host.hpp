@@ -26,16 +26,16 @@ namespace {
 
 using Scan = int32_t (*)(const Piece&);
 using Average = void (*)(const Averaging&);
-struct Isa { const char* name; Scan scan; Average average; };
+struct Isa { const char* name; Scan scan; Average average; const FewBits* few_bits; };
 
 std::vector<Isa> available_isas() {
-    std::vector<Isa> isas{{generic::NAME, generic::scan, generic::average}};
+    std::vector<Isa> isas{{generic::NAME, generic::scan, generic::average, generic::FEW_BITS}};
 #ifdef MPISPARSE_X86
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi"))
-        isas.push_back({avx2::NAME, avx2::scan, avx2::average});
+        isas.push_back({avx2::NAME, avx2::scan, avx2::average, avx2::FEW_BITS});
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("bmi"))
-        isas.push_back({avx512::NAME, avx512::scan, avx512::average});
+        isas.push_back({avx512::NAME, avx512::scan, avx512::average, avx512::FEW_BITS});
 #endif
     return isas;
 }

@@ -31,7 +31,8 @@ class Attachment:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda *_: sync.finish()),
         )
-        self._scaler = ScalerAgreement(optimizer, sync, scaler) if scaler is not None and scaler.is_enabled() else None
+        scaling = LocalScaling if sync.options.of_weights else ScalerAgreement
+        self._scaler = scaling(optimizer, sync, scaler) if scaler is not None and scaler.is_enabled() else None
 
     def remove(self) -> None:
         """Leave the optimizer, and the scaler, as they were."""
@@ -62,7 +63,7 @@ class Attachment:
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Exchange now, or after each evaluation of the closure if there is one; args begin with the optimizer."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
+        if closure is None or self._sync.options.of_weights:
             self._sync.begin(self._trouble())
             return None
         wrapped = functools.partial(self._evaluate, closure)
@@ -123,6 +124,35 @@ class ScalerAgreement:
         return list(self._scaler._found_inf_per_device(self._optimizer).values())
 
 
+class LocalScaling:
+    """Lets one GradScaler skip steps of this rank alone, where weights are exchanged; the exchange goes on all the same."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, sync: GradientSync, scaler: Any) -> None:
+        self._optimizer = optimizer
+        self._sync = sync
+        self._scaler = scaler
+        self._stepped = False
+        self._handle = optimizer.register_step_post_hook(self._note)
+        self._step = scaler.step
+        scaler.step = self.step
+
+    def remove(self) -> None:
+        """Give the scaler its own method back."""
+        self._handle.remove()
+        del self._scaler.step
+
+    def _note(self, *_: Any) -> None:
+        self._stepped = True
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step as torch does; if that was skipped, exchange nevertheless."""
+        self._stepped = False
+        result = self._step(optimizer, *args, **kwargs)
+        if optimizer is self._optimizer and not self._stepped:
+            self._sync.finish()
+        return result
+
+
 def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether an optimizer scales each element's step by the gradients it has seen, as far as its kind's name says."""
     names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
@@ -154,6 +184,8 @@ def check_exchanged(groups: list[dict[str, Any]], sync: GradientSync) -> None:
 def attach(optimizer: torch.optim.Optimizer, sync: GradientSync, scaler: Any = None) -> Attachment:
     """Call sync.step() by itself before each optimizer.step(); with a closure, after each of its evaluations.
 
+    Where a scheme exchanges weights (drift), call it after each optimizer.step(); closures and scalers are then local.
+
     With `scaler` (a torch.amp.GradScaler) gradients are unscaled before the exchange, and all ranks skip a step together
     or none does. Warns on rank 0 of an adaptive optimizer on sparse gradients. Returns a handle with remove().
     """
@@ -170,7 +202,7 @@ def attach(optimizer: torch.optim.Optimizer, sync: GradientSync, scaler: Any = N
             "added to the residual"
         )
     attachment = Attachment(optimizer, sync, scaler)
-    sparse = sync.scheme != "dense" and min(sync.density, sync.options.density) < 1.0
+    sparse = not sync.options.of_weights and sync.scheme != "dense" and min(sync.density, sync.options.density) < 1.0
     if sparse and is_adaptive(optimizer) and sync.rank == 0:
         warnings.warn(
             f"an adaptive optimizer ({type(optimizer).__name__}) on sparse gradients: with AdamW on a GPT, 2 ranks, 600 "

@@ -22,7 +22,7 @@ import torch
 from mpisparse.arrays import Bools
 from mpisparse.backends.device import load_backend
 from mpisparse.backends.flat import zeros
-from mpisparse.comm.agreement import FINE, NONFINITE, FrozenDiffers, Overflow, Refusal, StepRefused
+from mpisparse.comm.agreement import BROKEN, FINE, NONFINITE, FrozenDiffers, Notice, Overflow, Refusal, StepRefused
 from mpisparse.comm.exchange import Exchange, end_job_on_uncaught_exception
 from mpisparse.comm.watchdog import TIMEOUT, check_timeout, watch
 from mpisparse.core.records import Parts, Stats
@@ -33,9 +33,12 @@ from mpisparse.model.gradients import ModelGradients
 from mpisparse.model.layout import Layout
 from mpisparse.model.published import Published
 from mpisparse.schemes import configure
-from mpisparse.schemes.companion import Site
+from mpisparse.schemes.companion import Scheme, Site
 from mpisparse.schemes.options import Options, check_density
 from mpisparse.schemes.state import STATE_FORMAT, check_state, step_state
+from mpisparse.vectors import NoSink
+
+DIVERGED = "nothing was exchanged: lower the learning rate or clip, and load a saved state"
 
 
 class GradientSync:
@@ -85,40 +88,72 @@ class GradientSync:
         self._exchange.segment_nbytes = self._options.segment_nbytes
         self.broadcast_([*model.parameters(), *model.buffers()])
         self._residual = zeros(self._layout.size, torch.float32, self._layout.device)
-        published = Published(self._layout, self._backend)
-        self._gradients = ModelGradients(
-            model, self._layout, published, self._backend, self._residual,
-            in_backward=self._options.accumulate == "backward", looks=self._options.nonfinite == "skip",
-        )  # fmt: skip
-        parts = Parts(self._residual, self._layout.slots, self._layout.held, published, self._exchange, self._backend)
-        self._aggregator, self._companion = self._options.build(parts, Site(model, self._layout))
-        self._gradients.add = self._aggregator.add
+        sink = NoSink() if self._options.of_weights else Published(self._layout, self._backend)
+        parts = Parts(self._residual, self._layout.slots, self._layout.held, sink, self._exchange, self._backend)
+        self._aggregator, self._companion = self._built(parts, Site(model, self._layout))
+        self._gradients: Any = self._companion.subject or self._of_gradients(parts)
         self._density = float(self._options.density)
         self._stats: Stats | None = None
         self._made: Callable[[], Stats] | None = None  # makes the statistics of the last step
         self._share = self._layout.size  # the elements that it exchanged
         self._syncing = True
+        self._trouble: str | None = None  # of the attached optimizer
         self._damaged: str | None = None
         self._told_unobserved = False
         self._watchdog = watch(self._exchange, self._timeout, None if run_directory is None else Path(run_directory))
         if self._watchdog is not None:
             weakref.finalize(self, self._watchdog.close).atexit = False  # it has its own word for the interpreter's exit
 
+    def _built(self, parts: Parts, site: Site) -> Scheme:
+        """Put the scheme together; what it refuses of the model is raised on all ranks. Collective."""
+        built: Scheme | None = None
+        error: ConfigurationError | None = None
+        try:
+            built = self._options.build(parts, site)
+        except ConfigurationError as caught:
+            error = caught
+        self._exchange.raise_together(error)
+        assert built is not None
+        return built
+
+    def _of_gradients(self, parts: Parts) -> ModelGradients:
+        """The model's gradients, to be exchanged."""
+        assert isinstance(parts.sink, Published)
+        gradients = ModelGradients(
+            self._model, self._layout, parts.sink, self._backend, self._residual,
+            in_backward=self._options.accumulate == "backward", looks=self._options.nonfinite == "skip",
+        )  # fmt: skip
+        gradients.add = self._aggregator.add
+        return gradients
+
     # What a training loop calls
 
     def step(self) -> None:
-        """Exchange the gradients since the last step and publish their mean as p.grad; collective."""
+        """Exchange the gradients since the last step and publish their mean as p.grad; collective.
+
+        Where a scheme exchanges weights (drift), call it after optimizer.step().
+        """
         if not self._companion.idle:
             self._companion.check_by_hand()
-        self.begin()
+        if self._options.of_weights:
+            self.finish()
+        else:
+            self.begin()
 
     def begin(self, trouble: str | None = None) -> None:
         """What step() does, for attach, which also calls finish() when the optimizer is done; collective.
 
-        trouble: why this rank cannot go on, for all ranks to raise.
+        trouble: why this rank cannot go on, for all ranks to raise. Where weights are exchanged, that is left to finish().
         """
-        if self._companion.draining:
-            return
+        if self._options.of_weights:
+            self._check_ready()
+            self._trouble = trouble
+            self._companion.begin()
+        elif not self._companion.draining:
+            self._exchange_now(trouble)
+
+    def _exchange_now(self, trouble: str | None) -> None:
+        """Do one step of the aggregator; collective."""
         self._check_ready()
         if not self._companion.idle:
             self._companion.begin()
@@ -150,7 +185,14 @@ class GradientSync:
         self._exchange.place.steps = number + 1
 
     def finish(self) -> None:
-        """The attached optimizer has used the published gradient; local."""
+        """The attached optimizer has done its step; local, unless weights are exchanged now or have arrived."""
+        if self._options.of_weights:
+            trouble, self._trouble = self._trouble, None
+            if self._companion.is_due():
+                self._exchange_now(trouble)
+            else:
+                self._rest()
+            return
         if not self._companion.idle and not self._companion.draining and self._stats is not None and not self._stats.skipped:
             self._stats = self._companion.finish(self._stats)
 
@@ -173,10 +215,14 @@ class GradientSync:
             return
         late_step = self._aggregator.applied if self._aggregator.staleness else None
         frozen = self._gradients.frozen.names()
-        error, damage = explain(refusal, self._exchange, self._layout.name_at, frozen, late_step)
+        words = {"advice": DIVERGED, "what": "weight"} if self._options.of_weights else {}
+        error, damage = explain(refusal, self._exchange, self._layout.name_at, frozen, late_step, **words)
         if isinstance(refusal, Overflow):
             self._gradients.drop()
-        if added or NONFINITE in statuses:
+        lost = added or NONFINITE in statuses
+        if self._options.of_weights:  # they are as they were, unless a rank could not add what arrived
+            lost = late_step is not None and BROKEN in statuses
+        if lost:
             self._damaged = damage or "a step was refused after its gradients were added"
         raise error from (refusal.__cause__ or self._aggregator.cause)
 
@@ -323,8 +369,12 @@ class GradientSync:
 
     @property
     def residual(self) -> torch.Tensor:
-        """This rank's accumulator: one flat float32 tensor in the order of model.parameters() that require gradients."""
-        return self._residual
+        """What this rank has not sent: one flat float32 tensor in the order of model.parameters() that require gradients.
+
+        Of a scheme that exchanges weights, a copy: the distance from the shared weights.
+        """
+        drift = self._companion.drift()
+        return self._residual if drift is None else drift
 
     @property
     def density(self) -> float:
@@ -354,9 +404,16 @@ class GradientSync:
             "rank": self.rank,
             "size": self.size,
             "density": self._density,
-            "residual": self._residual.clone() if copy else self._residual,
+            "residual": self._kept(copy),
             **{f"step.{key}": value for key, value in state.items()},
         }
+
+    def _kept(self, copy: bool) -> torch.Tensor:
+        """What a state stores of this rank as one vector: the residual, or the rank's own weights."""
+        kept = self._companion.kept()
+        if kept is not None:
+            return kept
+        return self._residual.clone() if copy else self._residual
 
     def _saved(self, value: Any, copy: bool) -> Any:
         """A part's value as torch's, on the host."""
@@ -378,7 +435,10 @@ class GradientSync:
         parts = self._upgraded(step_state(state))
         self._companion.load(parts)
         self._aggregator.load(parts)
-        self._residual.copy_(torch.as_tensor(state["residual"]))
+        if self._companion.subject is not None:
+            self._companion.restore(torch.as_tensor(state["residual"]))
+        else:
+            self._residual.copy_(torch.as_tensor(state["residual"]))
         self._density = float(state["density"])
         self._damaged = None
         self._gradients.restart()
@@ -399,6 +459,7 @@ class GradientSync:
         lines = [
             f"scheme {self.scheme} {json.dumps(self._options.values(), sort_keys=True)}",
             f"timeout {self._timeout:g}",
+            f"device {self._layout.device.type}",
             *(f"parameter {line}" for line in self._layout.describe()),
             *(f"tensor {name} {list(t.shape)} {t.dtype}" for name, t in tensors),
         ]
@@ -442,19 +503,38 @@ class GradientSync:
     def _skip(self) -> None:
         """Some rank has a non-finite gradient: drop all gradients and change nothing else."""
         self._gradients.drop()
+        self._stats = self._idle_stats(self._exchange.nbytes_sent, self._exchange.nbytes_received, skipped=True)
+
+    def _rest(self) -> None:
+        """The optimizer has done a step that no exchange follows: what is in flight is applied."""
+        self._check_ready()
+        self._made, self._stats = None, self._idle_stats(0, 0)
+        clock, number = Clock(), self._aggregator.number
+        try:
+            for delivered in self._aggregator.arrivals():
+                self._gradients.publish(delivered.used)
+                clock.lap("wait")
+                notice = Notice(self.k, np.zeros(len(self._layout.slots), dtype=bool))
+                details = details_of(self._aggregator.works)
+                self._note(functools.partial(self._aggregator.stats, number, notice, delivered, clock.seconds, details))
+        except (Refusal, GradientError) as error:
+            self._fail(error)
+
+    def _idle_stats(self, sent: int, received: int, *, skipped: bool = False) -> Stats:
+        """The statistics of a step in which nothing was exchanged."""
         seen = self._made is not None or self._stats is not None
-        last = self.stats.threshold if seen else 0.0
-        self._stats = Stats(
+        return Stats(
             step=self._aggregator.number,
             density=0.0,
             set_density=self.k / max(1, self._layout.held.remaining),
             selected=0,
-            threshold=last,
-            bytes_sent=self._exchange.nbytes_sent,
-            bytes_received=self._exchange.nbytes_received,
+            threshold=self.stats.threshold if seen else 0.0,
+            bytes_sent=sent,
+            bytes_received=received,
+            control_bytes=received,
             imbalance=0.0,
             seconds={},
-            skipped=True,
+            skipped=skipped,
         )
 
 

@@ -61,6 +61,22 @@ class FlatSink:
         return self.vector
 
 
+class NoSink:
+    """Publishes nothing: the exchange itself moves what it is of."""
+
+    def clear(self) -> None:
+        """Nothing to clear."""
+
+    def write(self, index: Any, mean: Any, acc: Any) -> None:
+        """Nothing to write."""
+
+    def whole(self) -> torch.Tensor:
+        return torch.empty(0)
+
+    def published(self) -> torch.Tensor:
+        return torch.empty(0)
+
+
 def aggregator(
     n: int,
     *,

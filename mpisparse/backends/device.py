@@ -75,7 +75,7 @@ def _cuda(device: torch.device) -> Backend:
         ) from error
     from mpisparse.backends.cuda.backend import CudaBackend
 
-    return CudaBackend(CupyLauncher(device))
+    return CudaBackend(CupyLauncher(device), load_backend())
 
 
 def _native() -> Any:

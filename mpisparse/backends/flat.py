@@ -6,6 +6,7 @@ the usual layout, channels_last too, is read without a copy.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -179,6 +180,14 @@ def add_sparse_(vector: torch.Tensor, slot: Slot, grad: torch.Tensor) -> int:
 def memory_order(p: torch.Tensor) -> tuple[int, ...]:
     """The tensor's own strides if it fills its memory without gaps, else those of a contiguous copy."""
     return tuple(torch.empty_like(p, device="meta", memory_format=torch.preserve_format).stride())
+
+
+def checksum(tensors: Iterable[torch.Tensor]) -> int:
+    """A checksum of tensors in the order in which they lie in memory."""
+    total = 0
+    for tensor in tensors:
+        total = zlib.crc32(tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data, total)
+    return total
 
 
 def zeros(count: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:

@@ -21,6 +21,24 @@ from mpisparse.backends.host_arrays import to_host as to_host
 from mpisparse.backends.host_arrays import view_as as view_as
 from mpisparse.backends.keys import keys_of
 from mpisparse.backends.kinds import BF16, FP16, memory, round_to, widen
+from mpisparse.backends.numpy_apart import add_stretch as add_stretch
+from mpisparse.backends.numpy_apart import divide_into as divide_into
+from mpisparse.backends.numpy_apart import histogram_apart as histogram_apart
+from mpisparse.backends.numpy_apart import scatter_add as scatter_add
+from mpisparse.backends.numpy_apart import select_apart as select_apart
+from mpisparse.backends.numpy_apart import subtract_apart as subtract_apart
+from mpisparse.backends.numpy_few_bits import add_int2 as add_int2
+from mpisparse.backends.numpy_few_bits import add_int4 as add_int4
+from mpisparse.backends.numpy_few_bits import add_sign as add_sign
+from mpisparse.backends.numpy_few_bits import decode_int2 as decode_int2
+from mpisparse.backends.numpy_few_bits import decode_int4 as decode_int4
+from mpisparse.backends.numpy_few_bits import decode_sign as decode_sign
+from mpisparse.backends.numpy_few_bits import encode_int2 as encode_int2
+from mpisparse.backends.numpy_few_bits import encode_int4 as encode_int4
+from mpisparse.backends.numpy_few_bits import encode_sign as encode_sign
+from mpisparse.backends.numpy_indices import decode_indices as decode_indices
+from mpisparse.backends.numpy_indices import encode_indices as encode_indices
+from mpisparse.backends.numpy_indices import reaching as reaching
 from mpisparse.backends.numpy_nets import gather as gather
 from mpisparse.backends.numpy_nets import learn as learn
 from mpisparse.backends.numpy_nets import predict as predict
@@ -264,6 +282,11 @@ def decode_int8(scales: Floats, q: NDArray[np.int8], x: Floats) -> None:
     x[:] = q.astype(np.float32) * np.repeat(scales, GROUP)[: len(x)]
 
 
+def add_int8(scales: Floats, q: NDArray[np.int8], total: Floats) -> None:
+    """Add what decode_int8 gives."""
+    total += q.astype(np.float32) * np.repeat(scales, GROUP)[: len(total)]
+
+
 def encode_fp16(x: Floats, scales: Floats, h: Halves) -> None:
     """Encode as fp16(x / scale) x scale, one power of two as scale per group; x becomes the rounding error."""
     most = np.abs(_groups(x)).max(axis=1, initial=0.0)
@@ -279,6 +302,11 @@ def decode_fp16(scales: Floats, h: Halves, x: Floats) -> None:
     x[:] = widen(h, FP16) * np.repeat(scales, GROUP)[: len(x)]
 
 
+def add_fp16(scales: Floats, h: Halves, total: Floats) -> None:
+    """Add what decode_fp16 gives."""
+    total += widen(h, FP16) * np.repeat(scales, GROUP)[: len(total)]
+
+
 def encode_bf16(x: Floats, h: Halves) -> None:
     """Encode as the nearest finite bfloat16; x becomes the rounding error."""
     h[:] = round_to(x, BF16)
@@ -288,3 +316,8 @@ def encode_bf16(x: Floats, h: Halves) -> None:
 def decode_bf16(h: Halves, x: Floats) -> None:
     """Decode what encode_bf16 wrote."""
     x[:] = widen(h, BF16)
+
+
+def add_bf16(h: Halves, total: Floats) -> None:
+    """Add what decode_bf16 gives."""
+    total += widen(h, BF16)

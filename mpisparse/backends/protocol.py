@@ -19,7 +19,7 @@ and in tests/cuda/checks.py (cuda against numpy).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,21 @@ Kinds = Bytes
 
 # Candidates: ascending flat indices, their magnitudes, and the first non-finite flat index or -1.
 Found = tuple[Vector, Vector, int]
+
+
+class CodeForm(NamedTuple):
+    """Form of the payloads of int4, int2 and sign: values that share a bfloat16 scale, and bits of a value's code."""
+
+    group: int
+    bits: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a group's codes: byte j holds those of values j, j + nbytes, j + 2 nbytes, ..., the first one lowest."""
+        return self.group * self.bits // 8
+
+
+FEW_BITS = {"int4": CodeForm(64, 4), "int2": CodeForm(64, 2), "sign": CodeForm(128, 1)}
 
 
 class Backend(Protocol):
@@ -163,6 +178,16 @@ class Backend(Protocol):
         """Write the flat indices of compressed rows to out; False if the counts do not add up to its length."""
         ...
 
+    # Indices as Golomb-Rice codes (mpisparse.backends.gaps); NumPy arrays for every backend
+
+    def encode_indices(self, index: Ints, lo: int, hi: int, /) -> Bytes:
+        """Return ascending indices of [lo, hi) as bytes."""
+        ...
+
+    def decode_indices(self, payload: Bytes, lo: int, hi: int, out: Ints, /) -> int:
+        """Write the indices to out; return how many bytes they took, or -1 if the message is damaged."""
+        ...
+
     # Reads and writes at an index
 
     def values_at(self, acc: Vector, index: Vector, /) -> Vector:
@@ -227,6 +252,24 @@ class Backend(Protocol):
     def encode_bf16(self, x: Vector, h: Vector, /) -> None: ...
     def decode_bf16(self, h: Vector, x: Vector, /) -> None: ...
 
+    # FEW_BITS has their form. The last group's codes end after min(values, nbytes) bytes; missing values count as zeros.
+
+    def encode_int4(self, x: Vector, scales: Vector, codes: Vector, /) -> None: ...
+    def decode_int4(self, scales: Vector, codes: Vector, x: Vector, /) -> None: ...
+    def encode_int2(self, x: Vector, scales: Vector, codes: Vector, /) -> None: ...
+    def decode_int2(self, scales: Vector, codes: Vector, x: Vector, /) -> None: ...
+    def encode_sign(self, x: Vector, scales: Vector, codes: Vector, /) -> None: ...
+    def decode_sign(self, scales: Vector, codes: Vector, x: Vector, /) -> None: ...
+
+    # Decode and add in one pass: the bits of decode, then add
+
+    def add_int8(self, scales: Vector, q: Vector, total: Vector, /) -> None: ...
+    def add_fp16(self, scales: Vector, h: Vector, total: Vector, /) -> None: ...
+    def add_bf16(self, h: Vector, total: Vector, /) -> None: ...
+    def add_int4(self, scales: Vector, codes: Vector, total: Vector, /) -> None: ...
+    def add_int2(self, scales: Vector, codes: Vector, total: Vector, /) -> None: ...
+    def add_sign(self, scales: Vector, codes: Vector, total: Vector, /) -> None: ...
+
 
 class HostBackend(Backend, Protocol):
     """What only the host backends do: selection by predicted importance, training of its nets, checksums of checkpoints.
@@ -258,6 +301,39 @@ class HostBackend(Backend, Protocol):
         """Write the gradients at ascending indices; absent ones are zero."""
         ...
 
+    # Weights, as pieces of float32, against a flat reference
+
+    def select_apart(
+        self, pointers: Pointers, ends: Ends, kinds: Kinds, reference: Floats, lo: int, hi: int, floor: float, /
+    ) -> Found:
+        """Collect the elements of [lo, hi) whose weights are at least `floor` apart from the reference.
+
+        Watches all elements for non-finite differences.
+        """
+        ...
+
+    def histogram_apart(self, pointers: Pointers, ends: Ends, kinds: Kinds, reference: Floats, lo: int, hi: int, /) -> Ints:
+        """As histogram, of weights minus reference."""
+        ...
+
+    def subtract_apart(
+        self, pointers: Pointers, ends: Ends, kinds: Kinds, reference: Floats, lo: int, out: Floats, /
+    ) -> None:
+        """Write weights minus reference of [lo, lo + len(out))."""
+        ...
+
+    def scatter_add(self, pointers: Pointers, ends: Ends, kinds: Kinds, index: Ints, values: Floats, /) -> None:
+        """Add to the weights at ascending indices."""
+        ...
+
+    def add_stretch(self, pointers: Pointers, ends: Ends, kinds: Kinds, lo: int, values: Floats, /) -> None:
+        """Add to the weights of [lo, lo + len(values))."""
+        ...
+
+    def divide_into(self, out: Floats, pointers: Pointers, ends: Ends, kinds: Kinds, by: float, /) -> int:
+        """Write the gradients divided by a number; absent ones are zero. Return the first non-finite index or -1."""
+        ...
+
     def predict(self, history: Any, nets: Floats, inverse: Floats, ends: Ints, depth: int, out: Bytes, /) -> None:
         """Score elements by their layers' nets: importance in (0, 1) in steps of 1 / 255."""
         ...
@@ -267,6 +343,10 @@ class HostBackend(Backend, Protocol):
         magnitude: Floats, pairs: Ints, weights: Floats, batch: int, rate: float, corrections: Floats, /,
     ) -> None:  # fmt: skip
         """Train the nets with Adam to rank the first element of each pair above the second."""
+        ...
+
+    def reaching(self, index: Ints, magnitude: Floats, threshold: float, /) -> Ints:
+        """Return the candidates that reach a threshold."""
         ...
 
     def fletcher32(self, data: Bytes, /) -> int:

@@ -32,8 +32,9 @@ from mpisparse.select.scorers import Magnitude
 from mpisparse.select.search import Search, block_count_type, harmonic
 from mpisparse.select.selector import ExclusiveSelector
 from mpisparse.select.threshold import Controller, Rungs
+from mpisparse.select.view import VectorKeys
 from mpisparse.wire.codecs import CODECS
-from mpisparse.wire.indices import nbytes_of
+from mpisparse.wire.indices import FEW, rooms_of
 
 Scopes = list[tuple[int, int]]
 
@@ -177,7 +178,8 @@ class VirtualSearch(Search[Scopes, list[Candidates]]):
         return [drop_ties(f, threshold, int(share), turn) for f, share in zip(found, shares, strict=True)]
 
     def nominate(self, found: list[Candidates], threshold: float, regions: list[Region]) -> list[Candidates]:
-        every = (largest(self.backend, self.acc.read(worker, 0, self.n), self.k) for worker in range(self.size))
+        vectors = (VectorKeys(self.backend, self.acc.read(worker, 0, self.n)) for worker in range(self.size))
+        every = (largest(self.backend, keys, self.n, self.k) for keys in vectors)
         own = [certain(f.reaching(threshold)) for f in found]
         return [merge(*pair) for pair in zip(own, self._route(every, regions), strict=True)]
 
@@ -291,8 +293,9 @@ class ExclusiveSimulator(Simulator):
         found = search.select(scopes, float(rungs[0])) if len(rungs) else [NONE] * self.size
         settled, lesson = settle_step(search, selector, scopes, rungs, found)
         regions = lesson.selector.regions()
-        log.add("allgatherv", [nbytes_of(r.hi - r.lo, int(settled.workloads[r.rank])) for r in sorted(regions)])
-        union = np.concatenate([settled.found[r.rank].reaching(settled.threshold).index for r in regions])
+        chosen = [found.reaching(settled.threshold).index for found in settled.found]
+        log_indices(log, sorted(regions), chosen)
+        union = np.concatenate([chosen[r.rank] for r in regions])
         self.selector = next_selector(selector.controller, lesson, union, np.searchsorted, np.take)
         spent = sum(selector.spent)
         selector.spent.clear()
@@ -317,11 +320,21 @@ class UnionSimulator(Simulator):
         workloads = np.array([len(picked.index) for picked in picks], dtype=np.int64)
         log.add("allgather", HEADER)
         log.add("allgather", HEADER + 2 * COUNT)
-        log.add("allgatherv", [nbytes_of(self.n, int(count)) for count in workloads])
+        log_indices(log, [Region(rank, 0, self.n) for rank in range(self.size)], [picked.index for picked in picks])
         union = merged(np.concatenate([picked.index for picked in picks]))
         threshold = max(picked.threshold for picked in picks)
         together = {"alone": max(seconds)} if self.cyclic else {"work": sum(seconds) / self.size}
         return Chosen(union, shared_out(union, self.n, self.size), workloads, threshold, **together)
+
+
+def log_indices(log: Log, regions: Sequence[Region], chosen: Sequence[Ints]) -> None:
+    """Note the messages of mpisparse.wire.indices.unite; both sequences are in rank order."""
+    nbytes = rooms_of(regions, list(map(len, chosen)))
+    if sum(nbytes) > FEW:
+        log.add("allgather", 8)
+        backend = load_backend()
+        nbytes = [len(backend.encode_indices(index, r.lo, r.hi)) for r, index in zip(regions, chosen, strict=True)]
+    log.add("allgatherv", nbytes)
 
 
 def simulator(scheme: str, source: Source, size: int, density: float, **options: Any) -> Simulator:

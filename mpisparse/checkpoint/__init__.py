@@ -13,7 +13,7 @@ import functools
 import json
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ParamSpec
@@ -284,16 +284,45 @@ def _read(path: Path, rank: int, size: int) -> tuple[store.Manifest, dict[str, A
     shared = read_shared(path, manifest)
     if manifest.ranks == size:
         return manifest, shared, read_own(path, manifest, shared, rank)
-    owns = {old: read_own(path, manifest, shared, old) for old in sources(manifest.ranks, size, rank)}
-    for old, own in owns.items():
-        if "sync" in own:  # merging could hide that a state is malformed
-            sensible(f"the exchange's state in {path}, rank {old},", check_scheme_state, own["sync"], shared)
-    first = owns[next(iter(owns))]
+    taken = sources(manifest.ranks, size, rank)
+    owns = {old: _read_own(path, manifest, shared, old) for old in taken}
+    first = owns[taken[0]]
     if "sync" not in first:
         return manifest, shared, first
-    syncs = {old: own["sync"] for old, own in owns.items()}
+    at_hand = {old: own["sync"] for old, own in owns.items()}
+    syncs = SavedStates(at_hand, manifest.ranks, functools.partial(_read_own, path, manifest, shared))
     merged = sensible(str(path), resize_scheme_states, syncs, shared, manifest.ranks, size, rank)
     return manifest, shared, {**first, "sync": merged}
+
+
+def _read_own(path: Path, manifest: store.Manifest, shared: dict[str, Any], old: int) -> dict[str, Any]:
+    """Read and check the own state of an old rank: merging could hide that it is malformed."""
+    own = read_own(path, manifest, shared, old)
+    if "sync" in own:
+        what = f"the exchange's state in {path}, rank {old},"
+        sensible(what, check_scheme_state, own["sync"], shared)
+    return own
+
+
+class SavedStates(Mapping[int, dict[str, Any]]):
+    """The exchange's states of old ranks; those that are not at hand are read when they are asked for, and not kept."""
+
+    def __init__(self, at_hand: dict[int, dict[str, Any]], ranks: int, read: Callable[[int], dict[str, Any]]) -> None:
+        self.at_hand = at_hand
+        self.ranks = ranks
+        self.read = read
+
+    def __getitem__(self, rank: int) -> dict[str, Any]:
+        if rank in self.at_hand:
+            return self.at_hand[rank]
+        state: dict[str, Any] = self.read(rank)["sync"]
+        return state
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.ranks))
+
+    def __len__(self) -> int:
+        return self.ranks
 
 
 def _difference(manifest: store.Manifest, subjects: Subjects, path: str) -> Exception | None:

@@ -24,7 +24,7 @@ from mpisparse.checkpoint.objects import (
     check_strides,
     need,
 )  # fmt: skip
-from mpisparse.checkpoint.state import described
+from mpisparse.checkpoint.state import OBJECT_KEYS, OBJECTS, described, with_objects
 from mpisparse.checkpoint.store import Manifest, rank_file, shared_file
 from mpisparse.checkpoint.tree import unflatten
 from mpisparse.errors import check_choice
@@ -86,7 +86,12 @@ def check_shared(manifest: Manifest, shared: Any) -> None:
     need(isinstance(shared, dict) and isinstance(shared.get("model"), dict), "it holds no model")
     need(all(isinstance(name, str) for name in shared["model"]), "it holds no model")
     need(set(described(shared["model"])) <= set(manifest.model), "its model is not that of the manifest")
-    for name in ("optimizer", "scheduler", "scaler"):
+    check_objects(shared)
+
+
+def check_objects(shared: dict[str, Any]) -> None:
+    """Raise unless the states of optimizer, scheduler and scaler are of the classes that are named, for the model's tensors."""
+    for name in OBJECTS:
         need(isinstance(shared.get(f"{name}_kind", ""), str), f"it does not name the {name}'s kind")
         need(name not in shared or f"{name}_kind" in shared, f"it does not name the {name}'s kind")
     shapes = {name: t.shape for name, t in shared["model"].items() if isinstance(t, torch.Tensor)}
@@ -122,8 +127,9 @@ def _of(shared: dict[str, Any], name: str, module: str) -> bool:
 
 def saved_options(sync: dict[str, Any]) -> Options:
     """Return the options that a GradientSync was saved with; callables are replaced by a placeholder."""
-    saved, scheme = json.loads(sync["options"]), sync["scheme"]
+    scheme = sync["scheme"]
     check_choice("scheme", scheme, SCHEMES)
+    saved = SCHEMES[scheme].upgraded(json.loads(sync["options"]))
     types = {field.name: str(field.type) for field in dataclasses.fields(SCHEMES[scheme])}
     callables = {name for name, kind in types.items() if "Callable" in kind and saved.get(name) is True}
     known = types.keys() & saved.keys()
@@ -138,6 +144,10 @@ def check_own(manifest: Manifest, shared: dict[str, Any], own: Any, rank: int) -
     lines = [*described(shared["model"]), *described(own["buffers"])]
     need(sorted(lines) == sorted(manifest.model), "its buffers do not complete the manifest's model")
     check_random(own.get("random"))
+    if "objects" in own:
+        named = isinstance(own["objects"], dict) and own["objects"].keys() <= OBJECT_KEYS - shared.keys()
+        need(named, "it holds more than an optimizer, a scheduler and a scaler of this rank, or what all ranks share")
+        check_objects(with_objects(shared, own))
     if "sync" in own:
         _check_sync(own["sync"], manifest, shared, rank)
 

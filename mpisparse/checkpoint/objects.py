@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpisparse.backends.flat import checksum
 from mpisparse.model.layout import Layout
-from mpisparse.schemes.speculative.weights import checksum
 
 # torch's optimizers whose state consists of tensors of the parameter's shape and of scalars.
 ELEMENTWISE_NAMES = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop", "ASGD")
@@ -155,12 +155,13 @@ def check_random(state: Any) -> None:
 
 def check_belonging(sync: dict[str, Any], shared: dict[str, Any], layout: Layout, names: list[str]) -> None:
     """Raise unless a rank's own weights, if its scheme has any, match the replicated ones; `names` are the layout's."""
-    if sync.get("step.own") is None:
+    digest = sync.get("step.digest") if sync.get("step.own") is None else sync["step.own"]["digest"]
+    if digest is None:
         return
     weights = []
     for name, slot in zip(names, layout.slots, strict=True):
         weights.append(torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype).copy_(shared["model"][name]))
-    need(checksum(weights) == sync["step.own"]["digest"], "a rank's own weights do not match the replicated ones")
+    need(checksum(weights) == digest, "a rank's own weights do not match the replicated ones")
 
 
 def check_strides(shape: Sequence[int], strides: Any) -> None:

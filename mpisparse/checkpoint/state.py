@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from mpisparse.sync import GradientSync
 
 
+OBJECTS = ("optimizer", "scheduler", "scaler")
+OBJECT_KEYS = {*OBJECTS, *(f"{name}_{what}" for name in OBJECTS for what in ("kind", "module")), "optimizer_parameters"}
+
+
 @dataclass(frozen=True)
 class Subjects:
     """The objects whose state is saved and restored; None is left out."""
@@ -38,20 +42,32 @@ class Subjects:
         return described(self.model.state_dict())
 
     def shared(self) -> dict[str, Any]:
-        """The state that is the same on all ranks."""
+        """The state that is the same on all ranks; local."""
         own = self._own_names()
-        with self.sync.global_weights() if self.sync is not None else nullcontext():
+        with self.sync._companion.global_weights(buffers=False) if self.sync is not None else nullcontext():
             state: dict[str, Any] = {"model": {k: v for k, v in self.model.state_dict().items() if k not in own}}
-            for name in ("optimizer", "scheduler", "scaler"):
-                if getattr(self, name) is not None:
-                    state[name] = getattr(self, name).state_dict()
-                    state[f"{name}_kind"] = type(getattr(self, name)).__name__
-                    state[f"{name}_module"] = type(getattr(self, name)).__module__
-        if self.optimizer is not None:
-            state["optimizer_parameters"] = self._optimized()
+            if not self._each_its_own:
+                state |= self.objects()
         if self.sync is not None:
             state["trainable"] = self._trainable()
         return state
+
+    def objects(self) -> dict[str, Any]:
+        """The states of optimizer, scheduler and scaler, their kinds, and the names of the optimizer's parameters."""
+        state: dict[str, Any] = {}
+        for name in OBJECTS:
+            if getattr(self, name) is not None:
+                state[name] = getattr(self, name).state_dict()
+                state[f"{name}_kind"] = type(getattr(self, name)).__name__
+                state[f"{name}_module"] = type(getattr(self, name)).__module__
+        if self.optimizer is not None:
+            state["optimizer_parameters"] = self._optimized()
+        return state
+
+    @property
+    def _each_its_own(self) -> bool:
+        """Whether each rank has an optimizer, a scheduler and a scaler of its own."""
+        return self.sync is not None and self.sync.options.of_weights
 
     def _optimized(self) -> list[str | None]:
         """The names of the optimizer's parameters in its order; None for one that is not the model's."""
@@ -74,7 +90,8 @@ class Subjects:
 
         Of another version's states, what is missing is a difference, not damage. Local.
         """
-        for name in ("optimizer", "scheduler", "scaler"):
+        shared = with_objects(shared, own)
+        for name in OBJECTS:
             here = getattr(self, name)
             if here is None or name not in shared:
                 continue
@@ -110,13 +127,14 @@ class Subjects:
             other = any(state.get(key) != here[key] for key in ("format", "scheme"))
             other |= len(state["residual"]) != len(here["residual"]) or not (same_version or here.keys() <= state.keys())
             other |= (state.get("step.own") is None) != (here.get("step.own") is None)  # no optimizer was attached
-            saved, now = (json.loads(text) for text in (state["options"], here["options"]))
+            saved, now = (self.sync.options.upgraded(json.loads(text)) for text in (state["options"], here["options"]))
             if other or any(saved.get(key) != now[key] for key in now if key not in FREE_OPTIONS):
                 raise
             raise ValueError(str(error)) from error
 
     def check_malformed(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
         """Raise ValueError unless the objects, whose kinds these states are of, could go on with them; local."""
+        shared = with_objects(shared, own)
         if self.sync is not None:
             check_belonging(own["sync"], shared, self.sync._layout, list(self._trainable()))
         if self.optimizer is not None and "optimizer" in shared:
@@ -127,13 +145,18 @@ class Subjects:
             check_like(shared["scheduler"], self.scheduler.state_dict())
 
     def own(self, extra: dict[str, Any] | None) -> dict[str, Any]:
-        """The state of this rank alone: buffers, residual and scheme, random generators, and what the caller adds."""
+        """The state of this rank alone: buffers, residual and scheme, random generators, and what the caller adds.
+
+        Where ranks have weights of their own, optimizer, scheduler and scaler too.
+        """
         names = self._own_names()
         state: dict[str, Any] = {
             "buffers": {k: v for k, v in self.model.state_dict().items() if k in names},
             "random": random_state(),
             "extra": dict(extra or {}),
         }
+        if self._each_its_own:
+            state["objects"] = self.objects()
         if self.sync is not None:
             state["sync"] = self.sync.state_dict(copy=False)
         return state
@@ -143,15 +166,21 @@ class Subjects:
 
     def restore(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
         """Give the objects their states back; collective if there is a sync."""
+        shared = with_objects(shared, own)
         self.model.load_state_dict({**shared["model"], **own["buffers"]})
         for p in self.model.parameters():
             p.grad = None
-        for name in ("optimizer", "scheduler", "scaler"):
+        for name in OBJECTS:
             if getattr(self, name) is not None and name in shared:
                 getattr(self, name).load_state_dict(shared[name])
         if self.sync is not None:
             self.sync.load_state_dict(own["sync"])
         set_random_state(own["random"])
+
+
+def with_objects(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """The replicated state with the states of optimizer, scheduler and scaler, which may be the rank's own."""
+    return {**shared, **own.get("objects", {})}
 
 
 def described(tensors: dict[str, Any]) -> list[str]:

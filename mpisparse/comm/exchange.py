@@ -37,6 +37,7 @@ class Exchange:
         self.segment_nbytes = segment_nbytes
         self.nbytes_sent = 0
         self.nbytes_received = 0
+        self.nbytes_control = 0  # of what is received, that which is neither indices nor values
         self.cuda_aware = cuda_awareness().usable
         self.virtual = bool(getattr(comm, "virtual", False))
         self.place = Place()
@@ -54,15 +55,19 @@ class Exchange:
 
     def reset_counters(self) -> None:
         """Set the byte counters to zero; local."""
-        self.nbytes_sent = self.nbytes_received = 0
+        self.nbytes_sent = self.nbytes_received = self.nbytes_control = 0
 
     def allgather(self, row: NDArray[Any]) -> NDArray[Any]:
-        """Gather one row from every rank, all of the same length; row r of the result is rank r's."""
+        """Gather one row from every rank, all of the same length; row r of the result is rank r's.
+
+        Rows are control messages: counts, sizes, statuses.
+        """
         rows = np.empty((self.size, len(row)), dtype=row.dtype)
         self._call("Allgather", [row, MPI.BYTE], [rows, MPI.BYTE])
         moved = row.nbytes * (self.size - 1)
         self.nbytes_sent += moved
         self.nbytes_received += moved
+        self.nbytes_control += moved
         return rows
 
     def allreduce_(self, values: NDArray[Any], op: str = "sum") -> NDArray[Any]:

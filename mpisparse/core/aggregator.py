@@ -48,7 +48,7 @@ class Aggregator:
         self.parts = parts
         acc = parts.acc
         seen = read_only(acc)
-        take = functools.partial(parts.backend.values_at, seen)
+        take = scorer.take or functools.partial(parts.backend.values_at, seen)
         self.works = Works(
             exchange=parts.exchange, backend=parts.backend, acc=acc, seen=seen, take=take, scorer=scorer,
             selection=selection, reducer=reducer, stages=tuple(stages), sink=parts.sink, held=parts.held,
@@ -60,7 +60,7 @@ class Aggregator:
         self._scale()
         self._polling = parts.exchange.polling() if staleness else None
         if self._polling is not None:
-            carry = functools.partial(step.deliver_late, self._polling, parts.backend, reducer)
+            carry = functools.partial(step.deliver_late, self._polling, parts.backend)
             self.works.flight = InFlight(carry, staleness, threaded=self._polling.threaded)
 
     # A step
@@ -115,8 +115,7 @@ class Aggregator:
 
     def deliver(self, outgoing: Outgoing, clock: Clock | None = None) -> Delivered:
         """Agree on what is sent and average it over ranks. Touches nothing but what it is given. Collective."""
-        works = self.works
-        return step.deliver(self._polling or works.exchange, works.backend, works.reducer, outgoing, clock or Clock())
+        return step.deliver(self._polling or self.works.exchange, self.works.backend, outgoing, clock or Clock())
 
     def apply(self, arrived: Arrived | None, clock: Clock | None = None) -> Delivered | None:
         """Keep what was not sent, adapt, publish the mean; local."""
@@ -146,6 +145,9 @@ class Aggregator:
             threshold=due.threshold,
             bytes_sent=delivered.nbytes_sent,
             bytes_received=delivered.nbytes_received,
+            control_bytes=delivered.nbytes_control,
+            index_bytes=delivered.index_nbytes,
+            index_form=delivered.index_form,
             imbalance=imbalance(due.workloads),
             reselected=due.reselected,
             refined=due.refined,
@@ -225,11 +227,11 @@ class Aggregator:
     def state(self) -> State:
         """What the next step depends on beside the residual. Waits for what is in flight."""
         works = self.works
-        state = {**works.selection.state(), **works.scorer.state()}
+        state = {**works.selection.state(), **works.scorer.state(), **works.reducer.state()}
         for stage in works.stages:
             state |= stage.state()
         if works.flight is not None:
-            state["flight"] = [flights.pack(works.selection, d) for d in works.flight.results()]
+            state["flight"] = [flights.pack(works.selection, works.reducer, d) for d in works.flight.results()]
             state["waiting"] = None if works.waiting is None else works.selection.packed(works.waiting)
         return state
 
@@ -244,10 +246,11 @@ class Aggregator:
         n = len(self.works.acc)
         self.works.selection.check(state)
         self.works.scorer.check(state)
+        self.works.reducer.check(state)
         for stage in self.works.stages:
             stage.check(state, n)
         for packed in state.get("flight", ()):
-            flights.check(self.works.selection, packed, *self._shape)
+            flights.check(self.works.selection, self.works.reducer, packed, *self._shape)
         if state.get("waiting") is not None:
             flights.check_agreed(self.works.selection, state["waiting"], *self._shape)
 
@@ -256,10 +259,12 @@ class Aggregator:
         works, self._damaged = self.works, ""
         works.selection.load(state)
         works.scorer.load(state)
+        works.reducer = works.reducer.loaded(state)
         works.stages = tuple(stage.loaded(state) for stage in works.stages)
         self._scale()
         if works.flight is not None:
-            works.flight.replace([flights.unpack(works.selection, packed, *self._shape) for packed in state["flight"]])
+            arrived = [flights.unpack(works.selection, works.reducer, packed, *self._shape) for packed in state["flight"]]
+            works.flight.replace(arrived)
             packed = state.get("waiting")
             works.waiting = None if packed is None else flights.unpack_agreed(works.selection, packed, *self._shape)
 
@@ -277,15 +282,14 @@ class Aggregator:
         """
         works, rested = self.works, {}
         for source, state in states.items():
-            state = self.upgraded(state)
+            state = works.reducer.at_rest(self.upgraded(state), residuals[source], source, old)
             for stage in works.stages:
                 state = stage.at_rest(state, residuals[source])
             if "flight" in state:
-                flight = [flights.bring_home(packed, residuals[source]) for packed in state["flight"]]
-                state = {**state, "flight": flight}
+                state = flights.bring_home(state, works.reducer, residuals[source])
             rested[source] = state
         taken = [rested[source] for source in sources(old, new, rank)]
-        merged = {**taken[0], **works.selection.resize(taken), **works.scorer.resize(taken)}
+        merged = {**taken[0], **works.selection.resize(taken), **works.scorer.resize(taken), **works.reducer.resize(taken)}
         for stage in works.stages:
             merged |= stage.resize(taken)
         return merged, merge_residuals(residuals, old, new, rank)

@@ -12,50 +12,46 @@ from mpisparse.comm.regions import shared_out, spans_of
 from mpisparse.core.records import Arrived, Delivered, Refused
 from mpisparse.core.stages import Sent
 from mpisparse.errors import ConfigurationError
-from mpisparse.wire.reduction import NO_INDEX, NO_VALUES, Reduced
+from mpisparse.wire.reduction import NO_INDEX, NO_VALUES
 
 if TYPE_CHECKING:
     from mpisparse.select.plans import Agreed, Selection
+    from mpisparse.wire.reduction import Reducer
 
 REFUSALS: dict[str, type[Refusal]] = {kind.__name__: kind for kind in (StepRefused, DensityDiffers, FrozenDiffers, Overflow)}
 
 
-def pack(selection: Selection, arrived: Arrived) -> State:
+def pack(selection: Selection, reducer: Reducer, arrived: Arrived) -> State:
     """A delivery that has arrived and is not applied yet."""
     if isinstance(arrived, Refused):
         return {"refusal": type(arrived.refusal).__name__, "arguments": _plain(arrived.refusal.args)}
-    agreed, due, sent, reduced, _, used, figures, *traffic = arrived
+    agreed, due, sent, reduced, _, used, figures, *traffic, form = arrived
     if sent.note is not None:  # a stage has seen to what was not sent (LateDropped): nothing returns to the accumulator
         sent, reduced = Sent(NO_INDEX, NO_VALUES), reduced._replace(left=NO_VALUES, kept_index=NO_INDEX, kept=NO_VALUES)
     return {
         "agreed": selection.packed(agreed),
         "due": None if due is agreed else selection.packed(due),
-        "sent": sent.index,
-        "left": reduced.left,
-        "index": reduced.index,
-        "mean": reduced.mean,
-        "kept_index": reduced.kept_index,
-        "kept": reduced.kept,
-        "nbytes": reduced.nbytes,
+        "sent": sent.index if reduced.left is not None else NO_INDEX,
+        **reducer.packed(reduced),
         "used": used,
         "figures": list(figures),
         "traffic": traffic,
+        "index_form": form,
     }
 
 
-def unpack(selection: Selection, state: State, n: int, size: int) -> Arrived:
+def unpack(selection: Selection, reducer: Reducer, state: State, n: int, size: int) -> Arrived:
     """The delivery of n elements that pack() was given, on `size` ranks."""
     if "refusal" in state:
         return Refused(REFUSALS[state["refusal"]](*state["arguments"]))
     agreed = unpack_agreed(selection, state["agreed"], n, size)
     due = agreed if state["due"] is None else selection.unpacked(state["due"])
-    sent, index, kept_index = (np.asarray(state[key], dtype=np.int64) for key in ("sent", "index", "kept_index"))
-    left, mean, kept = (np.asarray(state[key], dtype=np.float32) for key in ("left", "mean", "kept"))
+    sent, reduced = np.asarray(state["sent"], dtype=np.int64), reducer.unpacked(state, size)
     used = None if state["used"] is None else np.asarray(state["used"], dtype=bool)
     figures = tuple(float(figure) for figure in state["figures"])
-    outgoing, incoming = map(int, state["traffic"])
-    reduced = Reduced(index, mean.copy(), left, kept_index, kept, int(state["nbytes"]))
-    return Delivered(agreed, due, Sent(sent, left), reduced, None, used, figures, outgoing, incoming)
+    sent_bytes, received, control, indices = [*map(int, state["traffic"]), 0, 0][:4]  # earlier versions counted but two
+    traffic, form = (sent_bytes, received, control, indices), str(state.get("index_form", ""))
+    return Delivered(agreed, due, Sent(sent, reduced.left), reduced, None, used, figures, *traffic, form)
 
 
 def unpack_agreed(selection: Selection, state: State, n: int, size: int) -> Agreed:
@@ -83,16 +79,18 @@ def check_agreed(selection: Selection, state: State, n: int, size: int) -> None:
         raise ConfigurationError("an agreement in flight in the state is not of this model")
 
 
-def _inside(index: Ints, n: int) -> bool:
+def _inside(index: Ints | range, n: int) -> bool:
     """Tell whether an index is ascending and lies in n elements."""
+    if isinstance(index, range):
+        return index == range(n)
     return not len(index) or (int(index[0]) >= 0 and int(index[-1]) < n and bool((np.diff(index) > 0).all()))
 
 
-def check(selection: Selection, state: State, n: int, size: int) -> None:
+def check(selection: Selection, reducer: Reducer, state: State, n: int, size: int) -> None:
     """Raise ConfigurationError unless a packed delivery is one of a vector of n elements."""
     try:
-        arrived = unpack(selection, state, n, size)
-    except (KeyError, TypeError, ValueError) as error:
+        arrived = unpack(selection, reducer, state, n, size)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ConfigurationError(f"a delivery in flight in the state is malformed: {error}") from error
     if isinstance(arrived, Refused):
         return
@@ -101,19 +99,23 @@ def check(selection: Selection, state: State, n: int, size: int) -> None:
     reduced = arrived.reduced
     pairs = ((arrived.sent.index, reduced.left), (reduced.index, reduced.mean), (reduced.kept_index, reduced.kept))
     for index, values in pairs:
-        if not _inside(index, n) or index.shape != values.shape:
+        if not _inside(index, n) or (isinstance(values, np.ndarray) and index.shape != values.shape):
             raise ConfigurationError("a delivery in flight in the state is not of this model")
 
 
-def bring_home(state: State, residual: Any) -> State:
-    """A packed delivery whose leftovers are in this rank's saved residual, in place: they belong to no other rank."""
-    if "refusal" in state:
-        return state
-    empty = {"index": np.empty(0, dtype=np.int64), "values": np.empty(0, dtype=np.float32)}
-    for index, values in (("sent", "left"), ("kept_index", "kept")):
-        residual[np.asarray(state[index])] += np.asarray(state[values])
-        state = {**state, index: empty["index"], values: empty["values"]}
-    return state
+def bring_home(state: State, reducer: Reducer, residual: Any) -> State:
+    """A rank's saved state, whose deliveries in flight hold nothing of this rank alone: that is in its residual, in place.
+
+    Of a delivery that is recalled only the agreement stays, to be sent next.
+    """
+    flight, waiting = list[State](), state.get("waiting")
+    for packed in state["flight"]:
+        kept = packed if "refusal" in packed else reducer.recalled(packed, residual)
+        if kept is None:
+            waiting = packed["agreed"]
+        else:
+            flight.append(kept)
+    return {**state, "flight": flight, "waiting": waiting}
 
 
 def _plain(arguments: tuple[Any, ...]) -> list[Any]:

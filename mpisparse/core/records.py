@@ -106,6 +106,7 @@ class Outgoing(NamedTuple):
     plan: Plan
     view: View
     stages: tuple[Stage, ...]
+    reducer: Reducer
     figures: tuple[float, ...] = ()
     ahead: Ahead | None = None
     late: bool = False
@@ -115,7 +116,8 @@ class Delivered(NamedTuple):
     """What came of a delivery.
 
     agreed: what the ranks agreed on now; due: the agreement whose values were sent, the same one unless in flight. used:
-    parameters with a gradient on some rank, None for all. figures: means over ranks.
+    parameters with a gradient on some rank, None for all. figures: means over ranks. nbytes_control: of those received,
+    all that are neither indices nor values. index_form: see mpisparse.wire.indices.
     """
 
     agreed: Agreed
@@ -127,6 +129,9 @@ class Delivered(NamedTuple):
     figures: tuple[float, ...]
     nbytes_sent: int
     nbytes_received: int
+    nbytes_control: int = 0
+    index_nbytes: int = 0
+    index_form: str = ""
 
 
 class Refused(NamedTuple):
@@ -142,6 +147,8 @@ Arrived = Delivered | Refused
 class Stats:
     """What a step did. Bytes count what this rank sent to and received from other ranks; seconds are by phase.
 
+    control_bytes: of those received, all that are neither indices nor values; index_bytes: those of indices. index_form:
+    "coded", "padded" or "columns" (mpisparse.wire.indices), empty where no indices travel.
     reselected and refined count the searches for a threshold beyond the first ladder. workloads are what each rank
     selected and borders the bounds of the regions whose sums the ranks make, both in the order of the regions.
     sent_density counts also what was selected in earlier steps and still has momentum. details are the scheme's own.
@@ -162,6 +169,9 @@ class Stats:
     workloads: tuple[int, ...] = ()
     borders: tuple[int, ...] = ()
     sent_density: float = 0.0
+    control_bytes: int = 0
+    index_bytes: int = 0
+    index_form: str = ""
     details: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -26,12 +26,13 @@ Names = Callable[[int], str]  # the name of the parameter that holds a flat inde
 
 
 def explain(
-    refusal: Refusal, exchange: Exchange, name_at: Names, frozen: str, late_step: int | None = None, advice: str = SKIP
-) -> tuple[Exception, str]:
+    refusal: Refusal, exchange: Exchange, name_at: Names, frozen: str, late_step: int | None = None, advice: str = SKIP,
+    what: str = "gradient",
+) -> tuple[Exception, str]:  # fmt: skip
     """The error that every rank raises, and how the residual was damaged by then, in words; collective.
 
     `frozen`: the names of this rank's frozen parameters. `late_step`: the step that is refused, if others followed it.
-    `advice`: what to do about values that are not finite.
+    `advice`: what to do about values that are not finite; `what`: of what they are.
     """
     me = f"r{exchange.rank} | "
     if isinstance(refusal, DensityDiffers):
@@ -43,7 +44,7 @@ def explain(
         found = f"the sum over ranks is beyond what float32 holds in {name_at(index)} (flat index {index})"
         return NonFiniteGradientError(f"{me}{found}; lower the learning rate or clip"), found
     assert isinstance(refusal, StepRefused)
-    return _statuses(me, refusal, exchange, name_at, late_step, advice)
+    return _statuses(me, refusal, exchange, name_at, late_step, advice, what)
 
 
 def _densities(me: str, ks: Sequence[int]) -> Exception:
@@ -59,13 +60,13 @@ def _frozen(me: str, names: Sequence[str]) -> Exception:
 
 
 def _statuses(
-    me: str, refused: StepRefused, exchange: Exchange, name_at: Names, late_step: int | None, advice: str
+    me: str, refused: StepRefused, exchange: Exchange, name_at: Names, late_step: int | None, advice: str, what: str
 ) -> tuple[Exception, str]:
     """The gravest trouble of the first rank that has it."""
     first = {status: (rank, detail) for rank, (status, detail) in reversed(list(enumerate(refused.statuses)))}
     if NONFINITE in first:
         rank, index = first[NONFINITE]
-        found = f"rank {rank} has a non-finite gradient in {name_at(index)} (flat index {index})"
+        found = f"rank {rank} has a non-finite {what} in {name_at(index)} (flat index {index})"
         return NonFiniteGradientError(f"{me}{found}; {advice}"), found
     if BROKEN in first:
         texts = exchange.gather_texts(refused.trouble)

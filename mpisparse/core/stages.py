@@ -26,7 +26,7 @@ class Sent(NamedTuple):
     """
 
     index: Ints  # type: ignore[assignment]  # hides tuple.index
-    values: Floats
+    values: Any
     note: Any = None
 
 

@@ -14,6 +14,15 @@ def sources(old: int, new: int, rank: int) -> list[int]:
     return [rank % old] if new > old else list(range(rank, old, new))
 
 
+def share_in_shift(old: int, new: int, source: int) -> float:
+    """The factor of an old rank's vector in (mean of the old ranks - mean of the sources of the new ranks).
+
+    A new rank's source is the first of its sources(). The sum is exactly nothing where all are taken over equally often.
+    """
+    takers = sum(sources(old, new, rank)[0] == source for rank in range(new))
+    return (new - takers * old) / (old * new)
+
+
 def merge_residuals(residuals: Mapping[int, Floats], old: int, new: int, rank: int) -> Floats:
     """This rank's residual among `new` ranks, from those of `old`: (1 / ranks) x their sum stays the same.
 

@@ -22,6 +22,7 @@ from mpisparse.arrays import Bools, Floats, Ints
 from mpisparse.comm.agreement import FINE, DensityDiffers, FrozenDiffers, Refusal, refuse
 from mpisparse.core.records import Ahead, Arrived, Delivered, Outgoing, Refused, Works
 from mpisparse.core.stages import Sent
+from mpisparse.select.candidates import NONE
 from mpisparse.select.plans import Outcome, nothing_agreed
 from mpisparse.select.view import Live
 from mpisparse.wire.indices import unite
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend
     from mpisparse.comm.agreement import Notice
     from mpisparse.comm.exchange import Exchange
-    from mpisparse.wire.reduction import Reducer
 
 
 @dataclass
@@ -61,7 +61,7 @@ def agree(works: Works, notice: Notice, clock: Clock) -> Bools | None:
     Returns which parameters had a gradient on some rank; None: all.
     """
     exchange = works.exchange
-    exchange.nbytes_sent = exchange.nbytes_received = 0
+    exchange.nbytes_sent = exchange.nbytes_received = exchange.nbytes_control = 0
     used = None if works.flight is not None else share_readiness(exchange, notice)
     clock.lap("wait")
     return used
@@ -71,7 +71,7 @@ def run(works: Works, pieces: Pieces | None, notice: Notice, clock: Clock) -> De
     """Do one step; collective. Returns what was applied in it: None in the first steps with deliveries in flight."""
     if works.flight is None:
         outgoing = prepare(works, pieces, notice, clock)
-        delivered = settle(works, deliver(works.exchange, works.backend, works.reducer, outgoing, clock), clock)
+        delivered = settle(works, deliver(works.exchange, works.backend, outgoing, clock), clock)
     else:
         arrived = works.flight.due()
         clock.lap("wait")
@@ -86,10 +86,11 @@ def run(works: Works, pieces: Pieces | None, notice: Notice, clock: Clock) -> De
 def prepare(works: Works, pieces: Pieces | None, notice: Notice, clock: Clock) -> Outgoing:
     """Add up the gradient and collect candidates; local."""
     plan, scorer, late = works.selection.plan(notice.k), works.scorer, works.flight is not None
-    live = Live(works.backend, works.seen, scorer.keys, works.take, scores=scorer.tags)
+    found = NONE
     if notice.status == FINE:
         found = scorer.accumulate(pieces, *plan.scope, plan.floor)
-        notice, live = notice if found.bad < 0 else notice.nonfinite(found.bad), live._replace(found=found)
+        notice = notice if found.bad < 0 else notice.nonfinite(found.bad)
+    live = Live(works.backend, works.seen, scorer.keys, works.take, found, scorer.tags, scorer.by_magnitude)
     clock.lap("accumulate")
     ahead = _take_ahead(works) if late and not plan.own else None
     view = plan.look(live, notice) if plan.looks else live
@@ -97,18 +98,19 @@ def prepare(works: Works, pieces: Pieces | None, notice: Notice, clock: Clock) -
         _clear(works, view.leaving)
         for stage in works.stages:
             stage.prepared(works.backend, works.acc)
-    return Outgoing(notice, plan, view, works.stages, scorer.figures() if plan.own else (), ahead, late)
+    return Outgoing(notice, plan, view, works.stages, works.reducer, scorer.figures() if plan.own else (), ahead, late)
 
 
-def deliver(exchange: Exchange, backend: Backend, reducer: Reducer, out: Outgoing, clock: Clock) -> Delivered:
+def deliver(exchange: Exchange, backend: Backend, out: Outgoing, clock: Clock) -> Delivered:
     """Agree on what is sent and average it over ranks; collective. Arrays in, arrays out."""
     used = share_readiness(exchange, out.notice) if out.late else None
     figures = tuple(exchange.allgather(np.array(out.figures)).mean(axis=0).tolist()) if out.figures else ()
-    agreed, tags = out.plan.agree(exchange, backend, out.notice, out.view), None
+    agreed, tags, form, indices = out.plan.agree(exchange, backend, out.notice, out.view), None, "", 0
+    exchange.nbytes_control = exchange.nbytes_received  # all messages so far, of any kind
     clock.lap("agree")
     if agreed.union is None:
         found, loads = agreed.mine, agreed.workloads.tolist()
-        union, tags = unite(
+        union, tags, form, indices = unite(
             exchange, backend, found.index, found.magnitude, agreed.threshold, agreed.regions, loads, out.view.tags()
         )
         agreed = out.plan.united(agreed, union)
@@ -116,9 +118,12 @@ def deliver(exchange: Exchange, backend: Backend, reducer: Reducer, out: Outgoin
     due, sent = out.ahead or (agreed, Sent(agreed.union, out.view.take(agreed.union)))
     for stage in out.stages:
         sent = stage.send(backend, out.view, sent)
-    reduced = reducer.reduce(exchange, backend, sent.index, sent.values, due.regions)
+    reduced = out.reducer.reduce(exchange, backend, sent.index, sent.values, due.regions)
     clock.lap("reduce")
-    return Delivered(agreed, due, sent, reduced, tags, used, figures, exchange.nbytes_sent, exchange.nbytes_received)
+    if reduced.index_nbytes:
+        form, indices = "coded", indices + reduced.index_nbytes
+    moved = (exchange.nbytes_sent, exchange.nbytes_received, exchange.nbytes_control)
+    return Delivered(agreed, due, sent, reduced, tags, used, figures, *moved, indices, form)
 
 
 def settle(works: Works, delivered: Arrived | None, clock: Clock) -> Delivered | None:
@@ -134,6 +139,8 @@ def settle(works: Works, delivered: Arrived | None, clock: Clock) -> Delivered |
         if len(reduced.kept_index):
             backend.add_at(works.acc, reduced.kept_index, reduced.kept)
     works.stages = tuple([s.settle(backend, works.acc, due.union, sent, reduced) for s in works.stages])
+    if reduced.error is not None:
+        works.reducer = works.reducer.after(reduced)
     if delivered.tags is not None:
         works.scorer.received(due.union, delivered.tags)
     if works.scorer.follows:
@@ -177,21 +184,19 @@ def share_readiness(exchange: Exchange, notice: Notice) -> Bools | None:
     return np.unpackbits(bits, count=len(notice.unused)).astype(bool)
 
 
-def deliver_late(exchange: Exchange, backend: Backend, reducer: Reducer, out: Outgoing) -> Arrived:
+def deliver_late(exchange: Exchange, backend: Backend, out: Outgoing) -> Arrived:
     """Deliver in flight: what the ranks refuse is part of the result, for them to raise in the same step; collective."""
     exchange.reset_counters()
     try:
-        return deliver(exchange, backend, reducer, out, Clock())
+        return deliver(exchange, backend, out, Clock())
     except Refusal as refusal:
         return Refused(refusal)
 
 
 def _take_ahead(works: Works) -> Ahead:
-    """Move the values of what the ranks have agreed on out of the accumulator; nothing, before the first agreement."""
+    """Send the values of what the ranks have agreed on off; nothing, before the first agreement."""
     agreed, works.waiting = works.waiting or nothing_agreed(len(works.acc), works.exchange.size), None
-    values = works.backend.empty(len(agreed.union), np.float32)
-    works.backend.take(works.acc, agreed.union, values)
-    return Ahead(agreed, Sent(agreed.union, values))
+    return Ahead(agreed, Sent(agreed.union, works.scorer.depart(works.backend, agreed.union)))
 
 
 def _clear(works: Works, index: Ints) -> None:

@@ -17,7 +17,8 @@ import numpy as np
 from mpisparse.arrays import Doubles
 from mpisparse.measures import in_order
 
-OF_RANKS = ("step", "seconds", "bytes_sent", "bytes_received")  # fields of Stats that the line has in another form
+BYTES = ("bytes_sent", "bytes_received", "index_bytes", "control_bytes")
+OF_RANKS = ("step", "seconds", *BYTES)  # fields of Stats that the line has in another form
 
 
 class MetricsFile:
@@ -135,13 +136,12 @@ class StepRows:
 def step_fields(stats: Any, phases: list[str], by_rank: Doubles) -> dict[str, Any]:
     """Return a step's fields: its stats, and per-rank numbers as minimum, mean and maximum.
 
-    by_rank[r] has rank r's loss, bytes sent, bytes received, and seconds per phase.
+    by_rank[r] has rank r's loss, the BYTES, and seconds per phase.
     """
     record = {key: value for key, value in dataclasses.asdict(stats).items() if key not in OF_RANKS and value is not None}
     return {
         **record,
         "loss": spread(by_rank[:, 0]),
-        "bytes_sent": spread(by_rank[:, 1]),
-        "bytes_received": spread(by_rank[:, 2]),
-        "seconds": {phase: spread(by_rank[:, 3 + i]) for i, phase in enumerate(phases)},
+        **{name: spread(by_rank[:, 1 + i]) for i, name in enumerate(BYTES)},
+        "seconds": {phase: spread(by_rank[:, 1 + len(BYTES) + i]) for i, phase in enumerate(phases)},
     }

@@ -15,7 +15,7 @@ from mpisparse.errors import CheckpointError, ConfigurationError
 from mpisparse.runtime import slurm
 from mpisparse.runtime.evaluate import Evaluations, reached
 from mpisparse.runtime.journal import Journal
-from mpisparse.runtime.metrics import StepRows
+from mpisparse.runtime.metrics import BYTES, StepRows
 from mpisparse.runtime.parts import RunParts
 from mpisparse.runtime.progress import human_bytes
 from mpisparse.runtime.recording import Recorder
@@ -258,12 +258,12 @@ class Trainer:
         state, stats = self.state, self.sync.stats
         lost = self.lock is not None and self.lock.lost
         stop = 2 if lost else self.deadline.near() or self.stop.asked
-        numbers = [stop, self.checkpoints.written, loss, stats.bytes_sent, stats.bytes_received]
+        numbers = [stop, self.checkpoints.written, loss, *(getattr(stats, name) for name in BYTES)]
         by_rank = self.rows.gather(numbers, seconds)
         if bool((by_rank[:, 0] > 1).any()):
             self.checkpoints.check_lock()
         dense = 2 * 4 * self.sync.residual.numel() * (self.sync.size - 1) // self.sync.size
-        state.seconds += float(by_rank[:, 5:].sum(axis=1).max())
+        state.seconds += float(by_rank[:, len(numbers) :].sum(axis=1).max())
         state.received += float(by_rank[:, 4].mean())
         state.dense += dense
         self.journal.step(lr, dense, self.rows.phases, by_rank[:, 2:])

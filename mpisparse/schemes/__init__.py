@@ -40,6 +40,8 @@ def configure(scheme: str, **options: Any) -> Options:
     kind = find_scheme(scheme)
     known = [f.name for f in dataclasses.fields(kind)]
     for name, value in options.items():
+        if name in kind.renamed:
+            raise ConfigurationError(f'option {name!r} of scheme "{scheme}" is called {kind.renamed[name]!r} now')
         if name not in known:
             fitting = [each for each in known if _fits(kind, each, value, options)]
             raise ConfigurationError(f'unknown option {name!r} for scheme "{scheme}"; {suggest(name, known, fitting)}')

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from mpisparse.arrays import State
 
 if TYPE_CHECKING:
-    from mpisparse.arrays import Bools, Ints
-    from mpisparse.backends.flat import Slot
+    from mpisparse.arrays import Bools, Floats, Ints
+    from mpisparse.backends.flat import Pieces, Slot
+    from mpisparse.comm.agreement import Notice
     from mpisparse.core.aggregator import Aggregator
     from mpisparse.core.records import Delivered, Stats
 
@@ -28,6 +29,7 @@ class Places(Protocol):
     def ends(self) -> Ints: ...
     @property
     def size(self) -> int: ...
+    def misfit(self, grads: Iterable[torch.Tensor | None]) -> str | None: ...
 
 
 class Site(NamedTuple):
@@ -37,14 +39,34 @@ class Site(NamedTuple):
     places: Places
 
 
+class Subject(Protocol):
+    """What of a model is exchanged: read before an exchange, given back after it."""
+
+    frozen: Any
+    watch: Any
+
+    @property
+    def holds(self) -> bool: ...
+    def look(self) -> None: ...
+    def take(self, k: int, trouble: str) -> tuple[Pieces | None, Notice]: ...
+    def publish(self, used: Bools | None) -> None: ...
+    def refused(self) -> None: ...
+    def drop(self) -> None: ...
+    def restart(self) -> None: ...
+    def hold_late(self) -> None: ...
+    def out_of_sight(self, memories: Callable[[], dict[str, Any]]) -> AbstractContextManager[None]: ...
+
+
 class Companion:
     """Hooks around the steps of an aggregator; the defaults are of a scheme that needs none.
 
-    draining: the companion itself calls optimizer.step(), and no exchange belongs to it.
+    draining: the companion itself calls optimizer.step(), and no exchange belongs to it. subject: what is exchanged
+    instead of gradients, after the optimizer's step.
     """
 
     idle = True  # the hooks do nothing
     draining = False
+    subject: Subject | None = None
 
     def check_by_hand(self) -> None:
         """Raise unless step() may be called without an optimizer attached."""
@@ -76,12 +98,34 @@ class Companion:
         """
         yield from ()
 
-    def global_weights(self) -> AbstractContextManager[None]:
-        """Have the weights that are the same on all ranks in the model."""
+    def global_weights(self, *, buffers: bool = True) -> AbstractContextManager[None]:
+        """Have the weights that are the same on all ranks in the model.
+
+        buffers: those too that are made of all ranks' for the while, which is collective.
+        """
         return nullcontext()
 
     def hold(self, frozen: Sequence[bool]) -> None:
         """Other parameters than before are frozen."""
+
+    def is_due(self) -> bool:
+        """Count one step of the optimizer; tell whether an exchange follows it."""
+        return True
+
+    def drift(self) -> torch.Tensor | None:
+        """What this rank has and the others do not, where that is not the residual."""
+        return None
+
+    def kept(self) -> torch.Tensor | None:
+        """What a state stores of this rank as one vector, where that is not the residual."""
+        return None
+
+    def restore(self, kept: torch.Tensor) -> None:
+        """Take what kept() gave; the model holds the weights that all ranks share."""
+
+    def whole(self, kept: Floats, state: State) -> Floats:
+        """A rank's own weights, from what kept() and state() gave."""
+        return kept
 
     def state(self) -> State:
         """What the next step depends on."""

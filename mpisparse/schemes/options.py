@@ -76,6 +76,8 @@ class Options:
     beta: float = 0.7
     segment_nbytes: int = SEGMENT_NBYTES
     on_device: ClassVar[bool] = False  # whether all parts of the scheme work in the memory of a CUDA device
+    renamed: ClassVar[Mapping[str, str]] = {}  # options by the names that they had in earlier versions
+    of_weights: ClassVar[bool] = False  # whether ranks have weights and optimizers of their own, exchanged after its step
 
     def __post_init__(self) -> None:
         check_density(self.density)
@@ -115,6 +117,11 @@ class Options:
     def build_in_flight(self, parts: Parts, staleness: int) -> Aggregator:
         """Put an aggregator of a plain vector together whose deliveries are in flight; refused unless a scheme can."""
         raise ConfigurationError('this scheme delivers at once: a staleness above 0 needs scheme "exdyna"')
+
+    @classmethod
+    def upgraded(cls, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Saved values by the names that options have today."""
+        return {cls.renamed.get(name, name): value for name, value in saved.items()}
 
     def values(self) -> dict[str, Any]:
         """Return the options as plain values, to compare ranks and saved states; a callable counts as True."""

@@ -11,6 +11,7 @@ from mpisparse.core.blend import Blend
 from mpisparse.core.records import Parts
 from mpisparse.core.stages import Dropped, Stage
 from mpisparse.errors import ConfigurationError, check_choice
+from mpisparse.names import BLENDED
 from mpisparse.schemes.companion import Scheme, Site
 from mpisparse.schemes.options import KEPT, Options, check_flag, check_share, check_whole
 from mpisparse.select.exclusive import ExclusiveSelection, Rules
@@ -137,7 +138,7 @@ class Sparse(Partitioned):
         if CODECS[self.codec].blended:
             raise ConfigurationError(
                 f"staleness 1 sends values that have left the accumulator, which codec {self.codec!r} cannot blend with "
-                'earlier ones; choose "fp32", "fp16", "bf16" or "int8"'
+                f"earlier ones; choose {self.codec.removeprefix(BLENDED)!r}"
             )
         if not self.compensate:
             raise ConfigurationError(

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from mpisparse.arrays import Floats
 from mpisparse.core.aggregator import Aggregator
-from mpisparse.core.state import sources
+from mpisparse.core.state import share_in_shift, sources
 from mpisparse.errors import ConfigurationError
 from mpisparse.names import FREE_OPTIONS
 from mpisparse.schemes.companion import Companion
 from mpisparse.schemes.options import Options, check_density
+from mpisparse.wire.feedback import AtFixedOwners
 
 STATE_FORMAT = 1
 
@@ -54,21 +56,45 @@ def step_state(state: dict[str, Any]) -> dict[str, Any]:
 def resize_states(
     states: Mapping[int, dict[str, Any]], old: int, new: int, rank: int, aggregator: Aggregator, companion: Companion
 ) -> dict[str, Any]:
-    """A rank's state among `new` ranks, from the states of the `old` ranks in sources(); every part knows its own keys."""
-    taken = sources(old, new, rank)
-    parts = {source: companion.upgraded(step_state(states[source])) for source in taken}
-    residuals = {source: states[source]["residual"].cpu().numpy().copy() for source in taken}
+    """A rank's state among `new` ranks, from the states of the `old` ranks in sources(), of all where weights are exchanged.
+
+    Every part knows its own keys. Each state is looked up once, so that a mapping may read it when it is asked for.
+    """
+    taken = {source: states[source] for source in sources(old, new, rank)}
+    first = next(iter(taken.values()))
+    parts = {source: companion.upgraded(step_state(state)) for source, state in taken.items()}
+    residuals = {source: state["residual"].cpu().numpy().copy() for source, state in taken.items()}
     merged, residual = aggregator.resize(parts, residuals, old, new, rank)
-    merged |= companion.resize([parts[source] for source in taken])
+    merged |= companion.resize(list(parts.values()))
+    if companion.subject is not None:
+        every = (taken[source] if source in taken else states[source] for source in range(old))
+        merged["error"], residual = _from_all(every, old, new, rank, aggregator, companion)
     step = {
         f"step.{key}": torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in merged.items()
     }
-    return {**states[taken[0]], **step, "residual": torch.from_numpy(residual), "rank": rank, "size": new}
+    return {**first, **step, "residual": torch.from_numpy(residual), "rank": rank, "size": new}
+
+
+def _from_all(
+    states: Iterable[dict[str, Any]], old: int, new: int, rank: int, aggregator: Aggregator, companion: Companion
+) -> tuple[Floats, Floats]:
+    """A rank's e and its own weights among `new` ranks: its source's, shifted so that the mean over ranks stays."""
+    reducer = aggregator.works.reducer
+    assert isinstance(reducer, AtFixedOwners)
+    source, errors = sources(old, new, rank)[0], dict[int, Floats]()
+    weights = np.zeros(reducer.n, dtype=np.float64)
+    for other, state in enumerate(states):
+        parts = step_state(state)
+        errors[other] = np.asarray(parts["error"])
+        share = float(other == source) + share_in_shift(old, new, other)
+        if share:
+            weights += share * companion.whole(state["residual"].cpu().numpy(), parts).astype(np.float64)
+    return reducer.regrouped(errors, rank, new), weights.astype(np.float32)
 
 
 def _check_options(text: Any, options: Options) -> None:
     try:
-        saved, here = dict(json.loads(text)), options.values()
+        saved, here = options.upgraded(dict(json.loads(text))), options.values()
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"the options in the state cannot be read: {error}") from error
     free = {*FREE_OPTIONS, *options.without_effect()}

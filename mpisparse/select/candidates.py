@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -12,6 +12,16 @@ from mpisparse.select.threshold import HUGE, locate_rungs
 
 if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend
+
+
+class Keys(Protocol):
+    """What elements are compared with thresholds by. vector: their values, where each has one of its own."""
+
+    @property
+    def vector(self) -> Any: ...
+
+    def select(self, lo: int, hi: int, floor: float) -> Candidates: ...
+    def histogram(self, lo: int, hi: int) -> Ints: ...
 
 
 class Candidates(NamedTuple):
@@ -61,11 +71,10 @@ def drop_ties(found: Candidates, threshold: float, share: int, turn: int) -> Can
     return Candidates(found.index[kept], found.magnitude[kept])
 
 
-def largest(backend: Backend, acc: Any, k: int) -> Candidates:
-    """The k largest magnitudes of a vector, on the host: ascending by index, the first of equals, no zeros."""
-    n = len(acc)
-    floor = float(locate_rungs(backend.histogram(acc, 0, n), k)[0])
-    return keep_largest(Candidates(*backend.select(acc, 0, n, floor)).on_host(backend), k)
+def largest(backend: Backend, keys: Keys, n: int, k: int) -> Candidates:
+    """The k largest of n keys, on the host: ascending by index, the first of equals, no zeros."""
+    floor = float(locate_rungs(keys.histogram(0, n), k)[0])
+    return keep_largest(keys.select(0, n, floor).on_host(backend), k)
 
 
 def keep_largest(found: Candidates, k: int) -> Candidates:

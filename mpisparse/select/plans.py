@@ -59,7 +59,7 @@ class Outcome(NamedTuple):
 class Plan(Protocol):
     """One step's selection: where to collect candidates (`scope`), from which key on (`floor`), and how to agree.
 
-    own: each rank sends its own elements, so that their values are at hand when a delivery starts. looks: deliver
+    own: the values to send are at hand when a delivery starts, as where each rank sends its own elements. looks: deliver
     gets what look() returns, not the accumulator.
     """
 

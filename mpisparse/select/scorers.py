@@ -6,7 +6,7 @@ compared with thresholds. Only the step calls it, in the order of the methods be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,11 @@ from numpy.typing import NDArray
 from mpisparse.arrays import Bytes, Floats, Ints, State
 from mpisparse.backends.flat import Pieces, Slot, add_sparse_, in_order, zeros
 from mpisparse.errors import ConfigurationError, GradientError
-from mpisparse.select.candidates import Candidates
+from mpisparse.select.candidates import Candidates, Keys
 from mpisparse.select.threshold import FIRST_GROWTH
-from mpisparse.select.view import Keys, VectorKeys, read_only
+from mpisparse.select.view import VectorKeys, read_only
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from mpisparse.backends.protocol import Backend
 
     Exempt = Callable[[str], AbstractContextManager[None]]
@@ -49,6 +47,7 @@ class Scorer:
     cause: Exception | None = None  # the error behind what ready() last reported
     acc: Floats
     keys: Keys  # what elements are compared by
+    take: Callable[[Ints], Floats] | None = None  # the values to send at an index, where they are not the accumulator's
 
     def __init_subclass__(cls) -> None:
         """Note which hooks a scorer has, so that a step calls no others."""
@@ -70,6 +69,12 @@ class Scorer:
     def add(self, i: int, slot: Slot, grad: torch.Tensor) -> int:
         """Add one parameter's gradient during backward; return a flat index that is not finite now, or -1."""
         raise NotImplementedError
+
+    def depart(self, backend: Backend, index: Ints) -> Floats:
+        """Move values out of the accumulator: they set out in flight, and look() finds nothing there."""
+        values: Floats = backend.empty(len(index), np.float32)
+        backend.take(self.acc, index, values)
+        return values
 
     def figures(self) -> tuple[float, ...]:
         """Numbers of this rank whose means over ranks travel with the step."""

@@ -15,20 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from mpisparse.arrays import Bools, Bytes, Floats, Ints
-from mpisparse.select.candidates import NONE, Candidates, keep_largest, largest
+from mpisparse.select.candidates import NONE, Candidates, Keys, keep_largest, largest
 
 if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend
-
-
-class Keys(Protocol):
-    """What elements are compared with thresholds by. vector: their values, where each has one of its own."""
-
-    @property
-    def vector(self) -> Floats: ...
-
-    def select(self, lo: int, hi: int, floor: float) -> Candidates: ...
-    def histogram(self, lo: int, hi: int) -> Ints: ...
 
 
 class VectorKeys(NamedTuple):
@@ -78,6 +68,7 @@ class Live(NamedTuple):
     take: Callable[[Ints], Floats]  # a copy of the accumulator's values at an index
     found: Candidates = NONE
     scores: Bytes | None = None  # one byte per element that travels with its index, where a scorer wants that
+    plain: bool = False  # whether the keys are magnitudes already
 
     def select(self, lo: int, hi: int, floor: float) -> Candidates:
         """The elements of [lo, hi) whose keys reach the floor."""
@@ -89,11 +80,11 @@ class Live(NamedTuple):
 
     def by_magnitude(self) -> Live:
         """The same with the accumulator's magnitudes as keys."""
-        return self._replace(keys=VectorKeys(self.backend, self.acc))
+        return self if self.plain else self._replace(keys=VectorKeys(self.backend, self.acc), plain=True)
 
     def largest(self, k: int) -> Candidates:
         """The k largest magnitudes of the accumulator, on the host."""
-        return largest(self.backend, self.acc, k)
+        return largest(self.backend, self.by_magnitude().keys, len(self.acc), k)
 
     def holds(self, index: Ints) -> Bools:
         """Tell where the accumulator is not zero."""

@@ -8,14 +8,16 @@ order, so that all ranks receive the same bits. A sum beyond float32 raises Over
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from mpisparse.arrays import Bytes, Floats, Ints
+from mpisparse.arrays import Bytes, Floats, Ints, State
 from mpisparse.comm.agreement import BROKEN, FINE, Overflow, StepRefused
 from mpisparse.comm.regions import Region, spans_of
+from mpisparse.wire.codecs.protocol import add_decoded
 from mpisparse.wire.stretches import pack, unpack
 
 if TYPE_CHECKING:
@@ -34,26 +36,75 @@ class Reduced(NamedTuple):
     """The mean, where it is, and what this rank keeps of what it sent (`left`, at the sent index; None: nothing).
 
     kept_index and kept: what an owner keeps of its sums where it did not send itself. nbytes: of indices and values, per
-    rank, on average; counted only where sizes travel.
+    rank, on average; counted only where sizes travel. index_nbytes: of indices, received by this rank. own: what of this
+    rank's values arrived, where the caller keeps the rest; error: what an owner remembers (mpisparse.wire.feedback).
     """
 
     index: Ints  # type: ignore[assignment]  # hides tuple.index
-    mean: Floats
+    mean: Any
     left: Any
     kept_index: Ints = NO_INDEX
     kept: Floats = NO_VALUES
     nbytes: int = 0
+    own: Any = None
+    error: Any = None
+    index_nbytes: int = 0
 
 
-class Reducer(Protocol):
-    """Exchanges values; collective. `values` may be overwritten."""
+class Reducer:
+    """The protocol, with defaults of a reducer that remembers nothing. A reducer is immutable."""
 
-    def reduce(
-        self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]
-    ) -> Reduced: ...
+    def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
+        """Exchange values, which may be overwritten unless they are read-only; collective."""
+        raise NotImplementedError
+
+    def after(self, reduced: Reduced) -> Reducer:
+        """Return the reducer of the next step."""
+        return self
+
+    def state(self) -> State:
+        """What the next step depends on."""
+        return {}
+
+    def check(self, state: State) -> None:
+        """Raise ConfigurationError unless loaded() could take the state."""
+
+    def loaded(self, state: State) -> Reducer:
+        """Return the reducer that state() was taken of."""
+        return self
+
+    def at_rest(self, state: State, residual: Floats, rank: int, size: int) -> State:
+        """Return a saved state of one of `size` ranks with nothing remembered; it goes to the saved residual, in place."""
+        return state
+
+    def resize(self, states: Sequence[State]) -> State:
+        """Return the state on another number of ranks, from those taken over, which are at rest."""
+        return self.state()
+
+    def packed(self, reduced: Reduced) -> State:
+        """What came of a delivery in flight, as plain values and arrays."""
+        names = ("left", "index", "mean", "kept_index", "kept", "nbytes")
+        return {name: getattr(reduced, name) for name in names}
+
+    def unpacked(self, state: State, size: int) -> Reduced:
+        """What packed() was given, on `size` ranks. Raises KeyError, TypeError or ValueError if that cannot be."""
+        index, kept_index = (np.asarray(state[key], dtype=np.int64) for key in ("index", "kept_index"))
+        left, mean, kept = (np.asarray(state[key], dtype=np.float32) for key in ("left", "mean", "kept"))
+        return Reduced(index, mean.copy(), left, kept_index, kept, int(state["nbytes"]))
+
+    def recalled(self, state: State, residual: Floats) -> State | None:
+        """What stays in flight of a packed delivery if the number of ranks changes; None: nothing, as if it were not sent.
+
+        What belongs to no other rank goes to this rank's saved residual, in place.
+        """
+        for index, values in (("sent", "left"), ("kept_index", "kept")):
+            residual[np.asarray(state[index])] += np.asarray(state[values])
+            state = {**state, index: NO_INDEX, values: NO_VALUES}
+        return state
 
 
-class ByMpi(NamedTuple):
+@dataclass(frozen=True)
+class ByMpi(Reducer):
     """One Allreduce, summed in MPI's order; nothing is left over."""
 
     def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
@@ -64,7 +115,8 @@ class ByMpi(NamedTuple):
         return Reduced(index, mean, values)
 
 
-class ByOwner(NamedTuple):
+@dataclass(frozen=True)
+class ByOwner(Reducer):
     """All ranks send the same elements, in regions, to the regions' owners."""
 
     codec: Codec
@@ -121,7 +173,8 @@ class ByOwner(NamedTuple):
         return Reduced(index, mean, values)
 
 
-class OwnByOwner(NamedTuple):
+@dataclass(frozen=True)
+class OwnByOwner(Reducer):
     """Each rank sends its own elements, with their indices, to the regions' owners; all receive the union.
 
     received: divide by how many ranks sent an element instead of by all ranks.
@@ -142,9 +195,9 @@ class OwnByOwner(NamedTuple):
         arrived = exchange.route(np.concatenate(payloads), nbytes)
         rank, mine = exchange.rank, by_rank[exchange.rank]
         cause: Exception | None = None
-        union, total, back, first_bad, failure = NO_INDEX, NO_VALUES, np.empty(0, dtype=np.uint8), -1, ""
+        union, total, back, first_bad, failure, indices = NO_INDEX, NO_VALUES, np.empty(0, dtype=np.uint8), -1, "", 0
         try:
-            union, total = self._sum(backend, mine, arrived, counts[:, rank].tolist(), nbytes[:, rank].tolist())
+            union, total, indices = self._sum(backend, mine, arrived, counts[:, rank].tolist(), nbytes[:, rank].tolist())
             bad = np.flatnonzero(~np.isfinite(total))[:1]
             first_bad = int(union[bad[0]]) if len(bad) else -1
             back = self._message(backend, mine, union, total) if first_bad < 0 else back
@@ -161,11 +214,13 @@ class OwnByOwner(NamedTuple):
             self._read(backend, region, gathered[a:b], count)
             for region, a, b, count in zip(by_rank, starts[:-1], starts[1:], sizes[:, 1].tolist(), strict=True)
         ]
-        mean = np.concatenate([part for _, part in parts])
+        mean = np.concatenate([part for _, part, _ in parts])
+        indices += sum(used for part_rank, (_, _, used) in enumerate(parts) if part_rank != rank)
         if not self.received:
             mean /= np.float32(exchange.size)
         moved = int(nbytes.sum() + sizes[:, 0].sum() * (exchange.size - 1)) // exchange.size
-        reduced = Reduced(np.concatenate([part for part, _ in parts]), mean, values, nbytes=moved)
+        joined = np.concatenate([part for part, _, _ in parts])
+        reduced = Reduced(joined, mean, values, nbytes=moved, index_nbytes=indices)
         return reduced if self.codec.lossless else reduced._replace(kept_index=union, kept=total)
 
     def _message(self, backend: Backend, region: Region, index: Ints, values: Floats) -> Bytes:
@@ -174,42 +229,51 @@ class OwnByOwner(NamedTuple):
         encoded = encoded[: self.codec.encode(backend, values, encoded)]
         return np.concatenate([pack(backend, index, region.lo, region.hi), encoded]) if len(index) else encoded[:0]
 
-    def _read(self, backend: Backend, region: Region, payload: Bytes, count: int) -> tuple[Ints, Floats]:
-        """What a message holds."""
+    def _read(self, backend: Backend, region: Region, payload: Bytes, count: int) -> tuple[Ints, Floats, int]:
+        """What a message holds, and the bytes of its indices."""
         values = np.empty(count, dtype=np.float32)
         if not count:
-            return NO_INDEX, values
-        index, used = unpack(backend, payload, region.lo, region.hi)
+            return NO_INDEX, values, 0
+        index, used = unpack(backend, payload, region.lo, region.hi, count)
         self.codec.decode(backend, payload[used:], values)
-        return index, values
+        return index, values, used
 
     @np.errstate(over="ignore", invalid="ignore")
     def _sum(
         self, backend: Backend, region: Region, arrived: Bytes, counts: list[int], nbytes: list[int]
-    ) -> tuple[Ints, Floats]:
-        """Add up what the ranks sent of this rank's region."""
+    ) -> tuple[Ints, Floats, int]:
+        """Add up what the ranks sent of this rank's region; also return the bytes of the other ranks' indices."""
         ends = np.cumsum([0, *nbytes]).tolist()
         terms = [
             self._read(backend, region, arrived[a:b], count) for a, b, count in zip(ends[:-1], ends[1:], counts, strict=True)
         ]
-        union = np.sort(np.concatenate([index for index, _ in terms]), kind="stable")  # merges sorted runs
+        union = np.sort(np.concatenate([index for index, _, _ in terms]), kind="stable")  # merges sorted runs
         union = union[np.diff(union, prepend=-1) > 0]
         total, senders = np.zeros((2, len(union)), dtype=np.float32)
-        for index, term in terms:
+        for index, term, _ in terms:
             places = np.searchsorted(union, index)
             total[places] += term
             senders[places] += 1
         if self.received:
             total /= senders
-        return union, total
+        return union, total, sum(used for _, _, used in terms) - terms[region.rank][2]
 
 
-class Whole(NamedTuple):
+class Divided(NamedTuple):
+    """Summands that lie where their mean goes and are divided by the number of ranks, so that no sum overflows."""
+
+    vector: Any
+
+
+@dataclass(frozen=True)
+class Whole(Reducer):
     """The whole vector by one Allreduce into `target()`; nothing is left over."""
 
     target: Callable[[], torch.Tensor]
 
     def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
+        if isinstance(values, Divided):
+            return Reduced(index, exchange.allreduce_(values.vector), None)
         total = backend.array_of(self.target())
         exchange.allreduce(values, total)
         *_, bad = backend.select(total, 0, len(total), float("inf"))
@@ -236,15 +300,13 @@ def _route(exchange: Exchange, payload: Any, places: list[int], written: list[in
 
 def _sum_rows(backend: Backend, codec: Codec, rows: Any, sizes: list[int], count: int) -> Floats:
     """Decode and add the ranks' payloads in rank order."""
-    total, term = backend.empty(count, np.float32), backend.empty(count, np.float32)
+    total: Floats = backend.empty(count, np.float32)
     at = sizes[0]
     codec.decode(backend, rows[:at], total)
     for size in sizes[1:]:
-        codec.decode(backend, rows[at : at + size], term)
-        backend.add(total, term)
+        add_decoded(codec, backend, rows[at : at + size], total)
         at += size
-    sums: Floats = total
-    return sums
+    return total
 
 
 def _places(nbytes: list[int], spans: list[Span]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Sorted indices as bytes: long runs of neighbours by their ends, the rest as compressed rows."""
+"""Sorted indices as bytes: long runs of neighbours by their ends, the rest one by one; both coded."""
 
 from __future__ import annotations
 
@@ -7,48 +7,57 @@ from typing import Any
 import numpy as np
 
 from mpisparse.arrays import Bytes, Ints
-from mpisparse.wire.indices import ROW
 
-STRETCH = 16  # neighbours that take fewer bytes as two ends than as columns
+STRETCH = 64  # neighbours that take fewer bytes as two ends than one by one
+HEAD = 4  # bytes of the number of stretches
 
 
 def pack(backend: Any, index: Ints, lo: int, hi: int) -> Bytes:
-    """The bytes of an ascending index inside [lo, hi)."""
-    stretches, singles = _split(index)
-    head = np.array([len(stretches), len(singles)], dtype=np.int64)
-    parts = [head.view(np.uint8), (stretches - [lo, 0]).reshape(-1).view(np.uint8)]
-    if len(singles):
-        rows = -(-(hi - lo) // ROW)
-        counts, columns = backend.compress_rows(singles, np.zeros(len(singles), np.float32), 0.0, lo, ROW, rows)
-        parts += [counts.view(np.uint8), columns.view(np.uint8), np.zeros(-columns.nbytes % 4, dtype=np.uint8)]
-    return np.concatenate(parts)
+    """The bytes of an ascending index inside [lo, hi): the number of stretches, their ends, and what lies in none."""
+    ends, singles = _split(index)
+    head = np.array([len(ends) // 2], dtype=np.uint32).view(np.uint8)
+    return np.concatenate([head, backend.encode_indices(ends, lo, hi + 1), backend.encode_indices(singles, lo, hi)])
 
 
-def unpack(backend: Any, payload: Bytes, lo: int, hi: int) -> tuple[Ints, int]:
-    """The index at the start of a payload, as pack() wrote it, and the number of its bytes."""
-    stretched, single = payload[:16].view(np.int64).tolist()
-    at = 16 + 16 * stretched
-    starts, lengths = payload[16:at].view(np.int64).reshape(stretched, 2).T
-    index: Ints = np.empty(int(lengths.sum()) + single, dtype=np.int64)
-    if single:
-        rows = -(-(hi - lo) // ROW)
-        counts = payload[at : at + 4 * rows].view(np.uint32)
-        columns = payload[at + 4 * rows : at + 4 * rows + 2 * single].view(np.uint16)
-        if not backend.expand_rows(counts, columns, lo, ROW, index[:single]):
-            raise RuntimeError("the rows of a message do not add up: it is damaged")
-        at += 4 * rows + 4 * -(-single // 2)
-    for start, length in zip((starts + lo).tolist(), lengths.tolist(), strict=True):
-        index[single : single + length] = np.arange(start, start + length)
-        single += length
-    return np.sort(index, kind="stable") if stretched else index, at
+def unpack(backend: Any, payload: Bytes, lo: int, hi: int, count: int) -> tuple[Ints, int]:
+    """The index of `count` elements at the start of a payload, as pack() wrote it, and the number of its bytes."""
+    stretches = int(payload[:HEAD].view(np.uint32)[0]) if len(payload) >= HEAD else -1
+    if not 0 <= stretches <= count // STRETCH:
+        raise _damaged()
+    ends: Ints = np.empty(2 * stretches, dtype=np.int64)
+    at = HEAD + _decode(backend, payload[HEAD:], lo, hi + 1, ends)
+    begins, stops = ends[::2], ends[1::2]
+    lengths = stops - begins
+    singles = count - int(lengths.sum())
+    if singles < 0:
+        raise _damaged()
+    index: Ints = np.empty(count, dtype=np.int64)
+    at += _decode(backend, payload[at:], lo, hi, index[:singles])
+    if not stretches:
+        return index, at
+    before = np.cumsum(lengths) - lengths
+    index[singles:] = np.arange(count - singles) + np.repeat(begins - before, lengths)
+    return np.sort(index, kind="stable"), at
+
+
+def _decode(backend: Any, payload: Bytes, lo: int, hi: int, out: Ints) -> int:
+    used = int(backend.decode_indices(payload, lo, hi, out))
+    if used < 0:
+        raise _damaged()
+    return used
+
+
+def _damaged() -> RuntimeError:
+    return RuntimeError("the indices of a message do not decode: it is damaged")
 
 
 def _split(index: Ints) -> tuple[Ints, Ints]:
-    """Begin and length of every long stretch of neighbours, and the indices that lie in none."""
+    """Begin and end of every long stretch of neighbours, one after the other, and the indices that lie in none."""
     if len(index) < STRETCH:
-        return np.empty((0, 2), dtype=np.int64), index
+        return index[:0], index
     begins = np.flatnonzero(np.diff(index, prepend=index[0] - 2) != 1)
     lengths = np.diff(begins, append=len(index))
     long = lengths >= STRETCH
-    stretches = np.stack([index[begins[long]], lengths[long]], axis=1)
-    return stretches, index[np.repeat(~long, lengths)] if long.any() else index
+    first = index[begins[long]]
+    ends: Ints = np.stack([first, first + lengths[long]], axis=1).reshape(-1)
+    return ends, index[np.repeat(~long, lengths)] if long.any() else index

@@ -17,6 +17,7 @@ from samples import FLOORS, NONFINITE, SPECIAL, TYPES, Flat, assert_same, gradie
 from mpisparse.backends import numpy_backend
 from mpisparse.backends.cuda.backend import CudaBackend
 from mpisparse.backends.kinds import BF16, FP16, FP32, FP64, STORED
+from mpisparse.backends.protocol import FEW_BITS
 from mpisparse.select.threshold import HUGE, TINY, spread
 
 # Which arguments are arrays on the device.
@@ -27,7 +28,8 @@ ON_DEVICE = {
     "values_at": (0, 1), "take": (0, 1, 2), "put": (0, 1, 2), "add_at": (0, 1, 2), "add": (0, 1), "divide": (0,),
     "blend": (0, 1, 2, 3), "drop_decayed": (0, 1, 2, 3, 4, 5),
     "encode_int8": (0, 1, 2), "decode_int8": (0, 1, 2), "encode_fp16": (0, 1, 2), "decode_fp16": (0, 1, 2),
-    "encode_bf16": (0, 1), "decode_bf16": (0, 1),
+    "encode_bf16": (0, 1), "decode_bf16": (0, 1), "add_int8": (0, 1, 2), "add_fp16": (0, 1, 2), "add_bf16": (0, 1),
+    **{f"{verb}_{name}": (0, 1, 2) for verb in ("encode", "decode", "add") for name in FEW_BITS},
 }  # fmt: skip
 MIXED: list[int | None] = [FP32, FP16, BF16, None, FP32, BF16, None, FP16]
 
@@ -204,7 +206,7 @@ def check_codecs(device: Device, n: int) -> None:
     middles = np.random.default_rng(n).permutation(halfway(FP16))
     pieces = [draw(256), np.zeros(256), np.full(256, 1e-40), draw(256, seed=3) * 1e-38, np.full(256, HUGE), middles, draw(n)]
     x = np.concatenate(pieces).astype(np.float32)[:n]
-    groups = -(-n // 256)
+    groups, total = -(-n // 256), draw(n, seed=5) / np.float32(4)
     for name, dtype in (("int8", np.int8), ("fp16", np.uint16), ("bf16", np.uint16)):
         scales = [] if name == "bf16" else [np.empty(groups, dtype=np.float32)]
         codes = np.empty(n, dtype=dtype)
@@ -212,6 +214,21 @@ def check_codecs(device: Device, n: int) -> None:
         with np.errstate(all="ignore"):
             getattr(numpy_backend, f"encode_{name}")(x.copy(), *scales, codes)
         device.agrees(f"decode_{name}", *scales, codes, np.empty(n, dtype=np.float32))
+        device.agrees(f"add_{name}", *scales, codes, total)
+
+
+def check_few_bits(device: Device, n: int) -> None:
+    """Encode groups of zeros, denormals, huge values, equal values and random values."""
+    pieces = [draw(256), np.zeros(256), np.full(256, 1e-40), draw(256, seed=3) * 1e-38, np.full(256, HUGE), draw(n)]
+    for x in (np.concatenate(pieces).astype(np.float32)[:n], draw(n, seed=6)):
+        for name, form in FEW_BITS.items():
+            scales = np.empty(-(-n // form.group), dtype=np.uint16)
+            codes = np.empty(n // form.group * form.nbytes + min(n % form.group, form.nbytes), dtype=np.uint8)
+            device.agrees(f"encode_{name}", x, scales, codes)
+            with np.errstate(all="ignore"):
+                getattr(numpy_backend, f"encode_{name}")(x.copy(), scales, codes)
+            device.agrees(f"decode_{name}", scales, codes, np.empty(n, dtype=np.float32))
+            device.agrees(f"add_{name}", scales, codes, draw(n, seed=5) / np.float32(4))
 
 
 def check_halves(device: Device, n: int) -> None:

@@ -104,8 +104,12 @@ def published(model: nn.Module) -> torch.Tensor:
 
 
 def held(sync: mpisparse.GradientSync, of: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> torch.Tensor:
-    """Return what a rank has yet to send (or the sum of magnitudes): its residual, and blended elements in flight."""
+    """Return what a rank has yet to send (or the sum of magnitudes): its residual, blended elements in flight, and as many
+    times what it remembers as an owner as there are ranks."""
     state, kept = sync.state_dict(copy=False), of(sync.residual.double())
+    if "step.error" in state:
+        reducer: Any = sync._aggregator.works.reducer
+        kept[reducer.owned(sync.rank, sync.size)] += of(sync.size * state["step.error"].double())
     if "step.blend.index" in state:
         kept[state["step.blend.index"]] += of(state["step.blend.pending"] * state["step.blend.value"].double())
     return kept

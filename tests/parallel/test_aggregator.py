@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drifting import Training
 from mpi4py import MPI
 from ranks import alike, bits, everywhere, raised, seeded, total
 from speculating import Run
@@ -22,7 +23,6 @@ from torch import nn
 import mpisparse
 from mpisparse.backends.flat import pieces_of
 from mpisparse.comm.agreement import Notice
-from mpisparse.core import flights
 from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Outgoing
 from mpisparse.core.state import sources
@@ -561,7 +561,7 @@ def delivery(aggregator: Aggregator) -> bytes:
     """Wait for what is in flight; all of it as bytes."""
     assert aggregator.works.flight is not None
     with torch.no_grad(), np.printoptions(threshold=sys.maxsize, floatmode="unique"):
-        return repr([flights.pack(aggregator.works.selection, d) for d in aggregator.works.flight.results()]).encode()
+        return repr(aggregator.state()["flight"]).encode()
 
 
 @pytest.mark.parametrize("call", [0, 1, 3])
@@ -582,6 +582,28 @@ def test_a_delivery_in_flight_reads_only_its_snapshot(comm: MPI.Intracomm, call:
         assert everywhere(comm, bits([aggregator.residual]) == bits([twin.residual]))
     aggregator.close()
     twin.close()
+
+
+@pytest.mark.parametrize("call", [0, 1, 3])
+@pytest.mark.parametrize("density", [0.05, 1.0])
+def test_a_delivery_of_drift_reads_only_its_snapshot(comm: MPI.Intracomm, density: float, call: int) -> None:
+    """Neither the weights, own and shared, nor the gradients."""
+    run, twin = (Training(comm, density=density, staleness=1) for _ in range(2))
+    aggregator = run.sync._aggregator
+    for step in range(6):
+        twin.step()
+        delivery(aggregator)
+        gate = Gate(comm, aggregator, call)
+        run.step()
+        assert everywhere(comm, gate.reached.wait(600))
+        own = [p.data for p in run.model.parameters()]
+        grads = [p.grad for p in run.model.parameters() if p.grad is not None]
+        with Overwritten(aggregator, [*own, *grads]):
+            gate.open_after_all(comm, aggregator)
+        assert everywhere(comm, delivery(aggregator) == delivery(twin.sync._aggregator)), step
+        assert everywhere(comm, run.bits() == twin.bits())
+    run.sync.close()
+    twin.sync.close()
 
 
 @pytest.mark.parametrize("call", [0, 1, 3])
@@ -626,7 +648,7 @@ class WritingPlan:
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("scheme", ["exdyna", "momentum", "topk", "dgc", "dense"])
 def test_at_once_deliver_cannot_write_to_the_accumulator(comm: MPI.Intracomm, scheme: str, write: str) -> None:
-    aggregator = mpisparse.aggregator(N, scheme=scheme)
+    aggregator = mpisparse.aggregator(N, scheme=scheme, codec="int8" if scheme == "dense" else None)
     notice = Notice(5, np.zeros(1, dtype=bool))
     outgoing = aggregator.prepare(pieces_of(vector(comm.rank, 0)), notice)
     before = bits([aggregator.residual])

@@ -76,7 +76,8 @@ def train(comm: MPI.Intracomm, place: torch.device = CPU, **options: Any) -> tup
         torch.autograd.backward(list(model.parameters()), grads)
         with nothing_on_the_host(sync):
             sync.step()
-        stats = repr((sync.stats.threshold, sync.stats.workloads, sync.stats.borders, sync.stats.bytes_received))
+        values = sync.stats.bytes_received - sync.stats.index_bytes - sync.stats.control_bytes  # indices have other forms
+        stats = repr((sync.stats.threshold, sync.stats.workloads, sync.stats.borders, values))
         seen.append(bits([p.grad.cpu() for p in model.parameters()]) + bits([sync.residual.cpu()]) + stats.encode())
     state = sync.state_dict()
     sync.close()

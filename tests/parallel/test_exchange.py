@@ -179,12 +179,14 @@ def test_the_bytes_of_one_step(comm: MPI.Intracomm) -> None:
     lengths = np.diff(borders).tolist()
     mine = lengths[comm.rank]  # in the first step partition r is rank r's
     header = others * (5 * 8 + 2 * 8 + 4)  # status, detail, k, unused, frozen; then status, detail, one count
-    rows = [4 * 1 + 4 * -(-length // 2) for length in lengths]  # one row of at most 65,536 elements, 2 bytes a column
+    rows = [1 + -(-length // 8) for length in lengths]  # one bit says that there is no gap before an element
     indices = sum(rows) - rows[comm.rank]
     values = others * 4 * mine  # the others' values of my partition
     means = 4 * (n - mine)  # the others' partitions, summed
     assert sum(lengths) == n
     assert sync.stats.bytes_received == header + indices + values + means
+    assert (sync.stats.control_bytes, sync.stats.index_bytes) == (header, indices)
+    assert sync.stats.index_form == ("padded" if others else "")
     sent = header + others * rows[comm.rank] + 4 * (n - mine) + others * 4 * mine
     assert sync.stats.bytes_sent == sent
     sync.close()

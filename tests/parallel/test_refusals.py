@@ -135,7 +135,9 @@ def test_a_finite_gradient_that_overflows_the_residual(
 
 
 @both_paths
-@pytest.mark.parametrize("options", [{"scheme": "dense"}, {}, {"codec": "int8"}, {"reduce": "allreduce"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"scheme": "dense", "codec": "bf16"}, {}, {"codec": "int8"}, {"reduce": "allreduce"}], ids=str
+)
 def test_ranks_whose_sum_overflows(comm: MPI.Intracomm, path: str, options: dict[str, str]) -> None:
     """Each rank is finite but the sum is not: all raise, and no rank continues with an infinity in p.grad."""
     model = nn.Linear(8, 4, bias=False)
@@ -149,6 +151,16 @@ def test_ranks_whose_sum_overflows(comm: MPI.Intracomm, path: str, options: dict
         assert "the sum over ranks is beyond what float32 holds in weight" in text
         assert everywhere(comm, model.weight.grad is None)
         assert "damaged" in raised(comm, mpisparse.GradientError, sync.step)
+    sync.close()
+
+
+def test_a_dense_mean_is_finite_though_the_sum_is_not(comm: MPI.Intracomm) -> None:
+    """Summands are divided first."""
+    model = nn.Linear(8, 4, bias=False)
+    sync = mpisparse.GradientSync(model, scheme="dense")
+    (model.weight * 3e38).sum().backward()
+    sync.step()
+    torch.testing.assert_close(model.weight.grad, torch.full((4, 8), 3e38))
     sync.close()
 
 

@@ -1,8 +1,9 @@
-"""Indices as compressed rows: they decode unchanged, and a damaged message is detected."""
+"""Indices, coded and as compressed rows: they decode unchanged, and a damaged message is detected."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mpisparse.backends import device
+from mpisparse.backends.gaps import most_nbytes
 from mpisparse.comm.regions import Region, spans_of
 from mpisparse.select.candidates import Candidates
 from mpisparse.wire.indices import ROW, unite
+from mpisparse.wire.stretches import pack, unpack
 
 Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
@@ -41,6 +44,11 @@ class Wire:
 
     rank: int
     payloads: list[Bytes] | None = None
+    sizes: list[int] = field(default_factory=list)
+
+    def allgather(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
+        sizes = self.sizes if self.payloads is None else list(map(len, self.payloads))
+        return np.array(sizes, dtype=np.int64)[:, None]
 
     def allgatherv(self, payload: Bytes, counts: list[int], places: list[int]) -> Bytes:
         assert len(payload) == counts[self.rank]
@@ -56,10 +64,13 @@ def send(
     backend: Any, selected: list[Candidates], regions: list[Region], workloads: list[int], threshold: float
 ) -> list[Bytes]:
     """Return the payload of every rank."""
+    owned = {r.rank: r for r in regions}
+    chosen = [mine.reaching(threshold).index for mine in selected]
+    sizes = [len(backend.encode_indices(index, owned[rank].lo, owned[rank].hi)) for rank, index in enumerate(chosen)]
     payloads = []
     for rank, mine in enumerate(selected):
         with pytest.raises(Sent) as sent:
-            unite(Wire(rank), backend, *mine[:2], threshold, regions, workloads)  # type: ignore[arg-type]
+            unite(Wire(rank, sizes=sizes), backend, *mine[:2], threshold, regions, workloads)  # type: ignore[arg-type]
         payloads.append(sent.value.args[0])
     return payloads
 
@@ -136,10 +147,12 @@ def test_unite(backend: Any, n: int, step: int) -> None:
     payloads = send(backend, selected, regions, workloads, 1.0)
     for region in regions:
         rows = -(-(region.hi - region.lo) // ROW)
-        assert len(payloads[region.rank]) == 4 * rows + 4 * -(-workloads[region.rank] // 2)
+        assert len(payloads[region.rank]) <= 4 * rows + 2 * workloads[region.rank]
     for rank, mine in enumerate(selected):
-        got, tags = unite(Wire(rank, payloads), backend, *mine[:2], 1.0, regions, workloads)  # type: ignore[arg-type]
+        got, tags, form, nbytes = unite(Wire(rank, payloads), backend, *mine[:2], 1.0, regions, workloads)  # type: ignore[arg-type]
         assert tags is None
+        assert form == ("coded" if n > 100_000 else "padded")
+        assert nbytes == sum(map(len, payloads)) - len(payloads[rank])
         spans = spans_of(backend.search, got, regions)
         np.testing.assert_array_equal(got, union)
         for region in regions:
@@ -160,7 +173,7 @@ def test_tags_travel_with_what_is_selected(backend: Any) -> None:
             unite(Wire(rank), backend, *mine[:2], 0.5, regions, workloads, tags[rank])  # type: ignore[arg-type]
         payloads.append(sent.value.args[0])
     for rank, mine in enumerate(selected):
-        union, arrived = unite(Wire(rank, payloads), backend, *mine[:2], 0.5, regions, workloads, tags[rank])  # type: ignore[arg-type]
+        union, arrived, _, _ = unite(Wire(rank, payloads), backend, *mine[:2], 0.5, regions, workloads, tags[rank])  # type: ignore[arg-type]
         owner = np.concatenate([np.full(workloads[r.rank], r.rank) for r in regions])
         np.testing.assert_array_equal(arrived, np.stack(tags)[owner, union])
 
@@ -170,13 +183,142 @@ def test_unite_reports_the_damaged_rank(backend: Any) -> None:
     selected = [found(np.array([150])), found(np.array([3, 7]))]
     payloads = send(backend, selected, regions, [1, 2], 0.5)
     payloads[1][0] += 1
-    with pytest.raises(RuntimeError, match=r"^r0 \| the rows of rank 1 do not add up"):
+    with pytest.raises(RuntimeError, match=r"^r0 \| the indices of rank 1 do not decode"):
         unite(Wire(0, payloads), backend, *selected[0][:2], 0.5, regions, [1, 2])  # type: ignore[arg-type]
 
 
+def test_unite_reports_damaged_sizes(backend: Any) -> None:
+    """A size beyond the bound is no size; and a code must fill its size."""
+    n = 100_000
+    regions, chosen = [Region(0, 0, n), Region(1, n, 2 * n)], np.arange(0, n, 37)
+    selected = [found(chosen), found(chosen + n)]
+    workloads = [len(chosen)] * 2
+    payloads = send(backend, selected, regions, workloads, 0.5)
+    for size, words in ((3000, "the sizes of indices are"), (len(payloads[1]) + 1, "the indices of rank 1 do not decode")):
+        longer = np.zeros(size, dtype=np.uint8)
+        longer[: len(payloads[1])] = payloads[1][:size]
+        with pytest.raises(RuntimeError, match=words):
+            unite(Wire(0, [payloads[0], longer]), backend, *selected[0][:2], 0.5, regions, workloads)  # type: ignore[arg-type]
+
+
+# The code
+
+
+def decoded(backend: Any, payload: Bytes, lo: int, hi: int, count: int) -> tuple[int, Ints]:
+    out = np.full(count, -1, dtype=np.int64)
+    return backend.decode_indices(payload, lo, hi, out), out
+
+
+def check_code(backend: Any, index: Ints, lo: int, hi: int) -> int:
+    """Return the bytes of an index that decodes unchanged, whatever follows it."""
+    payload = backend.encode_indices(index, lo, hi)
+    for follows in ([], [0] * 9, [255] * 9):
+        used, out = decoded(backend, np.append(payload, np.array(follows, dtype=np.uint8)), lo, hi, len(index))
+        assert used == len(payload)
+        np.testing.assert_array_equal(out, index)
+    assert len(payload) <= most_nbytes(len(index), hi - lo) <= 2 * len(index) + 4 * -(-(hi - lo) // ROW)
+    return len(payload)
+
+
+@given(lo=st.integers(0, 2**40), offsets=st.sets(st.integers(0, 2**34), max_size=60), spare=st.integers(1, ROW))
+def test_code_round_trip(backend: Any, lo: int, offsets: set[int], spare: int) -> None:
+    check_code(backend, np.array(sorted(offsets), dtype=np.int64) + lo, lo, lo + max(offsets, default=0) + spare)
+
+
+@given(st.lists(st.sampled_from([1, 2, 3, 100, 129, 5000, 70_000, 10**6, 10**9]), max_size=400), st.integers(1, 300))
+def test_code_of_uneven_gaps(backend: Any, gaps: list[int], spare: int) -> None:
+    index = np.cumsum([7, *gaps])
+    check_code(backend, index, 3, int(index[-1]) + spare)
+
+
+@pytest.mark.parametrize("count", [1, 127, 128, 129, 1000])
+@pytest.mark.parametrize("length", [1000, ROW, 2**24 + 1, 2**33])
+def test_code_of_everything_and_evenly(backend: Any, count: int, length: int) -> None:
+    check_code(backend, np.arange(count), 0, count)
+    check_code(backend, np.arange(5, 5 + count), 5, 5 + length)
+    check_code(backend, np.arange(length - count, length), 0, length)
+    check_code(backend, np.linspace(0, length - 1, count, dtype=np.int64), 0, length)
+
+
+@pytest.mark.parametrize(("density", "bits"), [(0.1, 4.9), (0.01, 8.4), (0.001, 11.8), (0.0001, 15.2)])
+def test_bits_of_random_positions(density: float, bits: float) -> None:
+    backend = device.load_backend()
+    n = 10_000_000
+    index = np.flatnonzero(np.random.default_rng(3).random(n) < density)
+    assert 8 * check_code(backend, index, 0, n) <= bits * len(index)
+
+
+def test_clustered_positions_take_fewer_bits(backend: Any) -> None:
+    """Groups of gaps have their own parameter, and a jump between clusters costs only itself."""
+    rng = np.random.default_rng(5)
+    starts = np.sort(rng.integers(0, 2**26, 50)) // 1000 * 1000
+    index = np.unique(starts[:, None] + np.sort(rng.permutation(900)[:100]))
+    plain = most_nbytes(len(index), 2**26)
+    assert check_code(backend, index, 0, 2**26) < 0.4 * plain
+
+
+@given(data=st.binary(max_size=200), count=st.integers(1, 400), length=st.sampled_from([1, 400, 70_000, 2**34]))
+def test_any_bytes_decode_to_indices_of_the_region_or_not_at_all(data: bytes, count: int, length: int) -> None:
+    """No read behind the end; the backends agree on what is damaged."""
+    answers = []
+    for name in ("numpy", "native"):
+        backend = device.load_backend(name)
+        used, out = decoded(backend, np.frombuffer(data, dtype=np.uint8).copy(), 10, 10 + length, count)
+        assert used <= len(data)
+        if used >= 0:
+            assert out[0] >= 10
+            assert out[-1] < 10 + length
+            assert (np.diff(out) > 0).all()
+        answers.append((used, out.tolist() if used >= 0 else []))
+    assert answers[0] == answers[1]
+
+
+@given(st.integers(0, 10**6), st.integers(0, 2**32))
+def test_a_damaged_code_is_detected_or_stays_in_the_region(at: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    index = np.sort(rng.permutation(30_000)[: 1 + seed % 700]) + 100
+    answers = []
+    for name in ("numpy", "native"):
+        backend = device.load_backend(name)
+        payload = backend.encode_indices(index, 100, 30_100).copy()
+        payload[at % len(payload)] ^= 1 << at % 8
+        used, out = decoded(backend, payload[: len(payload) - at % 3], 100, 30_100, len(index))
+        answers.append((used, out.tolist() if used >= 0 else []))
+        if used >= 0:
+            assert 100 <= out.min() <= out.max() < 30_100
+    assert answers[0] == answers[1]
+
+
 def test_golden_payload(backend: Any) -> None:
-    """The wire format: four bytes per row and two per column, padded with zeros to four."""
+    """The wire format: gaps 0, 0, 65533, 0, 4 of 5 indices in 65,556 elements have 13 low bits and quotients up to 7."""
     regions = [Region(0, 10, 10 + ROW + 20)]
     selected = [found(np.array([10, 11, 10 + ROW - 1, 10 + ROW, 10 + ROW + 5]))]
     (payload,) = send(backend, selected, regions, [5], 0.5)
-    assert payload.tobytes().hex(" ", 4) == "03000000 02000000 00000100 ffff0000 05000000"
+    assert payload.tobytes().hex(" ", 4) == "000000 00f47f00 4000061c"
+
+
+# Stretches
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.integers(1, 200)), max_size=12), st.integers(0, 2**33))
+def test_stretches(backend: Any, runs: list[tuple[int, int]], lo: int) -> None:
+    """Runs of neighbours, (gap, length) each, come back; what follows is not touched."""
+    index, at = [], lo
+    for gap, length in runs:
+        index.extend(range(at + gap, at + gap + length))
+        at += gap + length
+    sent = np.array(index, dtype=np.int64)
+    payload = pack(backend, sent, lo, at + 1)
+    got, used = unpack(backend, np.append(payload, np.full(5, 255, dtype=np.uint8)), lo, at + 1, len(sent))
+    assert used == len(payload)
+    np.testing.assert_array_equal(got, sent)
+    assert len(payload) <= 8 + 2 * len(sent) + 8 * len(runs)
+
+
+@given(st.binary(max_size=60), st.integers(1, 500))
+def test_damaged_stretches(backend: Any, data: bytes, count: int) -> None:
+    with contextlib.suppress(RuntimeError):
+        index, used = unpack(backend, np.frombuffer(data, dtype=np.uint8).copy(), 5, 5000, count)
+        assert len(index) == count
+        assert used <= len(data)
+        assert 5 <= index[0] <= index[-1] < 5000

@@ -13,19 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import FLOORS, NONFINITE, SPECIAL, TYPES, assert_same, gradients, halfway, values
 
-from mpisparse.backends import numpy_backend, numpy_nets
+from mpisparse.backends import numpy_apart, numpy_backend, numpy_few_bits, numpy_indices, numpy_nets
 from mpisparse.backends.keys import PRODUCTS, SCORES, keys_of
 from mpisparse.backends.kinds import BF16, FP16, FP32, FP64, STORED, round_to
-from mpisparse.backends.protocol import HIDDEN
+from mpisparse.backends.protocol import FEW_BITS, HIDDEN
 from mpisparse.select.threshold import HUGE, TINY, spread
 
 cpu = pytest.importorskip("mpisparse._cpu", exc_type=ImportError)
 
+MODULES = [module.__name__ for module in (numpy_apart, numpy_backend, numpy_few_bits, numpy_indices, numpy_nets)]
 KERNELS = sorted(
-    name
-    for name, f in inspect.getmembers(numpy_backend, inspect.isfunction)
-    if f.__module__ in (numpy_backend.__name__, numpy_nets.__name__) and name[0] != "_"
+    name for name, f in inspect.getmembers(numpy_backend, inspect.isfunction) if f.__module__ in MODULES and name[0] != "_"
 )
+KERNELS += [f"{verb}_{codec}" for verb in ("encode", "decode", "add") for codec in FEW_BITS]
 SPLIT = 3 * 32_768 + 77  # long enough for three threads
 SIZES = (0, 1, 63, 64, 65, 1000, SPLIT)
 
@@ -116,6 +116,53 @@ def test_selection_by_scores(native: Any, n: int, key: int, nonfinite: bool) -> 
         for floor in (*FLOORS[:2], 1e-4, 0.01, float(np.int32(100 << 23).view(np.float32)), HUGE):
             assert_agree(native, "select_scored", acc, scores, key, lo, hi, floor)
         assert_agree(native, "accumulate_select_scored", acc, scores, key, *flat, lo, hi, 0.01, writes=(0,))
+
+
+@pytest.mark.parametrize("nonfinite", [False, True])
+@pytest.mark.parametrize("n", SIZES)
+def test_weights_against_a_reference(native: Any, n: int, nonfinite: bool) -> None:
+    rng = np.random.default_rng(n + 3)
+    cuts = sorted([*rng.integers(0, n + 1, 3).tolist(), n // 2])
+    weights = values(rng, n, nonfinite=nonfinite)
+    flat, alive = gradients(weights, cuts, [FP32, None, FP32, FP32, FP32])
+    with np.errstate(all="ignore"):
+        reference = weights * rng.choice(np.array([0.0, 0.5, 1.0, 2.0], dtype=np.float32), n)
+    for lo, hi in regions(n)[::3]:
+        assert_agree(native, "histogram_apart", *flat, reference, lo, hi)
+        assert_agree(native, "subtract_apart", *flat, reference, lo, np.empty(hi - lo, dtype=np.float32), writes=(5,))
+        for floor in FLOORS[::2]:
+            assert_agree(native, "select_apart", *flat, reference, lo, hi, floor)
+        before = [own.clone() for own in alive]
+        for kernel, more in (
+            ("scatter_add", (np.arange(lo, hi, 3), values(rng, len(range(lo, hi, 3))))),
+            ("add_stretch", (lo, values(rng, hi - lo))),
+        ):
+            moved = []
+            for backend in (native, numpy_backend):
+                for own, old in zip(alive, before, strict=True):
+                    own.copy_(old)
+                with np.errstate(all="ignore"):
+                    getattr(backend, kernel)(*flat, *more)
+                moved.append([own.numpy().copy() for own in alive])
+            for here, there in zip(*moved, strict=True):
+                assert_same(here, there)
+
+
+def test_weights_of_other_types_are_refused(native: Any) -> None:
+    flat, _alive = gradients(np.ones(8, dtype=np.float32), [4], [FP32, BF16])
+    for backend in (native, numpy_backend):
+        with pytest.raises(ValueError, match="weights must be float32"):
+            backend.select_apart(*flat, np.zeros(8, dtype=np.float32), 0, 8, 0.0)
+
+
+@pytest.mark.parametrize("nonfinite", [False, True])
+@pytest.mark.parametrize("by", [1, 2, 3, 64])
+@pytest.mark.parametrize("n", SIZES)
+def test_divide_into(native: Any, n: int, by: int, nonfinite: bool) -> None:
+    rng = np.random.default_rng(n + 9)
+    cuts = sorted([*rng.integers(0, n + 1, 3).tolist(), n // 2])
+    flat, _alive = gradients(values(rng, n, nonfinite=nonfinite), cuts, [FP32, FP16, None, BF16, FP32])
+    assert_agree(native, "divide_into", np.full(n, 7, dtype=np.float32), *flat, by, writes=(0,))
 
 
 def test_keys_rank_by_score_then_by_magnitude() -> None:
@@ -262,6 +309,27 @@ def test_rows(native: Any, row: int) -> None:
             assert_agree(native, "expand_rows", counts, columns, lo, row, np.zeros(wrong, dtype=np.int64))
 
 
+@pytest.mark.parametrize("count", [0, 1, 127, 128, 129, 5000])
+@pytest.mark.parametrize("length", [5000, 70_000, 2**25, 2**31 - 1, 2**31, 2**40])
+def test_coded_indices(native: Any, count: int, length: int) -> None:
+    """Spread evenly, in clusters of several widths, and one after the other."""
+    rng, lo = np.random.default_rng(count), 2**33
+    scattered = np.unique(rng.integers(0, length, count))
+    near = np.unique(np.minimum(np.cumsum(rng.geometric(np.repeat([0.9, 0.1, 0.01], 2000)[:count])), length - 1))
+    for offsets in (scattered, near, np.unique(np.concatenate([scattered, near])), np.arange(min(count, length))):
+        index = offsets.astype(np.int64) + lo
+        assert_agree(native, "encode_indices", index, lo, lo + length)
+        payload = numpy_backend.encode_indices(index, lo, lo + length)
+        assert_agree(native, "decode_indices", payload, lo, lo + length, np.zeros(len(index), np.int64), writes=(3,))
+        assert native.decode_indices(payload[:-1], lo, lo + length, index.copy()) == (-1 if len(index) else 0)
+
+
+def test_reaching(native: Any) -> None:
+    index, magnitude, _ = numpy_backend.select(values(np.random.default_rng(1), 9000, nonfinite=True), 0, 9000, 0.01)
+    for threshold in FLOORS:
+        assert_agree(native, "reaching", index, magnitude, threshold)
+
+
 @pytest.mark.parametrize("count", [0, 1, 23, 24, 25, 700])
 def test_scattered_reads_and_writes(native: Any, count: int) -> None:
     rng = np.random.default_rng(count)
@@ -328,6 +396,23 @@ def test_encode_and_decode(native: Any, codec: str, count: int) -> None:
         assert_agree(native, f"encode_{codec}", x, *scales, codes, writes=tuple(range(2 + len(scales))))
         getattr(numpy_backend, f"encode_{codec}")(x.copy(), *scales, codes)
         assert_agree(native, f"decode_{codec}", *scales, codes, np.empty_like(x), writes=(1 + len(scales),))
+        assert_agree(native, f"add_{codec}", *scales, codes, noise / np.float32(4), writes=(1 + len(scales),))
+
+
+@pytest.mark.parametrize("count", [0, 1, 16, 63, 64, 65, 127, 128, 129, 1000, 70_001])
+@pytest.mark.parametrize("codec", FEW_BITS)
+def test_few_bits(native: Any, codec: str, count: int) -> None:
+    form, rng = FEW_BITS[codec], np.random.default_rng(count)
+    noise = rng.standard_t(2, count).astype(np.float32)
+    special = np.concatenate([SPECIAL, noise])[:count]
+    steps = (np.arange(count) % 129 - 64).astype(np.float32) / 256  # values in the middle of two levels
+    for x in (noise, special, steps, np.abs(noise), *(noise * np.float32(scale) for scale in (0, 1e-44, 1e-38, 1e36))):
+        scales = np.empty(-(-count // form.group), np.uint16)
+        codes = np.empty(count // form.group * form.nbytes + min(count % form.group, form.nbytes), np.uint8)
+        assert_agree(native, f"encode_{codec}", x, scales, codes, writes=(0, 1, 2))
+        getattr(numpy_backend, f"encode_{codec}")(x.copy(), scales, codes)
+        assert_agree(native, f"decode_{codec}", scales, codes, np.empty_like(x), writes=(2,))
+        assert_agree(native, f"add_{codec}", scales, codes, noise / np.float32(4), writes=(2,))
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 2, 8191, 8192, 8193, 40_001])

@@ -52,9 +52,10 @@ def test_every_detail_is_declared() -> None:
 def test_a_line_has_all_that_the_stats_say() -> None:
     details = {"share": np.float32(0.5), "odd": np.float32("nan")}
     stats = mpisparse.Stats(1, 0.1, 0.2, 7, 3.0, 100, 200, 0.0, {"reduce": 0.1}, details=details)  # type: ignore[arg-type]
-    line = json.loads(json.dumps(finite(step_fields(stats, ["reduce"], np.array([[0.5, 100.0, 200.0, 0.1]])))))
+    line = json.loads(json.dumps(finite(step_fields(stats, ["reduce"], np.array([[0.5, 100.0, 200.0, 90.0, 30.0, 0.1]])))))
     assert set(line) == {each.name for each in dataclasses.fields(stats)} - {"step", "speculation"} | {"loss"}
     assert line["details"] == {"share": 0.5, "odd": None}
+    assert line["control_bytes"] == {"min": 30.0, "mean": 30.0, "max": 30.0}
     assert line["seconds"] == {"reduce": {"min": 0.1, "mean": 0.1, "max": 0.1}}
 
 

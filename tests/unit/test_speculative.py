@@ -450,7 +450,8 @@ def test_a_whole_layer_takes_few_bytes() -> None:
         ({"probe": 3}, "probe must be a function without arguments, got 3"),
         ({"codec": "momentum-int8"}, "cannot blend"),
         ({"nonfinite": "skip"}, "needs staleness=0"),
-        ({"rate": 0.0}, "rate must be a number in"),
+        ({"average_rate": 0.0}, "average_rate must be a number in"),
+        ({"rate": 0.5}, "is called .average_rate. now"),
         ({"server": "rank1"}, "unknown server 'rank1'"),
     ],
 )  # fmt: skip

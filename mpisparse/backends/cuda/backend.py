@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpisparse.arrays import Bytes, Floats, Ints
+from mpisparse.backends import numpy_indices
 from mpisparse.backends.cuda.launcher import Launcher
 from mpisparse.backends.protocol import GROUP
 
@@ -40,8 +41,10 @@ class CudaBackend:
 
     name = "cuda"
 
-    def __init__(self, launcher: Launcher) -> None:
+    def __init__(self, launcher: Launcher, host: Any = numpy_indices) -> None:
+        """`host` codes counts, which are on the host."""
         self.launcher = launcher
+        self.encode_indices, self.decode_indices = host.encode_indices, host.decode_indices
         self.tile = 32 * launcher.block
         self._notes: dict[int, Tensor] = {}  # by the address of the storage added to, as backends are shared
 
@@ -268,6 +271,42 @@ class CudaBackend:
 
     def decode_bf16(self, h: Tensor, x: Tensor) -> None:
         self._for_each("decode_bf16", len(x), h, np.int64(len(x)), x)
+
+    def add_int8(self, scales: Tensor, q: Tensor, total: Tensor) -> None:
+        self._for_each("add_int8", len(total), scales, q, np.int64(len(total)), total)
+
+    def add_fp16(self, scales: Tensor, h: Tensor, total: Tensor) -> None:
+        self._for_each("add_fp16", len(total), scales, h, np.int64(len(total)), total)
+
+    def add_bf16(self, h: Tensor, total: Tensor) -> None:
+        self._for_each("add_bf16", len(total), h, np.int64(len(total)), total)
+
+    def encode_int4(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
+        self._launch("encode_int4", -(-len(x) // GROUP), GROUP, x, np.int64(len(x)), scales, codes)
+
+    def decode_int4(self, scales: Tensor, codes: Tensor, x: Tensor) -> None:
+        self._for_each("decode_int4", len(x), scales, codes, np.int64(len(x)), x)
+
+    def add_int4(self, scales: Tensor, codes: Tensor, total: Tensor) -> None:
+        self._for_each("add_int4", len(total), scales, codes, np.int64(len(total)), total)
+
+    def encode_int2(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
+        self._launch("encode_int2", -(-len(x) // GROUP), GROUP, x, np.int64(len(x)), scales, codes)
+
+    def decode_int2(self, scales: Tensor, codes: Tensor, x: Tensor) -> None:
+        self._for_each("decode_int2", len(x), scales, codes, np.int64(len(x)), x)
+
+    def add_int2(self, scales: Tensor, codes: Tensor, total: Tensor) -> None:
+        self._for_each("add_int2", len(total), scales, codes, np.int64(len(total)), total)
+
+    def encode_sign(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
+        self._launch("encode_sign", -(-len(x) // GROUP), GROUP, x, np.int64(len(x)), scales, codes)
+
+    def decode_sign(self, scales: Tensor, codes: Tensor, x: Tensor) -> None:
+        self._for_each("decode_sign", len(x), scales, codes, np.int64(len(x)), x)
+
+    def add_sign(self, scales: Tensor, codes: Tensor, total: Tensor) -> None:
+        self._for_each("add_sign", len(total), scales, codes, np.int64(len(total)), total)
 
     # Launches
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mpisparse.backends.cuda import source
 from mpisparse.backends.cuda.launcher import BLOCK, SCAN
-from mpisparse.backends.protocol import GROUP
+from mpisparse.backends.protocol import FEW_BITS, GROUP
 from mpisparse.errors import ConfigurationError
 
 
@@ -36,6 +36,7 @@ CHIPS = {
     100: Multiprocessor(2048, 32, 228 << 10),
     120: Multiprocessor(1536, 24, 100 << 10),
 }
+GROUPED = {"encode_int8", "encode_fp16", *(f"encode_{codec}" for codec in FEW_BITS)}
 REGISTERS, REGISTER_UNIT, WARP_UNIT, SHARED_UNIT, SHARED_RESERVED = 65_536, 256, 4, 128, 1024
 
 
@@ -52,7 +53,7 @@ class Figures:
     @property
     def block(self) -> int:
         """Threads per block."""
-        return SCAN if self.kernel == "scan_counts" else GROUP if self.kernel in ("encode_int8", "encode_fp16") else BLOCK
+        return SCAN if self.kernel == "scan_counts" else GROUP if self.kernel in GROUPED else BLOCK
 
     @property
     def occupancy(self) -> float:

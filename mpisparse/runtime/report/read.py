@@ -17,7 +17,10 @@ from mpisparse.arrays import Doubles
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.report.step_table import StepTable
 
-SPREADS = {name: (f"{name}.min", f"{name}.mean", f"{name}.max") for name in ("loss", "bytes_received")}
+SPREADS = {
+    name: (f"{name}.min", f"{name}.mean", f"{name}.max")
+    for name in ("loss", "bytes_received", "index_bytes", "control_bytes")
+}
 SINGLES = (
     "step", "time", "lr", "density", "set_density", "threshold", "bytes_dense", "imbalance", "skipped", "every"
 )  # fmt: skip

@@ -43,6 +43,8 @@ def headline(runs: Sequence[Run]) -> list[tuple[str, list[Cell]]]:
         ("Steps", lambda run: _plain(run.steps["step"][-1])),
         ("Training time", lambda run: _cell(run.steps["time"][-1], seconds)),
         ("Bytes received per rank", lambda run: _cell(_bytes(run, "bytes_received.mean"), nbytes)),
+        ("Of these, indices", lambda run: _cell(_bytes(run, "index_bytes.mean"), nbytes)),
+        ("Of these, control messages", lambda run: _cell(_bytes(run, "control_bytes.mean"), nbytes)),
         ("Bytes of a dense exchange", lambda run: _cell(_bytes(run, "bytes_dense"), nbytes)),
         ("Reduction against dense", _times_fewer),
         ("Mean density", _density),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Parts
 from mpisparse.core.stages import Dropped, LateDropped
 from mpisparse.errors import ConfigurationError, check_choice
+from mpisparse.names import BLENDED
 from mpisparse.schemes.companion import Scheme, Site
 from mpisparse.schemes.options import KEPT, Options, check_flag, check_positive, check_share, check_whole
 from mpisparse.schemes.speculative.companion import Speculating
@@ -31,7 +32,8 @@ class Speculative(Options):
     """Every rank moves its own influential weights at once; the exchange is a few steps late, and corrects.
 
     staleness: steps from sending to the global update; 0: at once, and no update ahead of it.
-    epsilon: the perturbation in the influence, epsilon |g| + epsilon^2 h / 2. rate: of new values in its rolling average.
+    epsilon: the perturbation in the influence, epsilon |g| + epsilon^2 h / 2. average_rate: of new values in its
+    rolling average.
     probe: returns the loss of a batch, from which h is estimated every probe_every steps. None: h is 0.
     threshold: of the influence; None: the one that gives the set density.
     granularity: "fine" (weights), "coarse" (layers), "hybrid" (half of the layers fine), or by "schedule" (coarse to fine in
@@ -46,10 +48,11 @@ class Speculative(Options):
     seed: of random signs, samples and the learned policy.
     """
 
+    renamed: ClassVar[dict[str, str]] = {"rate": "average_rate"}
     density: float = 0.01
     staleness: int = 1
     epsilon: float = 1e-3
-    rate: float = 0.5
+    average_rate: float = 0.5
     probe: Callable[[], Any] | None = None
     probe_every: int = 50
     threshold: float | None = None
@@ -74,7 +77,7 @@ class Speculative(Options):
         for name in ("budget", "largest"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 1)
-        check_share("rate", self.rate)
+        check_share("average_rate", self.average_rate)
         check_positive("epsilon", self.epsilon)
         check_positive("threshold", self.threshold)
         check_flag("compensate", self.compensate, KEPT)
@@ -96,7 +99,7 @@ class Speculative(Options):
         if CODECS[self.codec].blended:
             raise ConfigurationError(
                 f'scheme "speculative" sends each rank\'s own elements, which codec {self.codec!r} cannot blend; '
-                'choose "fp32", "fp16", "bf16" or "int8"'
+                f"choose {self.codec.removeprefix(BLENDED)!r}"
             )
         if self.nonfinite == "skip" and self.staleness:
             raise ConfigurationError(
@@ -163,7 +166,7 @@ class Speculative(Options):
         scorer = InfluenceScorer(
             parts.residual,
             parts.backend,
-            Influence(n, rate=self.rate, epsilon=self.epsilon),
+            Influence(n, rate=self.average_rate, epsilon=self.epsilon),
             rank=parts.exchange.rank,
             step=lambda: selection.begun,
             probe=probe,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from mpisparse.arrays import State
-from mpisparse.backends.flat import Slot
+from mpisparse.backends.flat import Slot, checksum
 from mpisparse.errors import ConfigurationError
 from mpisparse.schemes.companion import Places
 from mpisparse.schemes.speculative.local import flat, is_elementwise
@@ -221,14 +220,6 @@ class TwoSets:
             if torch.as_tensor(weights).dtype != p.dtype or any(v.shape != p.shape for v in values):
                 raise ConfigurationError("the rank's own weights or optimizer entries in the state are not of this model")
         int(own["digest"])
-
-
-def checksum(weights: Iterable[torch.Tensor]) -> int:
-    """A checksum of weights in the order in which they lie in memory."""
-    total = 0
-    for weight in weights:
-        total = zlib.crc32(weight.detach().as_strided((weight.numel(),), (1,)).view(torch.uint8).numpy().data, total)
-    return total
 
 
 def _largest(distance: torch.Tensor) -> float:

@@ -31,5 +31,8 @@ class Bf16:
     def decode(self, kernels: Kernels, payload: Bytes, values: Floats) -> None:
         kernels.decode_bf16(kernels.view_as(payload, np.uint16)[: len(values)], values)
 
+    def add(self, kernels: Kernels, payload: Bytes, total: Floats) -> None:
+        kernels.add_bf16(kernels.view_as(payload, np.uint16)[: len(total)], total)
+
 
 CODEC = Bf16()

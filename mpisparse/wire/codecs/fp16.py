@@ -33,5 +33,9 @@ class Fp16:
         scales, halves = split_payload(kernels, payload, len(values), np.uint16)
         kernels.decode_fp16(scales, halves[: len(values)], values)
 
+    def add(self, kernels: Kernels, payload: Bytes, total: Floats) -> None:
+        scales, halves = split_payload(kernels, payload, len(total), np.uint16)
+        kernels.add_fp16(scales, halves[: len(total)], total)
+
 
 CODEC = Fp16()

@@ -30,5 +30,8 @@ class Fp32:
     def decode(self, kernels: Kernels, payload: Bytes, values: Floats) -> None:
         values[:] = kernels.view_as(payload, np.float32)
 
+    def add(self, kernels: Kernels, payload: Bytes, total: Floats) -> None:
+        kernels.add(total, kernels.view_as(payload, np.float32))
+
 
 CODEC = Fp32()

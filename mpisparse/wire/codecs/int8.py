@@ -33,5 +33,9 @@ class Int8:
         scales, steps = split_payload(kernels, payload, len(values), np.int8)
         kernels.decode_int8(scales, steps[: len(values)], values)
 
+    def add(self, kernels: Kernels, payload: Bytes, total: Floats) -> None:
+        scales, steps = split_payload(kernels, payload, len(total), np.int8)
+        kernels.add_int8(scales, steps[: len(total)], total)
+
 
 CODEC = Int8()

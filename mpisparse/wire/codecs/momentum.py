@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mpisparse.arrays import Bytes, Floats
-from mpisparse.wire.codecs.protocol import Codec, Kernels
+from mpisparse.wire.codecs.protocol import Codec, Kernels, add_decoded
 
 
 @dataclass(frozen=True)
@@ -35,3 +35,6 @@ class Blended:
 
     def decode(self, kernels: Kernels, payload: Bytes, values: Floats) -> None:
         self.values.decode(kernels, payload, values)
+
+    def add(self, kernels: Kernels, payload: Bytes, total: Floats) -> None:
+        add_decoded(self.values, kernels, payload, total)

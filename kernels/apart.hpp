@@ -1,0 +1,155 @@
+// Weights against a flat reference of the same elements: how far apart they are, in pieces that stay in cache.
+#pragma once
+#include "passes.hpp"
+
+namespace {
+
+constexpr int64_t TILE = 4096;
+
+// difference = weight - reference; a missing weight counts as equal.
+MPISPARSE_CLONES void subtract_floats(const float* weights, const float* reference, int64_t count, float* difference) {
+    for (int64_t i = 0; i < count; ++i) difference[i] = weights[i] - reference[i];
+}
+
+MPISPARSE_CLONES void divide_floats(const float* source, float by, int64_t count, float* out) {
+    for (int64_t i = 0; i < count; ++i) out[i] = source[i] / by;
+}
+
+MPISPARSE_CLONES void multiply_floats(const float* source, float by, int64_t count, float* out) {
+    for (int64_t i = 0; i < count; ++i) out[i] = source[i] * by;
+}
+
+// Calls visit(difference, begin, end) for tiles of [lo, hi), in order.
+template <class Visit>
+void each_difference(const Gradients& weights, const float* reference, int64_t lo, int64_t hi, Visit visit) {
+    float tile[TILE];
+    weights.each(lo, hi, [&](const char* source, Kind, int64_t from, int64_t to) {
+        const float* own = reinterpret_cast<const float*>(source);
+        for (int64_t a = from; a < to; a += TILE) {
+            const int64_t b = std::min(a + TILE, to);
+            if (own) subtract_floats(own + (a - from), reference + a, b - a, tile);
+            else std::fill(tile, tile + (b - a), 0.0f);
+            visit(tile, a, b);
+        }
+    });
+}
+
+void check_floats(const Array<const uint8_t>& kinds) {
+    for (size_t i = 0; i < kinds.size(); ++i)
+        if (kinds.data()[i] != FP32) throw std::invalid_argument("weights must be float32");
+}
+
+// Collects the elements of [lo, hi) that are at least `floor` apart, and watches all for non-finite differences.
+nb::tuple select_apart(Array<const uint64_t> pointers, Array<const int64_t> ends, Array<const uint8_t> kinds,
+                       Array<const float> reference, int64_t lo, int64_t hi, float floor) {
+    const int32_t bits = magnitude_bits(floor);
+    check_floats(kinds);
+    const Gradients weights{pointers.data(), ends.data(), kinds.data(), int64_t(pointers.size())};
+    const int64_t size = int64_t(reference.size());
+    Scanned all;
+    {
+        nb::gil_scoped_release released;
+        const int threads = threads_for(size);
+        std::vector<Found> found(threads);
+        std::vector<int64_t> bad(threads, -1);
+        in_parts(0, size, threads, [&](int part, int64_t begin, int64_t end) {
+            each_difference(weights, reference.data(), begin, end, [&](float* tile, int64_t from, int64_t to) {
+                const int64_t inner = std::min(std::max(lo, from), to), outer = std::max(std::min(hi, to), inner);
+                const int64_t bounds[4] = {from, inner, outer, to};
+                for (int i = 0; i < 3; ++i) {
+                    const int64_t a = bounds[i], b = bounds[i + 1];
+                    if (a == b) continue;
+                    const int32_t top = isa.scan({tile + (a - from), nullptr, FP32, b - a, a, bits, i == 1 ? &found[part] : nullptr});
+                    if (top >= INFINITE && bad[part] < 0) bad[part] = a + first_nonfinite_of(tile + (a - from), 0, b - a);
+                }
+            });
+        });
+        all = join(found, bad);
+    }
+    return to_tuple(std::move(all));
+}
+
+// Counts the magnitudes of the differences in [lo, hi) as histogram() does.
+NumPy<int64_t> histogram_apart(Array<const uint64_t> pointers, Array<const int64_t> ends, Array<const uint8_t> kinds,
+                               Array<const float> reference, int64_t lo, int64_t hi) {
+    check_floats(kinds);
+    const Gradients weights{pointers.data(), ends.data(), kinds.data(), int64_t(pointers.size())};
+    std::vector<int64_t> counts(2048, 0);
+    {
+        nb::gil_scoped_release released;
+        each_difference(weights, reference.data(), lo, hi, [&](float* tile, int64_t from, int64_t to) {
+            for (int64_t i = 0; i < to - from; ++i) ++counts[(bits_of(tile[i]) & MAGNITUDE) >> 20];
+        });
+    }
+    return to_numpy(std::move(counts));
+}
+
+// Writes the differences of [lo, lo + out.size()).
+void subtract_apart(Array<const uint64_t> pointers, Array<const int64_t> ends, Array<const uint8_t> kinds,
+                    Array<const float> reference, int64_t lo, Array<float> out) {
+    check_floats(kinds);
+    const Gradients weights{pointers.data(), ends.data(), kinds.data(), int64_t(pointers.size())};
+    nb::gil_scoped_release released;
+    weights.each(lo, lo + int64_t(out.size()), [&](const char* source, Kind, int64_t from, int64_t to) {
+        const float* own = reinterpret_cast<const float*>(source);
+        if (own) subtract_floats(own, reference.data() + from, to - from, out.data() + (from - lo));
+        else std::fill(out.data() + (from - lo), out.data() + (to - lo), 0.0f);
+    });
+}
+
+// Adds to weights at ascending indices.
+void scatter_add(Array<const uint64_t> pointers, Array<const int64_t> ends, Array<const uint8_t> kinds, Array<const int64_t> index,
+                 Array<const float> values) {
+    check_floats(kinds);
+    nb::gil_scoped_release released;
+    size_t parameter = 0;
+    for (size_t i = 0; i < index.size(); ++i) {
+        const int64_t at = index.data()[i];
+        while (at >= ends.data()[parameter]) ++parameter;
+        auto* target = reinterpret_cast<float*>(pointers.data()[parameter]);
+        if (target) target[at - (parameter ? ends.data()[parameter - 1] : 0)] += values.data()[i];
+    }
+}
+
+// Adds a stretch of values to the weights of [lo, lo + values.size()).
+void add_stretch(Array<const uint64_t> pointers, Array<const int64_t> ends, Array<const uint8_t> kinds, int64_t lo,
+                 Array<const float> values) {
+    check_floats(kinds);
+    nb::gil_scoped_release released;
+    const Gradients weights{pointers.data(), ends.data(), kinds.data(), int64_t(pointers.size())};
+    weights.each(lo, lo + int64_t(values.size()), [&](const char* source, Kind, int64_t from, int64_t to) {
+        auto* own = reinterpret_cast<float*>(const_cast<char*>(source));
+        for (int64_t i = 0; own && i < to - from; ++i) own[i] += values.data()[from - lo + i];
+    });
+}
+
+// Writes the gradients divided by a number, zeros where there is none; returns the first non-finite index or -1.
+int64_t divide_into(Array<float> out, Array<const uint64_t> pointers, Array<const int64_t> ends, Array<const uint8_t> kinds, float by) {
+    nb::gil_scoped_release released;
+    const Gradients grads{pointers.data(), ends.data(), kinds.data(), int64_t(pointers.size())};
+    const int64_t size = int64_t(out.size());
+    const float inverse = 1.0f / by;
+    const bool exact = (bits_of(by) & 0x7fffff) == 0 && std::isnormal(inverse);  // a power of two
+    const int threads = threads_for(size);
+    std::vector<int64_t> bad(threads, -1);
+    in_parts(0, size, threads, [&](int part, int64_t begin, int64_t end) {
+        grads.each(begin, end, [&](const char* source, Kind kind, int64_t from, int64_t to) {
+            for (int64_t a = from; a < to; a += TILE) {
+                const int64_t b = std::min(a + TILE, to);
+                float* target = out.data() + a;
+                if (!source) { std::fill(target, target + (b - a), 0.0f); continue; }
+                if (kind != FP32)
+                    for (int64_t i = 0; i < b - a; ++i) target[i] = load_one(source, kind, a - from + i) / by;
+                else
+                    (exact ? multiply_floats : divide_floats)(reinterpret_cast<const float*>(source) + (a - from), exact ? inverse : by, b - a, target);
+                if (isa.scan({target, nullptr, FP32, b - a, a, 0, nullptr}) >= INFINITE && bad[part] < 0)
+                    bad[part] = first_nonfinite_of(out.data(), a, b);
+            }
+        });
+    });
+    for (int64_t b : bad)
+        if (b >= 0) return b;
+    return -1;
+}
+
+}  // namespace

@@ -1,0 +1,121 @@
+"""Weights against the shared ones: which are farthest apart, and how both move when the ranks have exchanged.
+
+W are this rank's weights, G those that all ranks share, bit by bit. Rank r sends q = Q(W - G) of the selected elements and
+receives û, what the owners made of all ranks' q. Then G += û and W += û - q: one addition each, so that W - G loses exactly
+what was sent. What was not selected, or lost by the codec, stays in W - G.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpisparse.arrays import Floats, Ints
+from mpisparse.backends.flat import Pieces
+from mpisparse.backends.protocol import Backend
+from mpisparse.core.stages import Sent, Stage
+from mpisparse.select.candidates import NONE, Candidates
+from mpisparse.select.scorers import Scorer
+from mpisparse.wire.encoded import Encoded
+from mpisparse.wire.reduction import Reduced
+
+
+class Difference(NamedTuple):
+    """W - G as a vector that is computed where it is read. As keys, its magnitudes."""
+
+    backend: Any
+    weights: Pieces
+    shared: Floats
+
+    @property
+    def vector(self) -> Difference:
+        return self
+
+    def __getitem__(self, at: Any) -> Any:
+        """The values of a slice."""
+        lo, hi, _ = at.indices(len(self.shared))
+        return self._values(lo, hi)
+
+    def copy(self) -> Floats:
+        """All values."""
+        return self._values(0, len(self.shared))
+
+    def _values(self, lo: int, hi: int) -> Floats:
+        values = np.empty(hi - lo, dtype=np.float32)
+        self.backend.subtract_apart(*self.weights.dense, self.shared, lo, values)
+        return values
+
+    def select(self, lo: int, hi: int, floor: float) -> Candidates:
+        """The elements of [lo, hi) that are at least so far apart."""
+        return Candidates(*self.backend.select_apart(*self.weights.dense, self.shared, lo, hi, floor))
+
+    def histogram(self, lo: int, hi: int) -> Ints:
+        """The histogram of distances in [lo, hi)."""
+        counts: Ints = self.backend.histogram_apart(*self.weights.dense, self.shared, lo, hi)
+        return counts
+
+
+class Distance(Scorer):
+    """The largest |W - G|, found in one pass over both; nothing is added up, and nothing else is kept.
+
+    What is in flight stays in W until it is applied. So the indices that set out in a step are left out of its selection.
+    where: tells where the weights lie now; None if they are not what they were.
+    """
+
+    by_magnitude = True
+
+    def __init__(self, shared: Floats, backend: Backend, where: Callable[[], Pieces | None]) -> None:
+        self.acc = shared
+        self.backend: Any = backend
+        self.where = where
+        nothing = np.empty(0, np.uint64), np.empty(0, np.int64), np.empty(0, np.uint8)
+        self.keys = Difference(backend, Pieces(*nothing, [], []), shared)
+        self.take = self._values_to_select
+        self.departed = NONE.index
+
+    def accumulate(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
+        assert pieces is not None
+        self.keys, self.departed = Difference(self.backend, pieces, self.acc), NONE.index
+        return self.keys.select(lo, hi, floor)
+
+    def depart(self, backend: Backend, index: Ints) -> Floats:
+        """The values at an index, which are not selected again in this step."""
+        self.departed = index
+        return self._values_at(index)
+
+    def _values_to_select(self, index: Ints) -> Floats:
+        values = self._values_at(index)
+        if len(self.departed):
+            at = np.minimum(np.searchsorted(self.departed, index), len(self.departed) - 1)
+            values[self.departed[at] == index] = 0.0
+        return values
+
+    def _values_at(self, index: Ints) -> Floats:
+        values, pieces = np.zeros(len(index), dtype=np.float32), self.where()
+        if pieces is not None:  # else the step is refused
+            self.backend.gather(*pieces.dense, index, values)
+            values -= self.backend.values_at(self.acc, index)
+        return values
+
+
+class Following(Stage):
+    """Both sets of weights move when the ranks have exchanged."""
+
+    def __init__(self, where: Callable[[], Pieces | None]) -> None:
+        self.where = where
+
+    def settle(self, backend: Any, acc: Any, union: Any, sent: Sent, reduced: Reduced) -> Stage:
+        weights = self.where()
+        if not isinstance(reduced.mean, Encoded):
+            backend.add_at(acc, union, reduced.mean)
+            if weights is not None:
+                backend.scatter_add(*weights.dense, union, reduced.mean - reduced.own)
+            return self
+        pairs = zip(reduced.mean.values(backend), reduced.own.values(backend), strict=True)
+        for (start, stop, mean), (_, _, own) in pairs:
+            backend.add(acc[start:stop], mean)
+            if weights is not None:
+                backend.add_stretch(*weights.dense, start, mean - own)
+        return self

@@ -1,0 +1,204 @@
+"""The two sets of weights around the exchanges: the rank's own in the model, the shared ones in a flat vector."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpisparse.arrays import Bools, Floats, State
+from mpisparse.backends.flat import checksum
+from mpisparse.core.aggregator import Aggregator
+from mpisparse.errors import ConfigurationError, GradientError
+from mpisparse.schemes.companion import Companion, Site
+from mpisparse.schemes.drift.weights import OwnWeights
+from mpisparse.wire.feedback import AtFixedOwners
+
+HOLDS_COPIES = ("schedulefree", "lookahead")  # optimizers whose state holds copies of weights, or parts of their names
+
+
+class Drifting(Companion):
+    """Counts the optimizer's steps, and has the shared weights in the model for a while."""
+
+    idle = False
+
+    def __init__(self, aggregator: Aggregator, site: Site, weights: OwnWeights, *, every: int, buffers: str) -> None:
+        self.aggregator = aggregator
+        self.exchange = aggregator.parts.exchange
+        self.shared = aggregator.parts.residual
+        self.site = site
+        self.subject: Any = weights
+        self.weights = weights
+        self.every = every
+        self.buffers = buffers
+        self.done = 0
+        self.optimizer: torch.optim.Optimizer | None = None
+        self._loaded: dict[str, torch.Tensor] = {}
+        self.shared.copy_(weights.flat())
+        self._versions = self._written()
+
+    # The optimizer
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        names = " ".join(kind.__name__.lower() for kind in type(optimizer).__mro__)
+        if any(known in names for known in HOLDS_COPIES):
+            raise ConfigurationError(
+                f'scheme "drift" moves weights behind the optimizer\'s back, and {type(optimizer).__name__} keeps copies of '
+                "weights in its state; choose another optimizer, or another scheme"
+            )
+        if self.optimizer not in (None, optimizer):
+            raise ConfigurationError('scheme "drift" exchanges after the step of one optimizer; another is attached already')
+        self.optimizer = optimizer
+
+    def check_by_hand(self) -> None:
+        """Raise on all ranks if nothing has moved before the first exchange: it goes after optimizer.step()."""
+        if self.done:
+            return
+        still = self._written() == self._versions and torch.equal(self.weights.flat(), self.shared)
+        error = GradientError(
+            'no weight has moved yet: with scheme "drift" call sync.step() after optimizer.step(), or attach() the optimizer'
+        )
+        self.exchange.raise_together(error if still else None, GradientError)
+
+    def _written(self) -> int:
+        """How often anyone wrote into the weights."""
+        return sum(p._version for p in self.site.places.params)
+
+    # A step
+
+    def begin(self) -> None:
+        if self.weights.lent:
+            raise RuntimeError(
+                f"r{self.exchange.rank} | the shared weights are in the model: optimizer.step() was called inside "
+                "global_weights(), or the last one did not end"
+            )
+
+    def is_due(self) -> bool:
+        """Count one step of the optimizer; tell whether an exchange follows it."""
+        self.done += 1
+        return self.done % self.every == 0
+
+    # Beside the steps
+
+    def drain(self) -> Iterator[Bools | None]:
+        """Apply what is in flight, then exchange all that is left, at rate 1 and in float32; W = G on all ranks."""
+        inside = RuntimeError("synchronize() inside global_weights(): leave the block first") if self.weights.lent else None
+        self.exchange.raise_together(inside, RuntimeError)
+        missed = GradientError(f"{self.weights.missed}; load a saved state") if self.weights.missed else None
+        self.exchange.raise_together(missed, GradientError)
+        self.weights.refused()
+        for _ in self.aggregator.arrivals():
+            self.weights.publish(None)
+        reducer = self.aggregator.works.reducer
+        assert isinstance(reducer, AtFixedOwners)
+        drift = self.drift().numpy()
+        drift[reducer.owned(self.exchange.rank, self.exchange.size)] += reducer.error * np.float32(self.exchange.size)
+        self.exchange.allreduce_(drift)
+        drift /= np.float32(self.exchange.size)
+        bad = np.flatnonzero(~np.isfinite(drift))[:1]
+        if len(bad):
+            raise GradientError(
+                f"r{self.exchange.rank} | the weights of some rank are not finite in flat index {int(bad[0])}: nothing was "
+                "exchanged; load a saved state"
+            )
+        reducer.error[:] = 0.0
+        self.shared += torch.from_numpy(drift)
+        self.weights.set_flat(self.shared)
+        yield from ()
+
+    def drift(self) -> torch.Tensor:
+        """W - G, as a new vector."""
+        return self.weights.flat().sub_(self.shared)
+
+    def global_weights(self, *, buffers: bool = True) -> AbstractContextManager[None]:
+        return self._shared_in_place(buffers=buffers)
+
+    @contextlib.contextmanager
+    def _shared_in_place(self, *, buffers: bool) -> Iterator[None]:
+        """Have the shared weights in the model for a while; with buffers of other ranks this is collective."""
+        if self.weights.lent:
+            yield
+            return
+        kept = self._take_buffers() if buffers else []
+        self.weights.lend(self._as_parameters())
+        try:
+            yield
+        finally:
+            if self.weights.take_back():  # else a state was loaded meanwhile
+                for buffer, values in kept:
+                    buffer.copy_(values)
+
+    def _as_parameters(self) -> list[torch.Tensor]:
+        """The shared weights in the parameters' shapes and types; float32 on the same memory."""
+        slots = self.site.places.slots
+        return [slot.view(self.shared[slot.begin : slot.end].to(slot.dtype), slot.begin) for slot in slots]
+
+    @torch.no_grad()
+    def _take_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Set the model's buffers as `buffers` says; returns the rank's own, to be given back."""
+        if self.buffers == "own" or self.exchange.size == 1:
+            return []
+        kept = [(buffer, buffer.clone()) for buffer in self.site.model.buffers()]
+        for buffer, own in kept:
+            if self.buffers == "average" and buffer.is_floating_point():
+                total = own.double().reshape(-1).numpy().copy()
+                self.exchange.allreduce_(total)
+                buffer.copy_(torch.from_numpy(total / self.exchange.size).reshape(buffer.shape))
+            else:
+                dense = own.reshape(-1).clone()
+                self.exchange.broadcast_(dense.view(torch.uint8).numpy())
+                buffer.copy_(dense.reshape(buffer.shape))
+        return kept
+
+    # State: the model holds G in a checkpoint, the residual's place holds W
+
+    def state(self) -> State:
+        """digest: of G as the model has it. The remainders, if any, are what the weights' types cannot hold."""
+        state: State = {"done": self.done, "digest": checksum(self._as_parameters())}
+        if self.weights.remainders:
+            state["remainder"] = self.weights.remainder().numpy()
+            state["shared_remainder"] = self.weights.remainder_of(self.shared).numpy()
+        return state
+
+    def check(self, state: State) -> None:
+        int(state["done"])
+        count = len(self.weights.remainder())
+        for name in ("remainder", "shared_remainder") if count else ():
+            if state[name].shape != (count,) or not np.isfinite(state[name]).all():
+                raise ConfigurationError(f"the {name} in the state must be {count} finite numbers")
+
+    def load(self, state: State) -> None:
+        error = None
+        if checksum(p.data for p in self.site.places.params) != state["digest"]:
+            error = ConfigurationError(
+                "the model does not hold the shared weights that this state was saved with; save the model inside "
+                "`with sync.global_weights():`, as checkpoint.save does, and load it before the state"
+            )
+        self.exchange.raise_together(error)
+        self.done = int(state["done"])
+        self._loaded = {name: torch.as_tensor(state[name]) for name in ("remainder", "shared_remainder") if name in state}
+
+    def kept(self) -> torch.Tensor:
+        return self.weights.rounded()
+
+    def restore(self, kept: torch.Tensor) -> None:
+        shared = self.weights.rounded(in_model=True)
+        self.weights.take_back()
+        if self._loaded:
+            self.weights.with_remainder(shared, self._loaded["shared_remainder"])
+        self.shared.copy_(shared)
+        self.weights.set_flat(kept, self._loaded.get("remainder"))
+
+    def whole(self, kept: Floats, state: State) -> Floats:
+        weights = torch.from_numpy(kept.copy())
+        whole: Floats = self.weights.with_remainder(weights, torch.as_tensor(state.get("remainder", []))).numpy()
+        return whole
+
+    def resize(self, states: Sequence[State]) -> State:
+        """A new rank has no remainder yet: its weights are rounded when they are loaded."""
+        remainders = {"remainder": np.zeros_like(states[0]["remainder"])} if self.weights.remainders else {}
+        return {**{key: states[0][key] for key in self.state()}, **remainders}

@@ -1,0 +1,133 @@
+"""The largest drift of weights is exchanged, after the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mpisparse.backends.flat import zeros
+from mpisparse.comm.regions import even_regions
+from mpisparse.core.aggregator import Aggregator
+from mpisparse.core.records import Parts
+from mpisparse.errors import ConfigurationError, check_choice
+from mpisparse.schemes.companion import Scheme, Site
+from mpisparse.schemes.drift.apart import Distance, Following
+from mpisparse.schemes.drift.companion import Drifting
+from mpisparse.schemes.drift.weights import OwnWeights
+from mpisparse.schemes.options import Options, check_flag, check_positive, check_whole
+from mpisparse.select.everything import Everything
+from mpisparse.select.exclusive import ExclusiveSelection, Rules
+from mpisparse.select.selector import PARTITIONERS, ExclusiveSelector
+from mpisparse.select.threshold import CONTROLLERS
+from mpisparse.wire.codecs import CODECS, codec_names
+from mpisparse.wire.feedback import AtFixedOwners, SelectedAtOwners, WholeAtOwners, owned_count
+
+BUFFERS = ("own", "rank0", "average")
+
+
+@dataclass(frozen=True)
+class Drift(Options):
+    """Every rank trains on its own weights W with its own optimizer; G is shared, and the largest |W - G| are exchanged.
+
+    The exchange comes after optimizer.step(). every: optimizer steps from one exchange to the next.
+    rate: the factor on the mean drift by which G moves; "auto" is 1.
+    density: 1 exchanges all elements, as codec "sign" with every=4 would.
+    buffers: inside global_weights(), the rank's "own", those of "rank0", or their "average"; the last two are collective.
+    staleness: 1 exchanges while the next forward and backward run, and applies what came after the next optimizer.step();
+    with density 1 that takes a copy of W - G.
+    remainder: keeps a float32 remainder of weights of other types, which are refused without.
+    controller, partitioner and blocks are exdyna's.
+    """
+
+    of_weights = True
+    density: float = 0.01
+    codec: str = "int4"
+    every: int = 1
+    rate: float | str = "auto"
+    staleness: int = 0
+    buffers: str = "own"
+    remainder: bool = False
+    controller: str = "tail"
+    partitioner: str = "best"
+    blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("every", self.every, 1)
+        if isinstance(self.rate, str):
+            check_choice("rate", self.rate, ("auto",))
+        else:
+            check_positive("rate", self.rate)
+        check_whole("staleness", self.staleness, 0)
+        if self.staleness > 1:
+            raise ConfigurationError(
+                f"staleness must be 0 or 1, got {self.staleness}: each exchange selects by what the one before it learnt"
+            )
+        check_choice("buffers", self.buffers, BUFFERS)
+        check_flag("remainder", self.remainder)
+        check_choice("controller", self.controller, CONTROLLERS)
+        check_choice("partitioner", self.partitioner, PARTITIONERS)
+        if self.blocks is not None:
+            check_whole("blocks", self.blocks, 1)
+        if self.accumulate != "step":
+            raise ConfigurationError('scheme "drift" exchanges weights, not gradients: leave accumulate out')
+        if self.nonfinite != "raise":
+            raise ConfigurationError(
+                'scheme "drift" cannot skip a step that the optimizer has done: leave nonfinite out, and keep the weights '
+                "finite (clip, or a GradScaler)"
+            )
+        if CODECS[self.codec].blended:
+            raise ConfigurationError(
+                f'scheme "drift" sends differences of weights, which codec {self.codec!r} cannot blend with earlier ones; '
+                "choose it without momentum-"
+            )
+
+    def codecs(self) -> Sequence[str]:
+        return codec_names(blended=False)
+
+    def without_effect(self) -> dict[str, str]:
+        idle = super().without_effect()
+        if self.density == 1.0:
+            idle |= dict.fromkeys(("controller", "partitioner", "blocks"), "density 1 selects nothing; choose a lower one")
+        return idle
+
+    @property
+    def factor(self) -> float:
+        """The rate as a number."""
+        return 1.0 if isinstance(self.rate, str) else float(self.rate)
+
+    def build(self, parts: Parts, site: Site | None = None) -> Scheme:
+        if site is None:
+            raise ConfigurationError('scheme "drift" moves a model\'s weights, and so cannot average a plain vector')
+        weights = OwnWeights(site.places, remainder=self.remainder)
+        scorer = Distance(parts.acc, parts.backend, weights.where)
+        aggregator = Aggregator(
+            parts,
+            scorer=scorer,
+            selection=self._selection(parts),
+            reducer=self._reducer(parts),
+            stages=[Following(weights.to_move)],
+            staleness=self.staleness,
+        )
+        return Scheme(aggregator, Drifting(aggregator, site, weights, every=self.every, buffers=self.buffers))
+
+    def _selection(self, parts: Parts) -> Any:
+        n, exchange = len(parts.residual), parts.exchange
+        if self.density == 1.0:
+            return Everything(n, late=self.staleness > 0)
+        selector = ExclusiveSelector.first(
+            n, exchange.size, controller=self.controller, partitioner=self.partitioner, blocks=self.blocks,
+            reads_region=False, prior=0.0,
+        )  # fmt: skip
+        return ExclusiveSelection(selector, Rules(late=self.staleness > 0), exchange.rank, parts.backend)
+
+    def _reducer(self, parts: Parts) -> AtFixedOwners:
+        n, rank, size, codec = len(parts.residual), parts.exchange.rank, parts.exchange.size, CODECS[self.codec]
+        if self.density == 1.0:
+            region = even_regions(n, size)[rank]
+            error, spare = (zeros(region.hi - region.lo, torch.float32).numpy() for _ in range(2))
+            return WholeAtOwners(codec, error, n, self.factor, spare=spare)
+        return SelectedAtOwners(codec, zeros(owned_count(n, size, rank), torch.float32).numpy(), n, self.factor)

@@ -1,0 +1,216 @@
+"""A rank's own weights, as GradientSync exchanges gradients: what it reads before an exchange, and gives back after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpisparse.arrays import Bools
+from mpisparse.backends.flat import Pieces, Slot
+from mpisparse.backends.kinds import FP32
+from mpisparse.comm.agreement import BROKEN, Notice
+from mpisparse.errors import ConfigurationError
+from mpisparse.schemes.companion import Places
+
+
+class NotFrozen:
+    """Freezing changes nothing: a parameter that does not train may still have drifted."""
+
+    changed = False
+    digest = 0
+
+    def look(self) -> None:
+        """Nothing to see."""
+
+    def names(self) -> str:
+        return ""
+
+
+class NotWatched:
+    """No hooks on the model."""
+
+    removed = False
+
+    def remove(self) -> None:
+        self.removed = True
+
+
+class OwnWeights:
+    """The weights as pieces of a flat float32 vector.
+
+    Weights of another type are refused unless a float32 remainder is kept of each: the exchange then works on weight plus
+    remainder, of which the weight is the rounded part.
+    """
+
+    holds = False
+
+    def __init__(self, places: Places, *, remainder: bool) -> None:
+        self.places = places
+        self.frozen = NotFrozen()
+        self.watch = NotWatched()
+        others = [slot for slot in places.slots if slot.dtype is not torch.float32]
+        if others and not remainder:
+            raise ConfigurationError(
+                f'scheme "drift" needs float32 weights (autocast is fine), and parameter {others[0].name} is '
+                f"{str(others[0].dtype).removeprefix('torch.')}; convert the model, or pass remainder=True"
+            )
+        if scattered := self._scattered():
+            raise ConfigurationError(f'scheme "drift" moves weights in place: {scattered}')
+        self.remainders = {i: torch.zeros(slot.end - slot.begin) for i, slot in enumerate(places.slots) if slot in others}
+        self.masters: dict[int, torch.Tensor] = {}  # weight + remainder, during an exchange
+        self.missed = ""  # why what arrived could not be added to the weights
+        self._pieces: Pieces | None = None
+        self._aside: list[torch.Tensor] | None = None  # while the model holds other weights
+        self.kinds = np.full(len(places.slots), FP32, dtype=np.uint8)
+
+    # What GradientSync calls around an exchange
+
+    def look(self) -> None:
+        """Nothing is frozen."""
+
+    def take(self, k: int, trouble: str) -> tuple[Pieces | None, Notice]:
+        """The weights, and what to tell the ranks."""
+        self.refused()
+        unused = np.zeros(len(self.places.slots), dtype=bool)
+        trouble = trouble or self.missed or self._misfit()
+        if trouble:
+            return None, Notice(k, unused, BROKEN, trouble=trouble)
+        return self.where(), Notice(k, unused)
+
+    def where(self) -> Pieces | None:
+        """Where the weights lie, in float32, until publish(); None if they are not what they were at construction."""
+        if self._pieces is None and not self._misfit():
+            self._pieces = self.pieces()
+        return self._pieces
+
+    def to_move(self) -> Pieces | None:
+        """The same, where what arrived is to be added to them: that it cannot be is remembered."""
+        self.missed = self.missed or ("" if self.where() is not None else self._misfit())
+        return self.where()
+
+    def _misfit(self) -> str:
+        return self.places.misfit([None] * len(self.places.slots)) or self._scattered()
+
+    def _scattered(self) -> str:
+        """Which weight does not fill its memory without gaps, in words: it cannot be read and moved in place."""
+        pairs = zip(self.places.slots, self.places.params, strict=True)
+        name = next((slot.name for slot, p in pairs if not slot.matches(p)), None)
+        if name is None:
+            return ""
+        return f"parameter {name} has gaps in its memory, as a part of a larger tensor has; make it contiguous"
+
+    def publish(self, used: Bools | None) -> None:
+        """Round the weights that the exchange moved as float32."""
+        for i, master in self.masters.items():
+            own = self._flat(i)
+            own.copy_(master)
+            self.remainders[i] = master.sub_(own.float())
+        self.refused()
+
+    def refused(self) -> None:
+        """The exchange is refused: the weights are as they were."""
+        self.masters, self._pieces = {}, None
+
+    def drop(self) -> None:
+        """There is nothing to drop."""
+
+    def restart(self) -> None:
+        """A state was loaded."""
+        self.refused()
+        self.missed = ""
+
+    def out_of_sight(self, memories: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def hold_late(self) -> None:
+        """Nothing waits."""
+
+    # Weights as one vector
+
+    @torch.no_grad()
+    def pieces(self) -> Pieces:
+        """Where the weights lie, in float32."""
+        for i, remainder in self.remainders.items():
+            self.masters[i] = self._flat(i).float() + remainder
+        alive = [self.masters.get(i, p.data) for i, p in enumerate(self.places.params)]
+        pointers = np.array([t.data_ptr() if t.numel() else 0 for t in alive], dtype=np.uint64)
+        return Pieces(pointers, self.places.ends, self.kinds, [], alive)
+
+    @torch.no_grad()
+    def flat(self) -> torch.Tensor:
+        """A copy of all weights as one float32 vector, remainders included."""
+        return self.with_remainder(self.rounded(), self.remainder())
+
+    @torch.no_grad()
+    def rounded(self, *, in_model: bool = False) -> torch.Tensor:
+        """A copy of all weights as one float32 vector, without remainders. in_model: of what the model holds now."""
+        out = torch.empty(self.places.size)
+        for i, slot in enumerate(self.places.slots):
+            out[slot.begin : slot.end] = self._flat(i, in_model=in_model)
+        return out
+
+    def remainder(self) -> torch.Tensor:
+        """A copy of the remainders, one behind the other."""
+        return torch.cat([torch.empty(0), *self.remainders.values()])
+
+    def remainder_of(self, values: torch.Tensor) -> torch.Tensor:
+        """What the weights' types cannot hold of a vector, one behind the other."""
+        parts = [(values[slot.begin : slot.end], slot.dtype) for slot in self._rounding()]
+        return torch.cat([torch.empty(0), *(part - part.to(dtype).float() for part, dtype in parts)])
+
+    def with_remainder(self, values: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+        """Add remainders to a vector, in place."""
+        at = 0
+        for slot in self._rounding():
+            values[slot.begin : slot.end] += remainder[at : at + slot.end - slot.begin]
+            at += slot.end - slot.begin
+        return values
+
+    @torch.no_grad()
+    def set_flat(self, values: torch.Tensor, remainder: torch.Tensor | None = None) -> None:
+        """Set all weights, and their remainders: what is given, and what is lost now by rounding."""
+        at = 0
+        for i, slot in enumerate(self.places.slots):
+            part, own = values[slot.begin : slot.end], self._flat(i)
+            own.copy_(part)
+            if i in self.remainders:
+                given = 0.0 if remainder is None else remainder[at : at + slot.end - slot.begin]
+                self.remainders[i] = part - own.float() + given
+                at += slot.end - slot.begin
+
+    def _rounding(self) -> list[Slot]:
+        """The slots that have a remainder."""
+        return [self.places.slots[i] for i in self.remainders]
+
+    # Other weights in their place
+
+    @property
+    def lent(self) -> bool:
+        """Whether the model holds other weights now."""
+        return self._aside is not None
+
+    def lend(self, others: Sequence[torch.Tensor]) -> None:
+        """Have other weights in the model."""
+        self._aside = [p.data for p in self.places.params]
+        for p, other in zip(self.places.params, others, strict=True):
+            p.data = other
+
+    def take_back(self) -> bool:
+        """Have these weights in the model again; tell whether they were not."""
+        aside, self._aside = self._aside, None
+        for p, own in zip(self.places.params, aside or (), strict=aside is not None):
+            p.data = own
+        return aside is not None
+
+    def _flat(self, i: int, *, in_model: bool = False) -> torch.Tensor:
+        own = self.places.params[i].data if self._aside is None or in_model else self._aside[i]
+        return flat_view(self.places.slots[i], own)
+
+
+def flat_view(slot: Slot, weight: torch.Tensor) -> torch.Tensor:
+    """A weight's elements in the order of the flat vector, on the same memory."""
+    return weight.as_strided((slot.end - slot.begin,), (1,), weight.storage_offset())

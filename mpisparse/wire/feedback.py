@@ -1,0 +1,243 @@
+"""Reduction at fixed owners with error feedback both ways: owners remember what their codec left of the mean.
+
+Rank r sends q_r = Q(v_r). The owner of an element makes u = rate x mean(q) + e and returns Q(u); e = u - Q(u) waits at the
+owner for the next time that the element is sent. What a rank did not send, v_r - q_r, is the caller's to keep: q_r is in
+`Reduced.own`. Owners are fixed, so that e never moves: of a whole vector each rank has an even stretch, of selected
+elements every rank has every size-th block of 64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from mpisparse.arrays import Floats, Ints, State
+from mpisparse.comm.agreement import Overflow
+from mpisparse.comm.regions import even_regions
+from mpisparse.errors import ConfigurationError
+from mpisparse.wire.codecs.protocol import add_decoded
+from mpisparse.wire.encoded import Encoded, Span, check, chunks, encode, span_nbytes, write_chunk
+from mpisparse.wire.reduction import NOT_A_NUMBER, Reduced, Reducer
+
+if TYPE_CHECKING:
+    from mpisparse.backends.protocol import Backend
+    from mpisparse.comm.exchange import Exchange
+    from mpisparse.comm.regions import Region
+    from mpisparse.wire.codecs.protocol import Codec
+
+BLOCK = 64  # neighbours with one owner, where elements are selected
+
+
+@dataclass(frozen=True)
+class AtFixedOwners(Reducer):
+    """What both kinds have in common. error: this rank's e; n: elements of the vector; rate: a factor on the mean."""
+
+    codec: Codec
+    error: Any
+    n: int
+    rate: float = 1.0
+
+    def state(self) -> State:
+        return {"error": self.error}
+
+    def check(self, state: State) -> None:
+        error = np.asarray(state["error"])
+        if error.shape != (len(self.error),) or not np.isfinite(error).all():
+            raise ConfigurationError(f"the owner's error in the state must be {len(self.error)} finite numbers")
+
+    def loaded(self, state: State) -> Reducer:
+        saved = np.asarray(state["error"])
+        self.error[:] = saved if isinstance(self.error, np.ndarray) else torch.from_numpy(saved)
+        return self
+
+    def _error(self, saved: Any, count: int) -> Floats:
+        """A saved e that replaces the present one when a delivery is applied."""
+        error: Floats = np.array(saved, dtype=np.float32)
+        if error.shape != (count,) or not np.isfinite(error).all():
+            raise ValueError(f"the owner's error must be {count} finite numbers")
+        return error
+
+    def owned(self, rank: int, size: int) -> Any:
+        """The elements whose e a rank of `size` keeps, in its order: a slice, or an ascending index."""
+        raise NotImplementedError
+
+    def regrouped(self, errors: Mapping[int, Floats], rank: int, size: int) -> Floats:
+        """The e of one of `size` ranks, from those of all ranks of before."""
+        every: Floats = np.zeros(self.n, dtype=np.float32)
+        for old, error in errors.items():
+            every[self.owned(old, len(errors))] = error
+        mine: Floats = every[self.owned(rank, size)].copy()
+        return mine
+
+    def recalled(self, state: State, residual: Floats) -> State | None:
+        """Nothing: what was sent is still in the vector, and nothing of what came is in it."""
+        return None
+
+    def _exchange(self, exchange: Exchange, backend: Backend, out: Encoded, error: Any, left: Any) -> Encoded:
+        """Send each span to its owner; returns what all owners made of theirs. Collective.
+
+        error: this rank's e at its span; left: where its new e goes.
+        """
+        rank, size, spans = exchange.rank, exchange.size, out.spans
+        if self.codec.variable:
+            table = exchange.allgather(np.array(out.sizes, dtype=np.int64))
+            received, counts = exchange.route(out.payload, table), table[:, rank].tolist()
+        else:
+            received, counts = exchange.alltoallv(out.payload, out.sizes, out.starts), [out.sizes[rank]] * size
+        ends = np.cumsum([0, *counts]).tolist()
+        rows = [chunks(self.codec, received[ends[r] : ends[r + 1]], spans[rank]) for r in range(size)]
+        back, bad = self._reduce(backend, rows, spans[rank], size, error, left)
+        sizes = [span_nbytes(self.codec, span) for span in spans]
+        if self.codec.variable:
+            told = exchange.allgather(np.array([len(back), bad], dtype=np.int64))
+            if (told[:, 1] >= 0).any():
+                raise Overflow(int(told[:, 1].max()))
+            sizes = told[:, 0].tolist()
+        arrived = Encoded(self.codec, back, spans, sizes)
+        arrived = arrived._replace(payload=exchange.allgatherv(back, sizes, arrived.starts))
+        self._check_finite(exchange, backend, arrived, bad)
+        return arrived
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def _reduce(
+        self, backend: Backend, rows: Sequence[Iterator[Any]], span: Span, size: int, error: Any, left: Any
+    ) -> tuple[Any, int]:
+        """Sum the ranks' bytes of this rank's span in rank order; return u's bytes, and where it is not finite or -1."""
+        back, at, lo = backend.empty(span_nbytes(self.codec, span), np.uint8), 0, span[0]
+        for parts in zip(*rows, strict=True):
+            start, stop, _ = parts[0]
+            total = left[start - lo : stop - lo]
+            self.codec.decode(backend, parts[0][2], total)
+            for _, _, part in parts[1:]:
+                add_decoded(self.codec, backend, part, total)
+            backend.divide(total, size / self.rate)
+            backend.add(total, error[start - lo : stop - lo])
+            *_, bad = backend.select(total, 0, len(total), float("inf"))
+            if bad >= 0:
+                backend.fill(back, NOT_A_NUMBER)
+                return back, start + bad
+            at += write_chunk(self.codec, backend, total, back[at:])
+        return back[:at], -1
+
+    def _check_finite(self, exchange: Exchange, backend: Backend, arrived: Encoded, bad: int) -> None:
+        """Raise Overflow on all ranks if an owner's sum is not finite: its bytes decode to NaN from the first on."""
+        for at, size, span in zip(arrived.starts, arrived.sizes, arrived.spans, strict=True):
+            head = backend.to_host(arrived.payload[at : at + 4])
+            if span[1] == span[0] or not (head == NOT_A_NUMBER).all():
+                continue
+            first = arrived._replace(payload=arrived.payload[at : at + size], spans=[span], sizes=[size])
+            *_, values = next(first.values(backend))
+            if np.isnan(backend.to_host(values[:1])[0]):
+                raise Overflow(int(exchange.allreduce_(np.array([bad], dtype=np.int64), "max")[0]))
+
+
+@dataclass(frozen=True)
+class WholeAtOwners(AtFixedOwners):
+    """Every element of the vector in every exchange; each rank owns an even stretch.
+
+    spare: memory for the next e. target: where the mean is written, if anywhere; without it `Reduced.mean` stays encoded.
+    """
+
+    spare: Any = None
+    target: Callable[[], torch.Tensor] | None = None
+
+    def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
+        spans = [(region.lo, region.hi) for region in even_regions(self.n, exchange.size)]
+        own = encode(self.codec, backend, values, spans)
+        left = self.spare if self.spare is not None else backend.empty(len(self.error), np.float32)
+        arrived = self._exchange(exchange, backend, own, self.error, left)
+        if self.target is None:
+            return Reduced(index, arrived, None, own=own, error=left)
+        mean = backend.array_of(self.target())
+        for start, stop, part in arrived.values(backend):
+            mean[start:stop] = part
+        return Reduced(index, mean, None, own=own, error=left)
+
+    def after(self, reduced: Reduced) -> Reducer:
+        return replace(self, error=reduced.error, spare=self.error)
+
+    def packed(self, reduced: Reduced) -> State:
+        mean, own = reduced.mean, reduced.own
+        sizes = {"mean_sizes": list(mean.sizes), "own_sizes": list(own.sizes)}
+        return {"mean": mean.payload, "own": own.payload, **sizes, "error": reduced.error}
+
+    def unpacked(self, state: State, size: int) -> Reduced:
+        spans = [(region.lo, region.hi) for region in even_regions(self.n, size)]
+        mean, own = (
+            Encoded(self.codec, np.asarray(state[name], dtype=np.uint8), spans, list(map(int, state[f"{name}_sizes"])))
+            for name in ("mean", "own")
+        )
+        check(mean)
+        check(own)
+        return Reduced(range(self.n), mean, None, own=own, error=self._error(state["error"], len(self.error)))  # type: ignore[arg-type]
+
+    def owned(self, rank: int, size: int) -> slice:
+        region = even_regions(self.n, size)[rank]
+        return slice(region.lo, region.hi)
+
+    def at_rest(self, state: State, residual: Floats, rank: int, size: int) -> State:
+        """What waits at the owner goes to its residual: there it is one of `size` summands."""
+        residual[self.owned(rank, size)] += np.asarray(state["error"]) * np.float32(size)
+        return {**state, "error": np.zeros(0, dtype=np.float32)}
+
+
+@dataclass(frozen=True)
+class SelectedAtOwners(AtFixedOwners):
+    """The same selected elements of all ranks; every rank owns every size-th block."""
+
+    def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
+        order, spans = by_owner(index, exchange.size)
+        own = encode(self.codec, backend, values[order], spans)
+        start, stop = spans[exchange.rank]
+        places = place_in_error(index[order[start:stop]], exchange.size)
+        left = np.empty(stop - start, dtype=np.float32)
+        arrived = self._exchange(exchange, backend, own, self.error[places], left)
+        mean, sent = np.empty((2, len(index)), dtype=np.float32)
+        mean[order], sent[order] = arrived.decoded(backend), own.decoded(backend)
+        return Reduced(index, mean, None, own=sent, error=(places, left))
+
+    def after(self, reduced: Reduced) -> Reducer:
+        places, left = reduced.error
+        self.error[places] = left
+        return self
+
+    def packed(self, reduced: Reduced) -> State:
+        places, left = reduced.error
+        return {"index": reduced.index, "mean": reduced.mean, "own": reduced.own, "places": places, "error": left}
+
+    def unpacked(self, state: State, size: int) -> Reduced:
+        index, places = (np.asarray(state[key], dtype=np.int64) for key in ("index", "places"))
+        mean, own = (np.asarray(state[key], dtype=np.float32) for key in ("mean", "own"))
+        if mean.shape != index.shape or own.shape != index.shape or not np.isfinite(mean - own).all():
+            raise ValueError(f"what was sent of {len(index)} elements, and came back, must be as many finite numbers")
+        if len(places) and not 0 <= places.min() <= places.max() < len(self.error):
+            raise ValueError("an owner's error is of elements that it does not own")
+        return Reduced(index, mean, None, own=own, error=(places, self._error(state["error"], len(places))))
+
+    def owned(self, rank: int, size: int) -> Ints:
+        index: Ints = np.arange(self.n)
+        mine: Ints = index[index // BLOCK % size == rank]
+        return mine
+
+
+def owned_count(n: int, size: int, rank: int) -> int:
+    """How many of n elements a rank owns where elements are selected."""
+    whole, rest = divmod(n, BLOCK * size)
+    return whole * BLOCK + min(BLOCK, max(0, rest - rank * BLOCK))
+
+
+def by_owner(index: Ints, size: int) -> tuple[Ints, list[Span]]:
+    """The places of an ascending index in the order of their owners, and each owner's span of them."""
+    owner = (index // BLOCK % size).astype(np.uint16)
+    ends = np.cumsum(np.bincount(owner, minlength=size)).tolist()
+    return np.argsort(owner, kind="stable"), list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def place_in_error(index: Ints, size: int) -> Ints:
+    """Where an owner keeps the errors of its elements."""
+    places: Ints = index // (BLOCK * size) * BLOCK + index % BLOCK
+    return places

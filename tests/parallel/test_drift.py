@@ -1,0 +1,250 @@
+"""Scheme drift: every rank trains on its own weights, and the largest distances from the shared ones are exchanged."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from drifting import Training
+from mpi4py import MPI
+from ranks import alike, bits, everywhere, loss_of, raised, seeded, small, total
+from torch import nn
+
+import mpisparse
+
+pytestmark = pytest.mark.mpi
+
+CASES: dict[str, dict[str, Any]] = {
+    "sparse": {"density": 0.05},
+    "sparse, rate 2": {"density": 0.05, "rate": 2.0},
+    "sparse, every third": {"density": 0.05, "every": 3},
+    "whole": {"density": 1.0},
+    "whole, every second": {"density": 1.0, "every": 2, "rate": 1.5},
+    "whole, float32": {"density": 1.0, "codec": "fp32"},
+    "in flight": {"density": 0.05, "staleness": 1},
+    "in flight, every third": {"density": 0.05, "staleness": 1, "every": 3, "rate": 2.0},
+    "whole in flight": {"density": 1.0, "staleness": 1},
+    "whole in flight, every second": {"density": 1.0, "staleness": 1, "every": 2},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_shared_weights_are_equal_and_nothing_is_lost(comm: MPI.Intracomm, case: str) -> None:
+    """G is bitwise equal; G moved by rate x all means of what was sent, but for e; what was not sent stays in W - G."""
+    run = Training(comm, **CASES[case])
+    rate, n = CASES[case].get("rate", 1.0), len(run.own)
+    before, sent = run.shared().double(), torch.zeros(n, dtype=torch.float64)
+    sync: Any = run.sync
+    for _ in range(12):
+        with Spy(sync) as spy:
+            run.step()
+        sent += spy.sent
+        assert alike(comm, [run.shared()])
+        moved = run.shared().double() - before
+        gone = rate * total(comm, sent) / comm.size - run.remembered()
+        assert everywhere(comm, float((moved - gone).abs().max()) < 2e-6)
+    every = CASES[case].get("every", 1)
+    assert everywhere(comm, sync._aggregator.number == 12 // every)
+    run.sync.close()
+
+
+class Spy:
+    """Watches what one rank sends: W - G loses exactly that."""
+
+    def __init__(self, sync: Any) -> None:
+        self.sync, self.stage = sync, sync._aggregator.works.stages[0]
+        self.sent = torch.zeros(len(sync._residual), dtype=torch.float64)
+
+    def __enter__(self) -> Spy:
+        inner, self.settle = self.stage.settle, self.stage.settle
+
+        def settle(backend: Any, acc: Any, union: Any, sent: Any, reduced: Any) -> Any:
+            before = self.sync.residual.double()
+            after = inner(backend, acc, union, sent, reduced)
+            own = reduced.own
+            if isinstance(union, range):
+                for start, stop, part in own.values(backend):
+                    self.sent[start:stop] += torch.from_numpy(part.copy()).double()
+            else:
+                self.sent[torch.from_numpy(union)] += torch.from_numpy(own).double()
+            lost = before - self.sync.residual.double()
+            assert float((lost - self.sent).abs().max()) < 1e-6  # of weights around 1, rounded twice
+            return after
+
+        self.stage.settle = settle
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self.stage.settle
+
+
+def test_whole_float32_with_sgd_is_dense_sgd(comm: MPI.Intracomm) -> None:
+    run = Training(comm, torch.optim.SGD, density=1.0, codec="fp32")
+    twin = small()
+    dense = mpisparse.GradientSync(twin, scheme="dense")
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.01)
+    mpisparse.attach(optimizer, dense)
+    for step in range(10):
+        run.step()
+        optimizer.zero_grad()
+        loss_of(twin, seeded(comm.rank, step)).backward()
+        optimizer.step()
+    for p, q in zip(run.model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    run.sync.close()
+    dense.close()
+
+
+@pytest.mark.parametrize("case", ["sparse", "whole, every second", "in flight", "whole in flight"])
+def test_at_rate_1_the_mean_of_all_weights_is_conserved(comm: MPI.Intracomm, case: str) -> None:
+    run = Training(comm, **{**CASES[case], "rate": 1.0, "every": 1})
+    for _ in range(6):
+        run.optimizer.zero_grad()
+        loss_of(run.model, seeded(comm.rank, run.steps)).backward()
+        alone = copy.deepcopy(run.model)
+        other = torch.optim.AdamW(alone.parameters(), lr=0.01)
+        other.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+        for p, q in zip(alone.parameters(), run.model.parameters(), strict=True):
+            p.grad = q.grad
+        other.step()
+        trained = torch.cat([p.detach().reshape(-1) for p in alone.parameters()])
+        before = total(comm, trained) / comm.size + run.remembered()
+        run.optimizer.step()
+        after = total(comm, run.own) / comm.size + run.remembered()
+        assert everywhere(comm, float((before - after).abs().max()) < 1e-6)
+        run.steps += 1
+    run.sync.close()
+
+
+def test_synchronize_sets_all_ranks_to_the_shared_weights(comm: MPI.Intracomm) -> None:
+    cases = ({"density": 0.02}, {"density": 1.0, "every": 4}, {"density": 0.02, "staleness": 1})
+    for options in (*cases, {"density": 1.0, "staleness": 1, "every": 5}):
+        run = Training(comm, **options)
+        for _ in range(5):
+            run.step()
+        mean = total(comm, run.own) / comm.size + run.remembered()
+        run.sync.synchronize()
+        assert alike(comm, run.model.parameters())
+        assert everywhere(comm, not run.sync.residual.any() and not run.remembered().any())
+        assert everywhere(comm, float((run.own - mean).abs().max()) < 1e-6)
+        run.step()
+        run.sync.close()
+
+
+def test_by_hand_it_goes_after_the_optimizer(comm: MPI.Intracomm) -> None:
+    model = small()
+    sync = mpisparse.GradientSync(model, scheme="drift", codec="int8")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, seeded(comm.rank, 0)).backward()
+    said = raised(comm, mpisparse.GradientError, sync.step)
+    assert "after optimizer.step()" in said
+    optimizer.step()
+    sync.step()
+    assert everywhere(comm, sync.stats.selected > 0)
+    sync.close()
+
+
+def test_weights_that_are_not_finite_are_refused_on_all_ranks(comm: MPI.Intracomm) -> None:
+    run = Training(comm, torch.optim.SGD)
+    run.step()
+    before = run.shared()
+    first = next(iter(run.model.parameters()))
+    if comm.rank == comm.size - 1:
+        with torch.no_grad():
+            first[0, 0] = float("inf")
+    loss_of(run.model, seeded(comm.rank, 1)).backward()
+    said = raised(comm, mpisparse.NonFiniteGradientError, run.optimizer.step)
+    assert "non-finite weight in 0.weight" in said
+    assert "nothing was exchanged" in said
+    assert everywhere(comm, torch.equal(run.shared(), before))
+    run.sync.close()
+
+
+def test_other_types_need_a_remainder(comm: MPI.Intracomm) -> None:
+    said = raised(
+        comm, mpisparse.ConfigurationError, lambda: mpisparse.GradientSync(small().bfloat16(), scheme="drift", codec="int8")
+    )
+    assert "remainder=True" in said
+    model = small().bfloat16()
+    sync = mpisparse.GradientSync(model, scheme="drift", codec="int8", remainder=True, density=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    mpisparse.attach(optimizer, sync)
+    for step in range(6):
+        optimizer.zero_grad()
+        x = torch.randn(8, 30, generator=seeded(comm.rank, step)).bfloat16()
+        model(x).square().mean().backward()
+        optimizer.step()
+        assert alike(comm, [sync._residual])
+    sync.synchronize()
+    assert alike(comm, model.parameters())
+    sync.close()
+
+
+class Lookahead(torch.optim.SGD):
+    """An optimizer that keeps copies of weights, by name."""
+
+
+def test_optimizers_that_copy_weights_are_refused(comm: MPI.Intracomm) -> None:
+    model = small()
+    sync = mpisparse.GradientSync(model, scheme="drift", codec="int8")
+    optimizer = Lookahead(model.parameters(), lr=0.1)
+    assert "Lookahead" in raised(comm, mpisparse.ConfigurationError, lambda: mpisparse.attach(optimizer, sync))
+    sync.close()
+
+
+@pytest.mark.parametrize("buffers", ["own", "rank0", "average"])
+def test_buffers_inside_global_weights(comm: MPI.Intracomm, buffers: str) -> None:
+    model = nn.Sequential(nn.Linear(10, 6), nn.BatchNorm1d(6))
+    sync = mpisparse.GradientSync(model, scheme="drift", codec="int8", buffers=buffers)
+    model(torch.randn(16, 10, generator=seeded(comm.rank, 3)) * (1 + comm.rank))
+    norm = model[1]
+    assert isinstance(norm, nn.BatchNorm1d)
+    assert norm.running_var is not None
+    own = norm.running_var.clone()
+    every = comm.allgather(own)
+    expected = {"own": own, "rank0": every[0], "average": torch.stack(every).double().mean(0).float()}[buffers]
+    with sync.global_weights():
+        torch.testing.assert_close(norm.running_var, expected)
+    assert torch.equal(norm.running_var, own)
+    sync.close()
+
+
+def test_a_scaler_may_skip_a_step_on_one_rank(comm: MPI.Intracomm) -> None:
+    model = small()
+    sync = mpisparse.GradientSync(model, scheme="drift", codec="int8", every=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    mpisparse.attach(optimizer, sync, scaler)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = loss_of(model, seeded(comm.rank, step))
+        if step == 2 and comm.rank == 0:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert everywhere(comm, sync._aggregator.number == 3)
+    with sync.global_weights():
+        assert alike(comm, model.parameters())
+    assert bits([sync.residual])
+    sync.close()
+
+
+def test_a_closure_is_local(comm: MPI.Intracomm) -> None:
+    model = small()
+    sync = mpisparse.GradientSync(model, scheme="drift", codec="int8")
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2 + comm.rank)
+    mpisparse.attach(optimizer, sync)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, seeded(comm.rank, 1))
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert everywhere(comm, sync._aggregator.number == 3)
+    sync.close()
