@@ -19,6 +19,8 @@ alignas(64) constexpr float INT4_SPLITS[4][16] = {
 constexpr float INT2_FIRST = 49 / 128.0f, INT2_INNER = 9 / 32.0f, INT2_SPLIT = 41 / 64.0f;
 alignas(64) constexpr float INT2_LEVELS[16] = {INT2_INNER, 1.0f, -INT2_INNER, -1.0f};
 
+constexpr int ROW = 16;  // values that are added at once
+
 // CODES: bytes of a group's codes; byte j holds the codes of values j, j + CODES, j + 2 CODES, ... from its lowest bits on.
 // ZEROS: a byte of codes of zeros, which fill up the last group.
 struct Int4 { static constexpr int64_t GROUP = 64, CODES = 32; static constexpr uint8_t ZEROS = 0x77; };

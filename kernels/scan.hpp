@@ -114,6 +114,16 @@ template <int N> Bits right(Bits x) { return int32_t(uint32_t(x) >> N); }
 inline Bits descend(Bits k, Vec x, Vec split) { return 2 * k + (x >= split); }
 inline Vec where(Vec x, Vec split, Vec value) { return x >= split ? value : 0.0f; }
 inline void store_bytes(uint8_t* p, Bits x) { *p = uint8_t(x); }
+inline Bits key_with_sign(Vec x) { return int32_t(bits_of(x) << 1 | (~bits_of(x) >> 31)); }
+inline Bits larger_key(Bits x, Bits y) { return int32_t(std::max(uint32_t(x), uint32_t(y))); }
+inline uint32_t highest_key(Bits x) { return uint32_t(x); }
+inline float sum_of(const Vec* row) {
+    float lane[ROW];
+    std::copy(row, row + ROW, lane);
+    for (int half = ROW / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
+    return lane[0];
+}
 template <int COUNT> Table table(const float* p, float scale) {
     Table t;
     for (int i = 0; i < COUNT; ++i) t.at[i] = p[i] * scale;
@@ -176,6 +186,22 @@ inline void store_bytes(uint8_t* p, Bits x) {
     const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
 }
+inline Bits key_with_sign(Vec x) {
+    const Bits u = _mm256_castps_si256(x);
+    return _mm256_or_si256(_mm256_slli_epi32(u, 1), _mm256_srli_epi32(_mm256_xor_si256(u, _mm256_set1_epi32(-1)), 31));
+}
+inline Bits larger_key(Bits x, Bits y) { return _mm256_max_epu32(x, y); }
+inline uint32_t highest_key(Bits x) {
+    __m128i half = _mm_max_epu32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    half = _mm_max_epu32(half, _mm_shuffle_epi32(half, 0x4e));
+    return uint32_t(_mm_cvtsi128_si32(_mm_max_epu32(half, _mm_shuffle_epi32(half, 0xb1))));
+}
+inline float sum_of_lanes(Vec x) {
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+inline float sum_of(const Vec* row) { return sum_of_lanes(add(row[0], row[1])); }
 template <int COUNT> Table table(const float* p, float scale) {
     const Vec low = multiply(load(p), everywhere(scale));
     return {low, COUNT > 8 ? multiply(load(p + 8), everywhere(scale)) : low};
@@ -235,6 +261,15 @@ inline Bits descend(Bits k, Vec x, Vec split) {
 }
 inline Vec where(Vec x, Vec split, Vec value) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, split, _CMP_GE_OQ), value); }
 inline void store_bytes(uint8_t* p, Bits x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x)); }
+inline Bits key_with_sign(Vec x) {
+    return _mm512_xor_si512(_mm512_rol_epi32(_mm512_castps_si512(x), 1), _mm512_set1_epi32(1));
+}
+inline Bits larger_key(Bits x, Bits y) { return _mm512_max_epu32(x, y); }
+inline uint32_t highest_key(Bits x) { return _mm512_reduce_max_epu32(x); }
+inline float sum_of(const Vec* row) {
+    const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(*row), 1));
+    return avx2::sum_of_lanes(_mm256_add_ps(_mm512_castps512_ps256(*row), high));
+}
 template <int COUNT> Table table(const float* p, float scale) { return {multiply(load(p), everywhere(scale))}; }
 template <int COUNT> Vec look_up(const Table& t, Bits k) { return _mm512_permutexvar_ps(k, t.all); }
 #include "scan.inc"

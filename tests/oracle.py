@@ -57,17 +57,57 @@ def int8(x: Floats) -> Floats:
     return steps.astype(np.int8) * scale
 
 
-def by_group(round_group: Callable[[Floats], Floats]) -> Callable[[Floats], Floats]:
-    """Apply a rounding to every group of 256 values separately."""
+def int4(x: Floats) -> Floats:
+    """Round to 16 multiples of the value of largest magnitude."""
+    scale = bf16(np.where(x.max() >= -x.min(), x.max(), x.min())[None])[0]
+    levels = np.array([-224, -176, -136, -102, -70, -41, -16, 0, 18, 44, 73, 104, 138, 173, 211, 256]) / 256 * float(scale)
+    ascending = np.sort(levels)
+    middles = (ascending[1:] + ascending[:-1]) / 2
+    return ascending[np.searchsorted(middles, x, side="right" if scale > 0 else "left")].astype(np.float32)
+
+
+def int2(x: Floats) -> Floats:
+    """Round magnitudes to 9/32 of a scale or to the scale, which is the best for a first guess of which gets which."""
+    size, part = np.abs(x), np.abs(x) / np.float32(64)
+    outer = size >= np.float32(49 / 128) * size.max()
+    total, many = by_rows(np.where(outer, part, np.float32(0))), np.float32(outer.sum())
+    product = np.float32(9 / 32) * (by_rows(part) - total) + total
+    square = np.float32(81 / 1024) * (np.float32(len(x)) - many) + many
+    scale = bf16((product / (square / np.float32(64)))[None])[0]
+    return np.copysign(np.where(size >= np.float32(41 / 64) * scale, scale, np.float32(9 / 32) * scale), x)
+
+
+def sign(x: Floats) -> Floats:
+    """Send the mean magnitude with each value's sign."""
+    scale = bf16(by_rows(np.abs(x) * (np.float32(1) / np.float32(len(x))))[None])[0]
+    return np.copysign(np.full(len(x), scale), x)
+
+
+def by_rows(x: Floats) -> np.float32:
+    """Add up 16 lanes, one row after the other, then lanes in halves."""
+    lanes = np.zeros(16, np.float32)
+    for start in range(0, len(x), 16):
+        row = x[start : start + 16]
+        lanes[: len(row)] += row
+    while len(lanes) > 1:
+        lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
+    return lanes[0]
+
+
+def by_group(round_group: Callable[[Floats], Floats], size: int = GROUP) -> Callable[[Floats], Floats]:
+    """Apply a rounding to every group of values separately."""
 
     def round_all(x: Floats) -> Floats:
-        groups = [round_group(x[i : i + GROUP]) for i in range(0, len(x), GROUP)]
+        groups = [round_group(x[i : i + size]) for i in range(0, len(x), size)]
         return np.concatenate([x[:0], *groups])
 
     return round_all
 
 
-SENT = {"fp32": exact, "fp16": by_group(scaled_fp16), "bf16": bf16, "int8": by_group(int8)}
+SENT = {
+    "fp32": exact, "fp16": by_group(scaled_fp16), "bf16": bf16, "int8": by_group(int8),
+    "int4": by_group(int4, 64), "int2": by_group(int2, 64), "sign": by_group(sign, 128),
+}  # fmt: skip
 STORED = {"float32": exact, "float64": exact, "float16": fp16, "bfloat16": bf16}
 
 

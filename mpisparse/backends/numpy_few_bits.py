@@ -18,7 +18,8 @@ ROW = 16  # values that the native kernels add at once
 
 # int4: the scale is the value of largest magnitude, with its sign. Levels ascend.
 INT4_ZERO = 7
-INT4_LEVELS = np.array([-224, -176, -136, -102, -70, -41, -16, 0, 18, 44, 73, 104, 138, 173, 211, 256]) / np.float32(256)
+INT4_LEVELS = np.array([-224, -176, -136, -102, -70, -41, -16, 0, 18, 44, 73, 104, 138, 173, 211, 256], np.float32)
+INT4_LEVELS /= np.float32(256)
 INT4_SPLITS = (INT4_LEVELS[1:] + INT4_LEVELS[:-1]) / np.float32(2)
 
 # int2: the scale is the outer level that is best, in least squares, if magnitudes from INT2_FIRST x the largest on are outer
@@ -27,7 +28,7 @@ INT2_FIRST, INT2_INNER = np.float32(49 / 128), np.float32(9 / 32)
 INT2_SPLIT = (INT2_INNER + 1) / np.float32(2)
 INT2_LEVELS = np.array([INT2_INNER, 1, -INT2_INNER, -1], np.float32)
 
-LEVELS = {"int4": INT4_LEVELS, "int2": INT2_LEVELS, "sign": np.array([1, -1], np.float32)}
+LEVELS: dict[str, Floats] = {"int4": INT4_LEVELS, "int2": INT2_LEVELS, "sign": np.array([1, -1], np.float32)}
 
 
 def _encode(codec: str, x: Floats, scales: Halves, codes: Bytes) -> None:
@@ -87,7 +88,7 @@ def _scales(codec: str, groups: Floats, count: int) -> Halves:
 
 def _signed_largest(groups: Floats, _: Floats) -> Floats:
     most, least = groups.max(axis=1, initial=0.0), groups.min(axis=1, initial=0.0)
-    return np.where(most >= -least, most, least)
+    return np.asarray(np.where(most >= -least, most, least), np.float32)
 
 
 def _best_outer_level(groups: Floats, counts: Floats) -> Floats:
@@ -98,7 +99,7 @@ def _best_outer_level(groups: Floats, counts: Floats) -> Floats:
     total = _sums(np.where(outer, parts, np.float32(0)))
     product = INT2_INNER * (_sums(parts) - total) + total
     square = INT2_INNER * INT2_INNER * (counts - many) + many
-    return product / (square * share)
+    return np.asarray(product / (square * share), np.float32)
 
 
 def _mean_magnitude(groups: Floats, counts: Floats) -> Floats:

@@ -44,7 +44,7 @@ Kinds = Bytes
 Found = tuple[Vector, Vector, int]
 
 
-class FewBits(NamedTuple):
+class CodeForm(NamedTuple):
     """Form of the payloads of int4, int2 and sign: values that share a bfloat16 scale, and bits of a value's code."""
 
     group: int
@@ -52,11 +52,11 @@ class FewBits(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a group's codes: byte j holds those of values j, j + nbytes, j + 2 nbytes, ... from its lowest bits on."""
+        """Bytes of a group's codes: byte j holds those of values j, j + nbytes, j + 2 nbytes, ..., the first one lowest."""
         return self.group * self.bits // 8
 
 
-FEW_BITS = {"int4": FewBits(64, 4), "int2": FewBits(64, 2), "sign": FewBits(128, 1)}
+FEW_BITS = {"int4": CodeForm(64, 4), "int2": CodeForm(64, 2), "sign": CodeForm(128, 1)}
 
 
 class Backend(Protocol):

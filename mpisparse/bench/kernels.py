@@ -5,15 +5,19 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
+from mpisparse.arrays import Bytes, Floats
 from mpisparse.backends.device import load_backend
 from mpisparse.runtime.table import show
-from mpisparse.wire.codecs import CODECS, codec_names
+from mpisparse.wire.codecs import CODECS, Codec, codec_names
+from mpisparse.wire.codecs.protocol import add_decoded
 
+Work = dict[str, tuple[Callable[[], Any], int, str | None]]
 COLUMNS = {"kernel": "", "ms": ".3f", "GB_per_s": ".1f", "limit": "", "of_limit": ".2f"}
 WARM_UP = 2
 
@@ -48,7 +52,7 @@ def _record(name: str, nbytes: int, limit: str | None, times: dict[str, list[flo
     return {"kernel": name, "ms": 1e3 * seconds, "GB_per_s": nbytes / seconds / 1e9, "limit": limit or "", "of_limit": share}
 
 
-def _work(backend: Any, n: int, density: float, seed: int) -> dict[str, tuple[Callable[[], Any], int, str | None]]:
+def _work(backend: Any, n: int, density: float, seed: int) -> Work:
     """Return kernels by name, with the bytes that each moves and the plain pass to compare it with."""
     random = np.random.default_rng(seed)
     acc = random.standard_t(3, n).astype(np.float32)
@@ -61,7 +65,7 @@ def _work(backend: Any, n: int, density: float, seed: int) -> dict[str, tuple[Ca
     found = backend.select(acc, 0, half, floor)
     rungs = np.geomspace(floor, 1.5 * floor, 256).astype(np.float32) if floor > 0 else np.zeros(1, np.float32)
     values = np.empty(k, dtype=np.float32)
-    work: dict[str, tuple[Callable[[], Any], int, str | None]] = {
+    work: Work = {
         "plain in-place add": (lambda: np.add(acc, grad, out=acc), 12 * n, None),
         "accumulate + select": (
             lambda: backend.accumulate_select(acc, *gradients, 0, half, floor),
@@ -76,12 +80,29 @@ def _work(backend: Any, n: int, density: float, seed: int) -> dict[str, tuple[Ca
         "take at k": (lambda: backend.take(acc, index, values), 16 * k, None),
         "put at k": (lambda: backend.put(acc, index, values), 16 * k, None),
     }
+    return {**work, **_codec_work(backend, acc.copy())}
+
+
+def _codec_work(backend: Any, values: Floats) -> Work:
+    """Return encoding, adding and decoding of all elements by each codec; adding restores what encoding took away."""
+    n, decoded = len(values), np.empty(len(values), dtype=np.float32)
+    one = np.float32(1)
+    work: Work = {
+        "plain read and write": (lambda: np.multiply(values, one, out=values), 8 * n, None),
+        "plain write": (lambda: decoded.fill(0.0), 4 * n, None),
+    }
     for codec in (CODECS[name] for name in codec_names(blended=False)):
-        payload = np.empty(codec.nbytes(k), dtype=np.uint8)
-        source = acc[:k].copy()
-
-        def encode(codec: Any = codec, payload: Any = payload, source: Any = source) -> None:
-            codec.encode(backend, source.copy(), payload)
-
-        work[f"encode {codec.name} at k"] = (encode, 4 * k + len(payload), None)
+        payload = np.empty(codec.nbytes(n), dtype=np.uint8)
+        kernels = (codec, backend, payload)
+        passes: dict[str, tuple[Callable[[], Any], int, str]] = {
+            "encode": (partial(_encode, *kernels, values), 8 * n, "plain read and write"),
+            "add": (partial(add_decoded, *kernels, values), 8 * n, "plain read and write"),
+            "decode": (partial(codec.decode, backend, payload, decoded), 4 * n, "plain write"),
+        }
+        for name, (kernel, nbytes, limit) in passes.items():
+            work[f"{name} {codec.name}"] = (kernel, nbytes + len(payload), limit)
     return work
+
+
+def _encode(codec: Codec, backend: Any, payload: Bytes, values: Floats) -> None:
+    codec.encode(backend, values, payload)

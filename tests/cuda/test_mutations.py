@@ -86,9 +86,11 @@ BUGS = [
     Bug("no barrier before a group's lanes are read", "few_bits", "= sum;\n    }\n    __syncthreads();", "= sum;\n    }",
         "few_bits"),
     Bug("no barrier before codes are packed", "few_bits", "= half;\n    __syncthreads();", "= half;", "few_bits"),
-    Bug("the mean of a group that is not full", "few_bits", "rest < SIZE ? (float)rest : (float)SIZE", "(float)SIZE", "few_bits"),
+    Bug("the mean of a group that is not full", "few_bits", "rest < SIZE ? (float)rest : (float)SIZE", "(float)SIZE",
+        "few_bits"),
     Bug("a tie goes down", "few_bits", "turned >= __fmul_rn", "turned > __fmul_rn", "few_bits"),
-    Bug("codes of the neighbouring group", "few_bits", "codes[i / SIZE * NBYTES", "codes[(i + 1) / SIZE * NBYTES", "few_bits"),
+    Bug("codes of the neighbouring group", "few_bits", "codes[i / SIZE * NBYTES", "codes[(i + 1) / SIZE * NBYTES",
+        "few_bits"),
     Bug("a sum that is written over", "few_bits", "__fadd_rn(total[i], decode_few<INT2", "(decode_few<INT2", "few_bits"),
     Bug("what is in both indices comes twice", "blend", "at == n || index[at] != carried[j]", "true", "blend"),
     Bug("momentum without its share", "blend", "__fmul_rn(rest, before)", "before", "blend"),
@@ -109,7 +111,8 @@ def planted(bug: Bug) -> str:
 
 NEEDED = {
     "select": {"pass", "tally"}, "accumulate_select": {"pass"}, "accumulate": {"pass", "scatter"}, "rows": {"rows", "tally"},
-    "block_counts": {"tally"}, "tail_counts": {"tally"}, "scattered": {"scatter"}, "codecs": {"codec"}, "few_bits": {"few_bits"}, "blend": {"blend"},
+    "block_counts": {"tally"}, "tail_counts": {"tally"}, "scattered": {"scatter"}, "codecs": {"codec"}, "blend": {"blend"},
+    "few_bits": {"few_bits"},
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drifting import Training
 from mpi4py import MPI
 from ranks import alike, bits, everywhere, raised, seeded, total
 from speculating import Run
@@ -581,6 +582,28 @@ def test_a_delivery_in_flight_reads_only_its_snapshot(comm: MPI.Intracomm, call:
         assert everywhere(comm, bits([aggregator.residual]) == bits([twin.residual]))
     aggregator.close()
     twin.close()
+
+
+@pytest.mark.parametrize("call", [0, 1, 3])
+@pytest.mark.parametrize("density", [0.05, 1.0])
+def test_a_delivery_of_drift_reads_only_its_snapshot(comm: MPI.Intracomm, density: float, call: int) -> None:
+    """Neither the weights, own and shared, nor the gradients."""
+    run, twin = (Training(comm, density=density, staleness=1) for _ in range(2))
+    aggregator = run.sync._aggregator
+    for step in range(6):
+        twin.step()
+        delivery(aggregator)
+        gate = Gate(comm, aggregator, call)
+        run.step()
+        assert everywhere(comm, gate.reached.wait(600))
+        own = [p.data for p in run.model.parameters()]
+        grads = [p.grad for p in run.model.parameters() if p.grad is not None]
+        with Overwritten(aggregator, [*own, *grads]):
+            gate.open_after_all(comm, aggregator)
+        assert everywhere(comm, delivery(aggregator) == delivery(twin.sync._aggregator)), step
+        assert everywhere(comm, run.bits() == twin.bits())
+    run.sync.close()
+    twin.sync.close()
 
 
 @pytest.mark.parametrize("call", [0, 1, 3])

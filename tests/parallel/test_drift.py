@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from drifting import Training
 from mpi4py import MPI
 from ranks import alike, bits, everywhere, loss_of, raised, seeded, small, total
 from torch import nn
@@ -23,41 +23,11 @@ CASES: dict[str, dict[str, Any]] = {
     "whole": {"density": 1.0},
     "whole, every second": {"density": 1.0, "every": 2, "rate": 1.5},
     "whole, float32": {"density": 1.0, "codec": "fp32"},
+    "in flight": {"density": 0.05, "staleness": 1},
+    "in flight, every third": {"density": 0.05, "staleness": 1, "every": 3, "rate": 2.0},
+    "whole in flight": {"density": 1.0, "staleness": 1},
+    "whole in flight, every second": {"density": 1.0, "staleness": 1, "every": 2},
 }
-
-
-class Training:
-    """A small net, its optimizer and the exchange."""
-
-    def __init__(self, comm: MPI.Intracomm, kind: Any = torch.optim.AdamW, **options: Any) -> None:
-        self.comm, self.model = comm, small()
-        self.sync = mpisparse.GradientSync(self.model, scheme="drift", **{"codec": "int8", **options})
-        self.optimizer = kind(self.model.parameters(), lr=0.01)
-        mpisparse.attach(self.optimizer, self.sync)
-        self.steps = 0
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        loss_of(self.model, seeded(self.comm.rank, self.steps)).backward()
-        self.optimizer.step()
-        self.steps += 1
-
-    @property
-    def own(self) -> torch.Tensor:
-        """W, in the order of the residual."""
-        return self.sync.state_dict()["residual"].double()
-
-    def shared(self) -> torch.Tensor:
-        """G."""
-        with self.sync.global_weights():
-            return torch.cat([p.detach().reshape(-1) for p in self.model.parameters()])
-
-    def remembered(self) -> torch.Tensor:
-        """e of all owners; collective."""
-        reducer: Any = self.sync._aggregator.works.reducer
-        every = np.zeros(len(self.own))
-        every[reducer.owned(self.comm.rank, self.comm.size)] = reducer.error
-        return torch.from_numpy(self.comm.allreduce(every))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -127,7 +97,7 @@ def test_whole_float32_with_sgd_is_dense_sgd(comm: MPI.Intracomm) -> None:
     dense.close()
 
 
-@pytest.mark.parametrize("case", ["sparse", "whole, every second"])
+@pytest.mark.parametrize("case", ["sparse", "whole, every second", "in flight", "whole in flight"])
 def test_at_rate_1_the_mean_of_all_weights_is_conserved(comm: MPI.Intracomm, case: str) -> None:
     run = Training(comm, **{**CASES[case], "rate": 1.0, "every": 1})
     for _ in range(6):
@@ -149,7 +119,8 @@ def test_at_rate_1_the_mean_of_all_weights_is_conserved(comm: MPI.Intracomm, cas
 
 
 def test_synchronize_sets_all_ranks_to_the_shared_weights(comm: MPI.Intracomm) -> None:
-    for options in ({"density": 0.02}, {"density": 1.0, "every": 4}):
+    cases = ({"density": 0.02}, {"density": 1.0, "every": 4}, {"density": 0.02, "staleness": 1})
+    for options in (*cases, {"density": 1.0, "staleness": 1, "every": 5}):
         run = Training(comm, **options)
         for _ in range(5):
             run.step()

@@ -16,7 +16,7 @@ import mpisparse
 
 pytestmark = pytest.mark.mpi
 
-CODECS = ["fp32", "fp16", "bf16", "int8"]
+CODECS = ["fp32", "fp16", "bf16", "int8", "int4", "int2", "sign"]
 PATHS = ["step", "backward"]
 
 

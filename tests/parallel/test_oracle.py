@@ -153,6 +153,13 @@ def test_codecs(check: Check, backend: str, settings: Settings, accumulate: str,
     check(backend, Problem(), dataclasses.replace(settings, density=density, codec=codec, accumulate=accumulate))
 
 
+@both_backends
+@pytest.mark.parametrize("density", [0.05, 1.0])
+@pytest.mark.parametrize("codec", ["int4", "int2", "sign"])
+def test_codecs_of_few_bits(check: Check, backend: str, codec: str, density: float) -> None:
+    check(backend, Problem(), Settings(density=density, codec=codec))
+
+
 @pytest.mark.parametrize("density", [0.0001, 0.005, 0.02, 0.3, 0.7, 0.999])
 @both_paths
 def test_densities(check: Check, accumulate: str, density: float) -> None:

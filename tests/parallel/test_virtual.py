@@ -24,14 +24,15 @@ from tests.parallel.ranks import bits
 pytestmark = pytest.mark.mpi
 STEPS = 8
 CASES: dict[str, dict[str, Any]] = {
-    **{name: {"scheme": name, "density": 0.05} for name in SCHEMES if name not in ("dense", "threshold")},
+    **{name: {"scheme": name, "density": 0.05} for name in SCHEMES},
     "dense": {"scheme": "dense"},
     "threshold": {"scheme": "threshold", "threshold": 0.01},
+    "exdyna allreduce": {"scheme": "exdyna", "density": 0.05, "reduce": "allreduce"},
     "exdyna int8": {"scheme": "exdyna", "density": 0.05, "codec": "int8", "accumulate": "backward"},
     "dgc": {"scheme": "dgc", "density": 0.05, "warm_up": 3},
     "predictive": {"scheme": "predictive", "density": 0.05, "history": 3, "validate_every": 4, "publish_after": 2},
 }
-SUMMED_BY_MPI = ("dense",)
+SUMMED_BY_MPI = ("dense", "exdyna allreduce")
 
 
 class Net(nn.Module):

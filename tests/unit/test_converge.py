@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -362,6 +363,13 @@ def test_a_process_ends_with_the_one_that_started_it() -> None:
 def test_a_wrong_bench_is_refused(home: Path, capsys: pytest.CaptureFixture[str], more: list[str], words: str) -> None:
     assert main([*SMALL, "--out", "out", *more]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_an_error_ends_all_jobs(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--case", "a: scheme=dense optimizer.fast=1", "--jobs", "2", "--rates", "1", "--most-rates", "1"]
+    assert main([*SMALL, "--out", "out", *more]) == 2
+    assert "case 'a': SGD has no option 'fast'" in capsys.readouterr().err
+    assert not multiprocessing.active_children()
 
 
 def test_a_directory_of_another_bench_is_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

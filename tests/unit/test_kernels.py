@@ -16,7 +16,7 @@ from samples import FLOORS, NONFINITE, SPECIAL, TYPES, assert_same, gradients, h
 from mpisparse.backends import numpy_apart, numpy_backend, numpy_few_bits, numpy_indices, numpy_nets
 from mpisparse.backends.keys import PRODUCTS, SCORES, keys_of
 from mpisparse.backends.kinds import BF16, FP16, FP32, FP64, STORED, round_to
-from mpisparse.backends.protocol import HIDDEN
+from mpisparse.backends.protocol import FEW_BITS, HIDDEN
 from mpisparse.select.threshold import HUGE, TINY, spread
 
 cpu = pytest.importorskip("mpisparse._cpu", exc_type=ImportError)
@@ -25,6 +25,7 @@ MODULES = [module.__name__ for module in (numpy_apart, numpy_backend, numpy_few_
 KERNELS = sorted(
     name for name, f in inspect.getmembers(numpy_backend, inspect.isfunction) if f.__module__ in MODULES and name[0] != "_"
 )
+KERNELS += [f"{verb}_{codec}" for verb in ("encode", "decode", "add") for codec in FEW_BITS]
 SPLIT = 3 * 32_768 + 77  # long enough for three threads
 SIZES = (0, 1, 63, 64, 65, 1000, SPLIT)
 
@@ -395,6 +396,23 @@ def test_encode_and_decode(native: Any, codec: str, count: int) -> None:
         assert_agree(native, f"encode_{codec}", x, *scales, codes, writes=tuple(range(2 + len(scales))))
         getattr(numpy_backend, f"encode_{codec}")(x.copy(), *scales, codes)
         assert_agree(native, f"decode_{codec}", *scales, codes, np.empty_like(x), writes=(1 + len(scales),))
+        assert_agree(native, f"add_{codec}", *scales, codes, noise / np.float32(4), writes=(1 + len(scales),))
+
+
+@pytest.mark.parametrize("count", [0, 1, 16, 63, 64, 65, 127, 128, 129, 1000, 70_001])
+@pytest.mark.parametrize("codec", FEW_BITS)
+def test_few_bits(native: Any, codec: str, count: int) -> None:
+    form, rng = FEW_BITS[codec], np.random.default_rng(count)
+    noise = rng.standard_t(2, count).astype(np.float32)
+    special = np.concatenate([SPECIAL, noise])[:count]
+    steps = (np.arange(count) % 129 - 64).astype(np.float32) / 256  # values in the middle of two levels
+    for x in (noise, special, steps, np.abs(noise), *(noise * np.float32(scale) for scale in (0, 1e-44, 1e-38, 1e36))):
+        scales = np.empty(-(-count // form.group), np.uint16)
+        codes = np.empty(count // form.group * form.nbytes + min(count % form.group, form.nbytes), np.uint8)
+        assert_agree(native, f"encode_{codec}", x, scales, codes, writes=(0, 1, 2))
+        getattr(numpy_backend, f"encode_{codec}")(x.copy(), scales, codes)
+        assert_agree(native, f"decode_{codec}", scales, codes, np.empty_like(x), writes=(2,))
+        assert_agree(native, f"add_{codec}", scales, codes, noise / np.float32(4), writes=(2,))
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 2, 8191, 8192, 8193, 40_001])

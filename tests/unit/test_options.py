@@ -38,8 +38,8 @@ BAD = [
     ({"segment_nbytes": True}, ["segment_nbytes must be a whole number >= 1", "got True"]),
 ]
 BAD_EXDYNA = [
-    ({"codec": "int9"}, ["unknown codec 'int9'", "did you mean 'int8'?", "choose from: bf16, fp16, fp32, int8"]),
-    ({"codec": 8}, ["unknown codec 8; choose from: bf16, fp16, fp32, int8"]),
+    ({"codec": "int9"}, ["unknown codec 'int9'", "did you mean 'int8'?", "choose from: bf16, fp16, fp32, int2, int4, int8"]),
+    ({"codec": 8}, ["unknown codec 8; choose from: bf16, fp16, fp32, int2, int4, int8"]),
     ({"codec": "int9", "reduce": "allreduce"}, ["unknown codec 'int9'; choose from: fp32"]),
     ({"compensate": "none"}, ["compensate must be True or False, got 'none'; pass False"]),
     ({"compensate": "residual"}, ["compensate must be True or False, got 'residual'; pass True"]),
@@ -246,7 +246,7 @@ def test_no_scorer_that_the_scheme_does_not_take_is_suggested() -> None:
 
 
 def test_schemes_without_momentum_take_plain_codecs() -> None:
-    plain = ["fp32", "fp16", "bf16", "int8"]
+    plain = ["fp32", "fp16", "bf16", "int8", "int4", "int2", "sign"]
     expected = dict.fromkeys(("dense", "drift", "speculative"), plain)
     for scheme in SCHEMES:
         assert configure(scheme).codecs() == expected.get(scheme, plain + [f"momentum-{name}" for name in plain])

@@ -21,7 +21,7 @@ from mpisparse.schemes import SCHEMES, Options, configure, takes
 from mpisparse.schemes.baselines import LocalTopK
 from mpisparse.wire.codecs import CODECS, codec_names, find_codec
 
-PLAIN = ["fp32", "fp16", "bf16", "int8"]
+PLAIN = ["fp32", "fp16", "bf16", "int8", "int4", "int2", "sign"]
 
 
 @pytest.fixture(autouse=True)
@@ -34,13 +34,13 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_built_in_codecs() -> None:
     assert list(CODECS) == PLAIN + [f"momentum-{name}" for name in PLAIN]
-    assert len(CODECS) == 8
+    assert len(CODECS) == 14
     assert all(CODECS[name].name == name and not CODECS[name].variable for name in CODECS)
     assert codec_names(blended=False) == PLAIN
     assert all(CODECS[name].blended == (name not in PLAIN) for name in CODECS)
 
 
-@pytest.mark.parametrize("name", ["int4", "momentum-int4", "momentum-momentum-", "momentum-", "", None, 3, []])
+@pytest.mark.parametrize("name", ["int3", "momentum-int3", "momentum-momentum-", "momentum-", "", None, 3, []])
 def test_unknown_codecs(name: Any) -> None:
     assert name not in CODECS
     with pytest.raises(ConfigurationError, match=r"unknown codec .*choose from: bf16, "):
@@ -53,7 +53,7 @@ def test_a_registered_codec_is_one_like_others(codec: Any) -> None:
     assert find_codec(codec.name) is CODECS[codec.name] is codec
     blended = find_codec(f"momentum-{codec.name}")
     assert (blended.name, blended.blended, blended.variable) == (f"momentum-{codec.name}", True, codec.variable)
-    assert codec_names()[4] == codec.name
+    assert codec_names()[len(PLAIN)] == codec.name
     assert mpisparse.schemes.configure("exdyna", codec=codec.name).codec == codec.name
     mpisparse.register_codec(codec)  # the same one is no second one
 
@@ -222,7 +222,7 @@ def test_a_class_is_no_codec() -> None:
 LAZY = """
 import sys
 import mpisparse.wire.codecs as codecs
-built_in = {"mpisparse.wire.codecs." + name for name in ("fp32", "fp16", "bf16", "int8", "momentum", "check")}
+built_in = {"mpisparse.wire.codecs." + name for name in ("fp32", "fp16", "bf16", "int8", "int4", "momentum", "check")}
 names = codecs.codec_names()
 assert "bitmap" in names and "momentum-bitmap" in names and "fp16" in codecs.CODECS and "bitmap" in codecs.CODECS
 assert not ({"outside", "torch"} | built_in) & set(sys.modules), "listing names imports codecs"

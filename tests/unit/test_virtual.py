@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import mpisparse
+from mpisparse import checkpoint
 from mpisparse.comm.exchange import Exchange
 from mpisparse.comm.virtual import VirtualComm, run_virtual
 from mpisparse.errors import ConfigurationError
@@ -168,3 +171,28 @@ def test_calls_of_different_communicators_are_told() -> None:
 def test_a_message_of_another_size_is_told() -> None:
     with pytest.raises(ValueError, match="a message of 8 bytes where 16 are expected"):
         run_virtual(2, lambda comm: comm.Bcast(np.zeros(comm.rank + 1)))
+
+
+def test_checkpoints_are_of_all_workers(tmp_path: Path) -> None:
+    def begin(comm: VirtualComm) -> tuple[torch.nn.Module, mpisparse.GradientSync]:
+        torch.manual_seed(3)
+        model = torch.nn.Linear(20, 10)
+        return model, mpisparse.GradientSync(model, comm=comm, density=0.1)
+
+    def save(comm: VirtualComm) -> torch.Tensor:
+        model, sync = begin(comm)
+        model(torch.full((1, 20), 1.0 + comm.rank)).square().sum().backward()
+        sync.step()
+        checkpoint.save(tmp_path, step=1, model=model, sync=sync)
+        sync.close()
+        return sync.residual
+
+    def load(comm: VirtualComm) -> torch.Tensor:
+        model, sync = begin(comm)
+        assert checkpoint.load(tmp_path, model=model, sync=sync) == 1
+        sync.close()
+        return sync.residual
+
+    saved, loaded = run_virtual(3, save), run_virtual(3, load)
+    assert all(torch.equal(a, b) and a.any() for a, b in zip(saved, loaded, strict=True))
+    assert not torch.equal(saved[0], saved[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -121,9 +122,14 @@ class Training:
         self.optimizer.step()
         state.step += 1
         self.train_losses.append(loss.item())
-        stats = self.optimizer.stats if self.exchanges else sync.stats
-        if stats is not self.counted:  # in a step without an exchange they stay those of the last one
-            self.counted, self.received = stats, self.received + stats.bytes_received
+        self._count()
+
+    def _count(self) -> None:
+        """Add up what was received; in a step without an exchange the statistics are those of the last one, if any."""
+        with contextlib.suppress(RuntimeError):
+            stats = self.optimizer.stats if self.exchanges else self.sync.stats
+            if stats is not self.counted:
+                self.counted, self.received = stats, self.received + stats.bytes_received
 
     def _hopeless(self, step: int) -> bool:
         """Look at a part of the validation data; tell whether the training has diverged. Collective."""
@@ -183,7 +189,8 @@ def some(examples: Examples, count: int) -> Examples:
 
 def _settings(case: Case, settings: Settings) -> Settings:
     """Return the settings of a case: its scheme and options, its optimizer, and what the training loop does for it."""
-    own = {**case.loop, **{name: case.options[name] for name in ("density", "codec") if name in case.options}}
+    own: dict[str, Any] = {name: case.options[name] for name in ("density", "codec") if name in case.options}
+    own |= case.loop
     options = {name: value for name, value in case.options.items() if name not in {"scheme", *own}}
     optimizer = settings.optimizer if case.optimizer in (None, ONEBIT) else case.optimizer
     return replace(settings, scheme=case.scheme, options=options, optimizer=optimizer, **own)
@@ -219,7 +226,7 @@ def _workload(settings: Settings) -> tuple[torch.nn.Module, Data, Task]:
     return copy.deepcopy(model), data, task
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=4)
 def _loaded(model: str, data: str | None, seed: int, validation: float) -> tuple[torch.nn.Module, Data, Task]:
     built, loaded, task = build(model, data, seed=seed)
     loaded = hold_out(loaded, validation, seed=seed)

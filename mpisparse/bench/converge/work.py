@@ -79,7 +79,8 @@ def do_in_processes(plan: ConvergePlan, store: Store) -> Done:
                 for future in wait(under_way, return_when=FIRST_COMPLETED).done:
                     progress.note(under_way.pop(future), future.result(), done, store)
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():  # their runs are lost anyway, and may take hours
+                child.terminate()
             raise
 
 

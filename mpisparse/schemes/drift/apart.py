@@ -36,13 +36,15 @@ class Difference(NamedTuple):
     def __getitem__(self, at: Any) -> Any:
         """The values of a slice."""
         lo, hi, _ = at.indices(len(self.shared))
-        values = np.empty(hi - lo, dtype=np.float32)
-        self.backend.subtract_apart(*self.weights.dense, self.shared, lo, values)
-        return values
+        return self._values(lo, hi)
 
     def copy(self) -> Floats:
         """All values."""
-        values: Floats = self[0 : len(self.shared)]
+        return self._values(0, len(self.shared))
+
+    def _values(self, lo: int, hi: int) -> Floats:
+        values = np.empty(hi - lo, dtype=np.float32)
+        self.backend.subtract_apart(*self.weights.dense, self.shared, lo, values)
         return values
 
     def select(self, lo: int, hi: int, floor: float) -> Candidates:

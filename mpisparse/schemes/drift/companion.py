@@ -88,7 +88,7 @@ class Drifting(Companion):
     # Beside the steps
 
     def drain(self) -> Iterator[Bools | None]:
-        """Apply what is in flight; then exchange all that is left, at rate 1 and in float32: all ranks have the shared weights."""
+        """Apply what is in flight, then exchange all that is left, at rate 1 and in float32; W = G on all ranks."""
         inside = RuntimeError("synchronize() inside global_weights(): leave the block first") if self.weights.lent else None
         self.exchange.raise_together(inside, RuntimeError)
         missed = GradientError(f"{self.weights.missed}; load a saved state") if self.weights.missed else None
@@ -141,8 +141,7 @@ class Drifting(Companion):
         try:
             yield
         finally:
-            if self.weights.lent:  # no state was loaded meanwhile
-                self.weights.take_back()
+            if self.weights.take_back():  # else a state was loaded meanwhile
                 for buffer, values in kept:
                     buffer.copy_(values)
 

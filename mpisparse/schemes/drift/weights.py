@@ -161,10 +161,8 @@ class OwnWeights:
 
     def remainder_of(self, values: torch.Tensor) -> torch.Tensor:
         """What the weights' types cannot hold of a vector, one behind the other."""
-        parts = [values[slot.begin : slot.end] for slot in self._rounding()]
-        return torch.cat(
-            [torch.empty(0), *(v - v.to(s.dtype).float() for v, s in zip(parts, self._rounding(), strict=True))]
-        )
+        parts = [(values[slot.begin : slot.end], slot.dtype) for slot in self._rounding()]
+        return torch.cat([torch.empty(0), *(part - part.to(dtype).float() for part, dtype in parts)])
 
     def with_remainder(self, values: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
         """Add remainders to a vector, in place."""
@@ -203,11 +201,12 @@ class OwnWeights:
         for p, other in zip(self.places.params, others, strict=True):
             p.data = other
 
-    def take_back(self) -> None:
-        """Have these weights in the model again, if they are not."""
-        for p, own in zip(self.places.params, self._aside or (), strict=self.lent):
+    def take_back(self) -> bool:
+        """Have these weights in the model again; tell whether they were not."""
+        aside, self._aside = self._aside, None
+        for p, own in zip(self.places.params, aside or (), strict=aside is not None):
             p.data = own
-        self._aside = None
+        return aside is not None
 
     def _flat(self, i: int, *, in_model: bool = False) -> torch.Tensor:
         own = self.places.params[i].data if self._aside is None or in_model else self._aside[i]

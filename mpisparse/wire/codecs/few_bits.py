@@ -3,21 +3,46 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from mpisparse.arrays import Bytes, Floats, Halves
-from mpisparse.backends.protocol import FEW_BITS
+from mpisparse.backends.protocol import FEW_BITS, CodeForm
 from mpisparse.wire.codecs.protocol import Kernels
+
+
+class Places(NamedTuple):
+    """Where in a payload scales end, codes begin and end, and the payload ends."""
+
+    scales_end: int
+    codes: int
+    codes_end: int
+    end: int
+
+
+@lru_cache(maxsize=64)
+def places_of(form: CodeForm, count: int) -> Places:
+    """Lay out the payload of `count` values; the codes of the last group end with the last byte in use."""
+    groups, rest = divmod(count, form.group)
+    scales_end = 2 * -(-count // form.group)
+    codes = _padded(scales_end)
+    codes_end = codes + groups * form.nbytes + min(rest, form.nbytes)
+    return Places(scales_end, codes, codes_end, _padded(codes_end))
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // 4) * 4
 
 
 @dataclass(frozen=True)
 class FewBits:
     """A few bits per value, and 2 bytes per group. Scales and codes are padded to a multiple of 4 bytes each.
 
-    Kernels are those of the codec's name. int4 has a level at zero: what it leaves is exact and not larger than what was given.
-    int2 and sign send at least their inner level: what they leave is rounded to float32, so that decoded + left differs
-    from the value by up to 2^-25 of what was decoded. Over a group errors are never larger than the values, in squares.
+    Kernels are those of the codec's name. int4 has a level at zero: what it leaves is exact, and not larger than what was
+    given. int2 and sign have none: what they leave is rounded to float32, so that decoded + left differs from the value by
+    up to 2^-25 of what was decoded. In squares, a group's errors are never larger than its values.
     """
 
     name: str
@@ -26,40 +51,23 @@ class FewBits:
     variable = False
 
     def nbytes(self, count: int) -> int:
-        return _padded(2 * self._groups(count)) + _padded(self._codes_nbytes(count))
+        return places_of(FEW_BITS[self.name], count).end
 
     def encode(self, kernels: Kernels, values: Floats, payload: Bytes) -> int:
-        scales, codes = self._split(kernels, payload, len(values))
-        self._clear_padding(payload, len(values))
-        getattr(kernels, f"encode_{self.name}")(values, scales, codes)
-        return self.nbytes(len(values))
+        places = places_of(FEW_BITS[self.name], len(values))
+        payload[places.scales_end : places.codes] = 0
+        payload[places.codes_end :] = 0
+        getattr(kernels, f"encode_{self.name}")(values, *self._split(kernels, payload, places))
+        return places.end
 
     def decode(self, kernels: Kernels, payload: Bytes, values: Floats) -> None:
-        getattr(kernels, f"decode_{self.name}")(*self._split(kernels, payload, len(values)), values)
+        places = places_of(FEW_BITS[self.name], len(values))
+        getattr(kernels, f"decode_{self.name}")(*self._split(kernels, payload, places), values)
 
     def add(self, kernels: Kernels, payload: Bytes, total: Floats) -> None:
-        getattr(kernels, f"add_{self.name}")(*self._split(kernels, payload, len(total)), total)
+        places = places_of(FEW_BITS[self.name], len(total))
+        getattr(kernels, f"add_{self.name}")(*self._split(kernels, payload, places), total)
 
-    def _groups(self, count: int) -> int:
-        return -(-count // FEW_BITS[self.name].group)
-
-    def _codes_nbytes(self, count: int) -> int:
-        """Bytes of all codes; those of the last group end with the last byte in use."""
-        form = FEW_BITS[self.name]
-        return count // form.group * form.nbytes + min(count % form.group, form.nbytes)
-
-    def _split(self, kernels: Kernels, payload: Bytes, count: int) -> tuple[Halves, Bytes]:
+    def _split(self, kernels: Kernels, payload: Bytes, places: Places) -> tuple[Halves, Bytes]:
         """Return views of the scales and of the codes."""
-        scales_nbytes = 2 * self._groups(count)
-        start = _padded(scales_nbytes)
-        return kernels.view_as(payload[:scales_nbytes], np.uint16), payload[start : start + self._codes_nbytes(count)]
-
-    def _clear_padding(self, payload: Bytes, count: int) -> None:
-        scales_nbytes = 2 * self._groups(count)
-        start = _padded(scales_nbytes)
-        payload[scales_nbytes:start] = 0
-        payload[start + self._codes_nbytes(count) :] = 0
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // 4) * 4
+        return kernels.view_as(payload[: places.scales_end], np.uint16), payload[places.codes : places.codes_end]
