@@ -47,8 +47,8 @@ class Drifting(Companion):
         names = " ".join(kind.__name__.lower() for kind in type(optimizer).__mro__)
         if any(known in names for known in HOLDS_COPIES):
             raise ConfigurationError(
-                f'scheme "{self.weights.scheme}" moves weights behind the optimizer\'s back, and {type(optimizer).__name__} keeps copies of '
-                "weights in its state; choose another optimizer, or another scheme"
+                f'scheme "{self.weights.scheme}" moves weights behind the optimizer\'s back, and {type(optimizer).__name__} '
+                "keeps copies of weights in its state; choose another optimizer, or another scheme"
             )
         if self.optimizer not in (None, optimizer):
             raise ConfigurationError(
