@@ -31,14 +31,22 @@ void in_groups(int64_t n, size_t scales, size_t codes, Work work) {
 template <int WHICH>
 void encode_few_bits(Array<float> x, Array<uint16_t> scales, Array<uint8_t> codes) {
     in_groups<WHICH>(int64_t(x.size()), scales.size(), codes.size(), [&](const FewBits& codec, int64_t group, int64_t first, int64_t n) {
-        codec.encode(x.data() + first, n, scales.data() + group, codes.data() + group * codec.codes);
+        codec.encode(x.data() + first, n, scales.data() + group, codes.data() + group * codec.codes, true);
     });
 }
 
-template <int WHICH, bool ADD>
+template <int WHICH>
+void pack_few_bits(Array<const float> x, Array<uint16_t> scales, Array<uint8_t> codes) {
+    auto* values = const_cast<float*>(x.data());  // not written to
+    in_groups<WHICH>(int64_t(x.size()), scales.size(), codes.size(), [&](const FewBits& codec, int64_t group, int64_t first, int64_t n) {
+        codec.encode(values + first, n, scales.data() + group, codes.data() + group * codec.codes, false);
+    });
+}
+
+template <int WHICH, Decoding HOW>
 void decode_few_bits(Array<const uint16_t> scales, Array<const uint8_t> codes, Array<float> x) {
     in_groups<WHICH>(int64_t(x.size()), scales.size(), codes.size(), [&](const FewBits& codec, int64_t group, int64_t first, int64_t n) {
-        codec.decode(scales.data() + group, codes.data() + group * codec.codes, n, x.data() + first, ADD);
+        codec.decode(scales.data() + group, codes.data() + group * codec.codes, n, x.data() + first, HOW);
     });
 }
 
@@ -144,12 +152,18 @@ NB_MODULE(_cpu, m) {
         decode_bf16<true>(h.data(), int64_t(total.size()), total.data());
     });
     m.def("encode_int4", &encode_few_bits<0>);
+    m.def("pack_int4", &pack_few_bits<0>);
+    m.def("decode_int4", &decode_few_bits<0, WRITE>);
+    m.def("add_int4", &decode_few_bits<0, ADD>);
+    m.def("subtract_int4", &decode_few_bits<0, SUBTRACT>);
     m.def("encode_int2", &encode_few_bits<1>);
+    m.def("pack_int2", &pack_few_bits<1>);
+    m.def("decode_int2", &decode_few_bits<1, WRITE>);
+    m.def("add_int2", &decode_few_bits<1, ADD>);
+    m.def("subtract_int2", &decode_few_bits<1, SUBTRACT>);
     m.def("encode_sign", &encode_few_bits<2>);
-    m.def("decode_int4", &decode_few_bits<0, false>);
-    m.def("decode_int2", &decode_few_bits<1, false>);
-    m.def("decode_sign", &decode_few_bits<2, false>);
-    m.def("add_int4", &decode_few_bits<0, true>);
-    m.def("add_int2", &decode_few_bits<1, true>);
-    m.def("add_sign", &decode_few_bits<2, true>);
+    m.def("pack_sign", &pack_few_bits<2>);
+    m.def("decode_sign", &decode_few_bits<2, WRITE>);
+    m.def("add_sign", &decode_few_bits<2, ADD>);
+    m.def("subtract_sign", &decode_few_bits<2, SUBTRACT>);
 }

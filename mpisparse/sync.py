@@ -29,6 +29,7 @@ from mpisparse.core.records import Parts, Stats
 from mpisparse.core.refusals import explain
 from mpisparse.core.step import Clock, agree, details_of, run
 from mpisparse.errors import ConfigurationError, GradientError
+from mpisparse.model.grad_hooks import take_over
 from mpisparse.model.gradients import ModelGradients
 from mpisparse.model.layout import Layout
 from mpisparse.model.published import Published
@@ -92,6 +93,7 @@ class GradientSync:
         parts = Parts(self._residual, self._layout.slots, self._layout.held, sink, self._exchange, self._backend)
         self._aggregator, self._companion = self._built(parts, Site(model, self._layout))
         self._gradients: Any = self._companion.subject or self._of_gradients(parts)
+        take_over(self._gradients.watch, self._layout.params)
         self._density = float(self._options.density)
         self._stats: Stats | None = None
         self._made: Callable[[], Stats] | None = None  # makes the statistics of the last step
@@ -133,6 +135,8 @@ class GradientSync:
 
         Where a scheme exchanges weights (drift), call it after optimizer.step().
         """
+        if self._options.of_weights:
+            self._check_ready()
         if not self._companion.idle:
             self._companion.check_by_hand()
         if self._options.of_weights:

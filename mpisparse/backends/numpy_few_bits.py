@@ -52,14 +52,26 @@ def _decode(codec: str, scales: Halves, codes: Bytes, x: Floats) -> None:
     x[:] = _decoded(codec, scales, codes, len(x))
 
 
+def _pack(codec: str, x: Floats, scales: Halves, codes: Bytes) -> None:
+    """Write what _encode writes; x is only read."""
+    _encode(codec, x.copy(), scales, codes)
+
+
 def _add(codec: str, scales: Halves, codes: Bytes, total: Floats) -> None:
     """Add what _decode gives."""
     total += _decoded(codec, scales, codes, len(total))
 
 
+def _subtract(codec: str, scales: Halves, codes: Bytes, total: Floats) -> None:
+    """Subtract what _decode gives."""
+    total -= _decoded(codec, scales, codes, len(total))
+
+
 encode_int4, encode_int2, encode_sign = (partial(_encode, codec) for codec in FEW_BITS)
 decode_int4, decode_int2, decode_sign = (partial(_decode, codec) for codec in FEW_BITS)
+pack_int4, pack_int2, pack_sign = (partial(_pack, codec) for codec in FEW_BITS)
 add_int4, add_int2, add_sign = (partial(_add, codec) for codec in FEW_BITS)
+subtract_int4, subtract_int2, subtract_sign = (partial(_subtract, codec) for codec in FEW_BITS)
 
 
 def _decoded(codec: str, scales: Halves, codes: Bytes, count: int) -> Floats:

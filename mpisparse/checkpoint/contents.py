@@ -90,7 +90,7 @@ def check_shared(manifest: Manifest, shared: Any) -> None:
 
 
 def check_objects(shared: dict[str, Any]) -> None:
-    """Raise unless the states of optimizer, scheduler and scaler are of the classes that are named, for the model's tensors."""
+    """Raise unless the states of optimizer, scheduler and scaler are of the named classes, for the model's tensors."""
     for name in OBJECTS:
         need(isinstance(shared.get(f"{name}_kind", ""), str), f"it does not name the {name}'s kind")
         need(name not in shared or f"{name}_kind" in shared, f"it does not name the {name}'s kind")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,7 +18,26 @@ import torch
 from mpisparse.model.layout import Layout
 from mpisparse.model.published import Published
 
-_watches: weakref.WeakSet[GradientWatch] = weakref.WeakSet()
+
+class Watch(Protocol):
+    """What GradientSync has on a model's parameters until it is closed, or until another is made for one of them."""
+
+    removed: bool
+
+    def remove(self) -> None: ...
+
+
+_watches: weakref.WeakKeyDictionary[Watch, Sequence[torch.nn.Parameter]] = weakref.WeakKeyDictionary()
+
+
+def take_over(watch: Watch, params: Sequence[torch.nn.Parameter]) -> None:
+    """Remove the watches of others that have any of these parameters."""
+    mine = {id(p) for p in params}
+    for other, theirs in list(_watches.items()):
+        if other is not watch and not mine.isdisjoint(map(id, theirs)):
+            other.remove()
+            del _watches[other]
+    _watches[watch] = params
 
 
 class GradientWatch:
@@ -33,11 +53,7 @@ class GradientWatch:
         self.seen = published.written()
         self.zeroed = True
         self.witnesses: list[int] = []
-        mine = {id(p) for p in layout.params}
-        for other in list(_watches):
-            if not mine.isdisjoint(id(p) for p in other.layout.params):
-                other.remove()
-        _watches.add(self)
+        take_over(self, layout.params)
         self.handles = [
             p.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 functools.partial(_notify, weakref.ref(self), i)

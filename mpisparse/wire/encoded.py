@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpisparse.backends.device import load_backend
+from mpisparse.wire.codecs.protocol import pack_values, subtract_decoded
 
 if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend
@@ -36,11 +37,25 @@ class Encoded(NamedTuple):
     def values(self, backend: Backend) -> Iterator[Chunk]:
         """Decode chunk by chunk; each is overwritten by the next."""
         room = backend.empty(min(CHUNK, max((stop - start for start, stop in self.spans), default=0)), np.float32)
+        for start, stop, part in self.parts():
+            values = room[: stop - start]
+            self.codec.decode(backend, part, values)
+            yield start, stop, values
+
+    def parts(self) -> Iterator[Chunk]:
+        """The bytes of each chunk."""
         for span, at, size in zip(self.spans, self.starts, self.sizes, strict=True):
-            for start, stop, part in chunks(self.codec, self.payload[at : at + size], span):
-                values = room[: stop - start]
-                self.codec.decode(backend, part, values)
-                yield start, stop, values
+            yield from chunks(self.codec, self.payload[at : at + size], span)
+
+    def write(self, backend: Backend, vector: Any) -> None:
+        """Write the values where they belong in a vector."""
+        for start, stop, part in self.parts():
+            self.codec.decode(backend, part, vector[start:stop])
+
+    def subtract_from(self, backend: Backend, vector: Any) -> None:
+        """Subtract the values where they belong in a vector."""
+        for start, stop, part in self.parts():
+            subtract_decoded(self.codec, backend, part, vector[start:stop])
 
     def decoded(self, backend: Backend) -> Any:
         """All values, in the order of the spans."""
@@ -88,26 +103,27 @@ def span_nbytes(codec: Codec, span: Span) -> int:
     return whole * (codec.nbytes(CHUNK) + header) + ((codec.nbytes(rest) + header) if rest else 0)
 
 
-def write_chunk(codec: Codec, backend: Backend, values: Any, payload: Any) -> int:
-    """Encode a chunk at the start of a payload; returns the bytes written. `values` becomes what was not sent."""
-    if not codec.variable:
-        return codec.encode(backend, values, payload[: codec.nbytes(len(values))])
-    size = codec.encode(backend, values, payload[HEADER : HEADER + codec.nbytes(len(values))])
-    payload[:HEADER] = np.array([size], dtype=np.uint32).view(np.uint8)
-    return HEADER + size
+def write_chunk(codec: Codec, backend: Backend, values: Any, payload: Any, *, only_read: bool = False) -> int:
+    """Encode a chunk at the start of a payload; returns the bytes written.
+
+    `values` becomes what was not sent, unless it is only read.
+    """
+    header = HEADER if codec.variable else 0
+    room = payload[header : header + codec.nbytes(len(values))]
+    size = pack_values(codec, backend, values, room) if only_read else codec.encode(backend, values, room)
+    if codec.variable:
+        payload[:HEADER] = np.array([size], dtype=np.uint32).view(np.uint8)
+    return header + size
 
 
 def encode(codec: Codec, backend: Backend, vector: Any, spans: Sequence[Span]) -> Encoded:
     """Encode spans of a vector, which is only read."""
-    room = backend.empty(min(CHUNK, max((stop - start for start, stop in spans), default=0)), np.float32)
     payload = backend.empty(sum(span_nbytes(codec, span) for span in spans), np.uint8)
     at, sizes = 0, []
     for span in spans:
         before = at
         for start in range(*span, CHUNK):
-            stop = min(start + CHUNK, span[1])
-            values = room[: stop - start]
-            values[:] = vector[start:stop]
-            at += write_chunk(codec, backend, values, payload[at:])
+            values = vector[start : min(start + CHUNK, span[1])]
+            at += write_chunk(codec, backend, values, payload[at:], only_read=True)
         sizes.append(at - before)
     return Encoded(codec, payload[:at], spans, sizes)

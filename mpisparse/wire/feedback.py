@@ -153,8 +153,7 @@ class WholeAtOwners(AtFixedOwners):
         if self.target is None:
             return Reduced(index, arrived, None, own=own, error=left)
         mean = backend.array_of(self.target())
-        for start, stop, part in arrived.values(backend):
-            mean[start:stop] = part
+        arrived.write(backend, mean)
         return Reduced(index, mean, None, own=own, error=left)
 
     def after(self, reduced: Reduced) -> Reducer:

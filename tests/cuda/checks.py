@@ -20,6 +20,8 @@ from mpisparse.backends.kinds import BF16, FP16, FP32, FP64, STORED
 from mpisparse.backends.protocol import FEW_BITS
 from mpisparse.select.threshold import HUGE, TINY, spread
 
+FEW_BITS_KERNELS = ("encode", "pack", "decode", "add", "subtract")
+
 # Which arguments are arrays on the device.
 ON_DEVICE = {
     "accumulate_select": (0,), "average_select": (0, 1), "select": (0,), "accumulate": (0,), "first_nonfinite": (),
@@ -29,7 +31,7 @@ ON_DEVICE = {
     "blend": (0, 1, 2, 3), "drop_decayed": (0, 1, 2, 3, 4, 5),
     "encode_int8": (0, 1, 2), "decode_int8": (0, 1, 2), "encode_fp16": (0, 1, 2), "decode_fp16": (0, 1, 2),
     "encode_bf16": (0, 1), "decode_bf16": (0, 1), "add_int8": (0, 1, 2), "add_fp16": (0, 1, 2), "add_bf16": (0, 1),
-    **{f"{verb}_{name}": (0, 1, 2) for verb in ("encode", "decode", "add") for name in FEW_BITS},
+    **{f"{verb}_{name}": (0, 1, 2) for verb in FEW_BITS_KERNELS for name in FEW_BITS},
 }  # fmt: skip
 MIXED: list[int | None] = [FP32, FP16, BF16, None, FP32, BF16, None, FP16]
 
@@ -225,10 +227,12 @@ def check_few_bits(device: Device, n: int) -> None:
             scales = np.empty(-(-n // form.group), dtype=np.uint16)
             codes = np.empty(n // form.group * form.nbytes + min(n % form.group, form.nbytes), dtype=np.uint8)
             device.agrees(f"encode_{name}", x, scales, codes)
+            device.agrees(f"pack_{name}", x, scales, codes)
             with np.errstate(all="ignore"):
                 getattr(numpy_backend, f"encode_{name}")(x.copy(), scales, codes)
             device.agrees(f"decode_{name}", scales, codes, np.empty(n, dtype=np.float32))
-            device.agrees(f"add_{name}", scales, codes, draw(n, seed=5) / np.float32(4))
+            for verb in ("add", "subtract"):
+                device.agrees(f"{verb}_{name}", scales, codes, draw(n, seed=5) / np.float32(4))
 
 
 def check_halves(device: Device, n: int) -> None:

@@ -15,11 +15,13 @@ import mpisparse
 class Training:
     """A small net, its optimizer and the exchange."""
 
-    def __init__(self, comm: MPI.Intracomm, kind: Any = torch.optim.AdamW, model: Any = None, **options: Any) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, kind: Any = torch.optim.AdamW, model: Any = None, scaler: Any = None, **options: Any
+    ) -> None:
         self.comm, self.model = comm, small() if model is None else model
         self.sync = mpisparse.GradientSync(self.model, scheme="drift", comm=comm, **{"codec": "int8", **options})
         self.optimizer = kind(self.model.parameters(), lr=0.01)
-        mpisparse.attach(self.optimizer, self.sync)
+        mpisparse.attach(self.optimizer, self.sync, scaler)
         self.steps = 0
 
     def step(self) -> None:

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.mpi
 
 DRIVER = os.environ.get("MPISPARSE_TEST_DRIVER")
 CODECS = ["fp32", "fp16", "bf16", "int8"]
-SCHEMES = [{"scheme": "dense"}] + [
+SCHEMES = [{"scheme": "dense"}, {"scheme": "dense", "codec": "int4"}] + [
     {"density": 0.05, "codec": codec, "accumulate": path} for codec in CODECS for path in ("step", "backward")
 ]
 SCHEMES += [
@@ -425,7 +425,14 @@ def averages(run: Run) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:scheme .predictive. without validation")
-@pytest.mark.parametrize("options", [{}, {"codec": "int8"}, {"scheme": "momentum"}, {"scheme": "predictive"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"codec": "int8"}, {"scheme": "momentum"}, {"scheme": "predictive"},
+        {"scheme": "dense", "density": 1.0, "codec": "int4"},
+    ],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("fewer", [pytest.param(n, marks=pytest.mark.mpi(min_size=n + 1)) for n in (1, 2, 3)])
 @pytest.mark.parametrize("grow", [False, True], ids=["shrink", "grow"])
 def test_another_number_of_ranks(

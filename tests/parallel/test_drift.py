@@ -248,3 +248,69 @@ def test_a_closure_is_local(comm: MPI.Intracomm) -> None:
         optimizer.step(closure)
     assert everywhere(comm, sync._aggregator.number == 3)
     sync.close()
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_closed_exchange_is_told_before_the_optimizer_moves(comm: MPI.Intracomm, staleness: int) -> None:
+    run = Training(comm, every=2, staleness=staleness)
+    run.step()
+    run.step()
+    run.sync.close()
+    before = bits(run.model.parameters())
+    loss_of(run.model, seeded(comm.rank, 2)).backward()
+    assert "was closed" in raised(comm, RuntimeError, run.optimizer.step)
+    assert "was closed" in raised(comm, RuntimeError, run.sync.step)
+    assert everywhere(comm, bits(run.model.parameters()) == before)
+
+
+@pytest.mark.parametrize("schemes", [("drift", "drift"), ("drift", "exdyna"), ("exdyna", "drift")], ids=str)
+def test_the_last_exchange_of_a_model_counts(comm: MPI.Intracomm, schemes: tuple[str, str]) -> None:
+    model = small()
+    options = {"density": 0.1, "codec": "int8"}
+    first, second = (mpisparse.GradientSync(model, scheme=scheme, **options) for scheme in schemes)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, seeded(comm.rank, 0)).backward()
+    assert "another was made for the same model" in raised(comm, RuntimeError, first.step)
+    mpisparse.attach(optimizer, second)
+    optimizer.step()
+    assert everywhere(comm, second.stats.selected > 0)
+    first.close()
+    second.close()
+
+
+def test_weights_with_gaps_in_memory_are_refused(comm: MPI.Intracomm) -> None:
+    model = nn.Linear(6, 4)
+    model.weight = nn.Parameter(torch.zeros(4, 12)[:, ::2])
+    said = raised(comm, mpisparse.ConfigurationError, lambda: mpisparse.GradientSync(model, scheme="drift"))
+    assert "parameter weight has gaps in its memory" in said
+
+
+def test_channels_last_and_tied_weights(comm: MPI.Intracomm) -> None:
+    """Weights are moved in the order in which they lie in memory, tied ones once."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(32, 32), nn.Linear(32, 32))
+    model[3].weight = model[2].weight
+    model = model.to(memory_format=torch.channels_last)
+    sync = mpisparse.GradientSync(model, scheme="drift", density=1.0, codec="fp32")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    mpisparse.attach(optimizer, sync)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3, 4, 4, generator=seeded(comm.rank, step))).square().mean().backward()
+        optimizer.step()
+        own = [p.detach().clone() for p in model.parameters()]
+        with sync.global_weights():
+            assert alike(comm, model.parameters())
+            for p, q in zip(model.parameters(), own, strict=True):
+                torch.testing.assert_close(p.detach(), q, rtol=0, atol=1e-6)  # all is exchanged, exactly
+    sync.close()
+
+
+def test_what_is_not_finite_before_the_first_exchange(comm: MPI.Intracomm) -> None:
+    run = Training(comm, torch.optim.SGD)
+    with torch.no_grad():
+        run.model[2].weight[1, 1] = float("nan")
+    loss_of(run.model, seeded(comm.rank, 1)).backward()
+    said = raised(comm, mpisparse.NonFiniteGradientError, run.optimizer.step)
+    assert "non-finite weight" in said
+    run.sync.close()

@@ -172,7 +172,7 @@ def test_codecs_go_with_schemes_as_docs_say(scheme: str) -> None:
 @pytest.mark.filterwarnings('ignore:scheme "predictive" without validation')
 def test_dropping_goes_with_schemes_as_docs_say(scheme: str) -> None:
     off = {"predictive": "none"}.get(scheme, False)
-    if scheme == "dense":
+    if scheme == "dense" or SCHEMES[scheme].of_weights:
         with pytest.raises(ConfigurationError, match="unknown option 'compensate'"):
             configure(scheme, compensate=off)
         return

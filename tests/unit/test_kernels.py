@@ -25,7 +25,7 @@ MODULES = [module.__name__ for module in (numpy_apart, numpy_backend, numpy_few_
 KERNELS = sorted(
     name for name, f in inspect.getmembers(numpy_backend, inspect.isfunction) if f.__module__ in MODULES and name[0] != "_"
 )
-KERNELS += [f"{verb}_{codec}" for verb in ("encode", "decode", "add") for codec in FEW_BITS]
+KERNELS += [f"{verb}_{codec}" for verb in ("encode", "pack", "decode", "add", "subtract") for codec in FEW_BITS]
 SPLIT = 3 * 32_768 + 77  # long enough for three threads
 SIZES = (0, 1, 63, 64, 65, 1000, SPLIT)
 
@@ -410,9 +410,11 @@ def test_few_bits(native: Any, codec: str, count: int) -> None:
         scales = np.empty(-(-count // form.group), np.uint16)
         codes = np.empty(count // form.group * form.nbytes + min(count % form.group, form.nbytes), np.uint8)
         assert_agree(native, f"encode_{codec}", x, scales, codes, writes=(0, 1, 2))
+        assert_agree(native, f"pack_{codec}", x, scales, codes, writes=(0, 1, 2))
         getattr(numpy_backend, f"encode_{codec}")(x.copy(), scales, codes)
         assert_agree(native, f"decode_{codec}", scales, codes, np.empty_like(x), writes=(2,))
         assert_agree(native, f"add_{codec}", scales, codes, noise / np.float32(4), writes=(2,))
+        assert_agree(native, f"subtract_{codec}", scales, codes, noise / np.float32(4), writes=(2,))
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 2, 8191, 8192, 8193, 40_001])

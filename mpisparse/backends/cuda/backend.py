@@ -284,14 +284,23 @@ class CudaBackend:
     def encode_int4(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
         self._launch("encode_int4", -(-len(x) // GROUP), GROUP, x, np.int64(len(x)), scales, codes)
 
+    def pack_int4(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
+        self._launch("pack_int4", -(-len(x) // GROUP), GROUP, x, np.int64(len(x)), scales, codes)
+
     def decode_int4(self, scales: Tensor, codes: Tensor, x: Tensor) -> None:
         self._for_each("decode_int4", len(x), scales, codes, np.int64(len(x)), x)
 
     def add_int4(self, scales: Tensor, codes: Tensor, total: Tensor) -> None:
         self._for_each("add_int4", len(total), scales, codes, np.int64(len(total)), total)
 
+    def subtract_int4(self, scales: Tensor, codes: Tensor, total: Tensor) -> None:
+        self._for_each("subtract_int4", len(total), scales, codes, np.int64(len(total)), total)
+
     def encode_int2(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
         self._launch("encode_int2", -(-len(x) // GROUP), GROUP, x, np.int64(len(x)), scales, codes)
+
+    def pack_int2(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
+        self._launch("pack_int2", -(-len(x) // GROUP), GROUP, x, np.int64(len(x)), scales, codes)
 
     def decode_int2(self, scales: Tensor, codes: Tensor, x: Tensor) -> None:
         self._for_each("decode_int2", len(x), scales, codes, np.int64(len(x)), x)
@@ -299,14 +308,23 @@ class CudaBackend:
     def add_int2(self, scales: Tensor, codes: Tensor, total: Tensor) -> None:
         self._for_each("add_int2", len(total), scales, codes, np.int64(len(total)), total)
 
+    def subtract_int2(self, scales: Tensor, codes: Tensor, total: Tensor) -> None:
+        self._for_each("subtract_int2", len(total), scales, codes, np.int64(len(total)), total)
+
     def encode_sign(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
         self._launch("encode_sign", -(-len(x) // GROUP), GROUP, x, np.int64(len(x)), scales, codes)
+
+    def pack_sign(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
+        self._launch("pack_sign", -(-len(x) // GROUP), GROUP, x, np.int64(len(x)), scales, codes)
 
     def decode_sign(self, scales: Tensor, codes: Tensor, x: Tensor) -> None:
         self._for_each("decode_sign", len(x), scales, codes, np.int64(len(x)), x)
 
     def add_sign(self, scales: Tensor, codes: Tensor, total: Tensor) -> None:
         self._for_each("add_sign", len(total), scales, codes, np.int64(len(total)), total)
+
+    def subtract_sign(self, scales: Tensor, codes: Tensor, total: Tensor) -> None:
+        self._for_each("subtract_sign", len(total), scales, codes, np.int64(len(total)), total)
 
     # Launches
 

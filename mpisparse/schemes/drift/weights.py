@@ -31,7 +31,7 @@ class NotFrozen:
 
 
 class NotWatched:
-    """No hooks on the model."""
+    """No hooks on the model. removed: the exchange was closed, or another one has its parameters."""
 
     removed = False
 
