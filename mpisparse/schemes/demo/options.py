@@ -33,8 +33,6 @@ class Demo(Options):
         super().__post_init__()
         check_share("decay", self.decay)
         check_whole("chunk", self.chunk, 1)
-        if self.accumulate != "step":
-            raise ConfigurationError('scheme "demo" needs the whole gradient of a step: leave accumulate out')
         if CODECS[self.codec].blended:
             raise ConfigurationError(
                 f'scheme "demo" has its own momentum: codec {self.codec!r} would blend what is sent with what was sent '
@@ -52,7 +50,7 @@ class Demo(Options):
         n, cosines = len(parts.residual), Cosines(parts.slots, self.chunk)
         aggregator = Aggregator(
             parts,
-            scorer=Waves(parts.residual, parts.backend, cosines, self.decay),
+            scorer=Waves(parts.residual, parts.backend, parts.slots, cosines, self.decay),
             selection=ChunkSelection(n, cosines.stretches),
             reducer=SignOfMean(Gathered(CODECS[self.codec], n), cosines, parts.sink.whole),
             stages=[Leaving(cosines)],

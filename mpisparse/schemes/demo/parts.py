@@ -10,40 +10,48 @@ import numpy as np
 import torch
 
 from mpisparse.arrays import Floats, Ints
-from mpisparse.backends.flat import Pieces
+from mpisparse.backends.flat import Pieces, Slot
 from mpisparse.backends.protocol import Backend
 from mpisparse.comm.exchange import Exchange
 from mpisparse.comm.regions import Region
 from mpisparse.core.stages import Sent, Stage
 from mpisparse.schemes.demo.cosines import Cosines
 from mpisparse.select.candidates import NONE, Candidates
-from mpisparse.select.scorers import Scorer
+from mpisparse.select.scorers import WholeGradient
 from mpisparse.select.view import VectorKeys
 from mpisparse.wire.gathered import Gathered
 from mpisparse.wire.reduction import Reduced, Reducer
 
 
-class Waves(Scorer):
+class Waves(WholeGradient):
     """The accumulator holds decay x momentum + gradient; elements are compared by its coefficients."""
 
     by_magnitude = True
 
-    def __init__(self, residual: torch.Tensor, backend: Backend, cosines: Cosines, decay: float) -> None:
-        self.residual = residual
-        self.backend = backend
-        self.acc = backend.array_of(residual)
+    def __init__(
+        self, residual: torch.Tensor, backend: Backend, slots: Sequence[Slot], cosines: Cosines, decay: float
+    ) -> None:
+        super().__init__(residual, backend, slots)
         self.cosines = cosines
-        self.decay = decay
+        self.decay = np.float32(decay)
         self.keys = VectorKeys(backend, np.empty(0, dtype=np.float32))
         self.take = self._values_at
 
     def accumulate(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
-        assert pieces is not None
-        whole = pieces.densified()
-        self.residual.mul_(self.decay)
-        *_, bad = self.backend.accumulate_select(self.acc, *whole.dense, 0, 0, 0.0)
+        if pieces is None:
+            self._complete()
+        else:
+            whole = pieces.densified()
+            self.acc *= self.decay
+            self.backend.accumulate_select(self.acc, *whole.dense, 0, 0, 0.0)
+        *_, bad = self.backend.select(self.acc, 0, len(self.acc), float("inf"))
         self.keys = VectorKeys(self.backend, self.cosines.forward(self.residual).numpy())
         return NONE._replace(bad=bad)
+
+    def _update(self, slot: Slot, pointer: int) -> int:
+        part = self.acc[slot.begin : slot.end]
+        part *= self.decay
+        return int(self.backend.accumulate(part, pointer, slot.sent_kind)) if pointer else -1
 
     def _values_at(self, index: Ints) -> Floats:
         values: Floats = self.keys.vector[index]
