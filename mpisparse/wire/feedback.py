@@ -19,8 +19,7 @@ from mpisparse.arrays import Floats, Ints, State
 from mpisparse.comm.agreement import Overflow
 from mpisparse.comm.regions import Part, even_regions
 from mpisparse.errors import ConfigurationError
-from mpisparse.wire.codecs.protocol import add_decoded
-from mpisparse.wire.encoded import Encoded, Span, check, chunks, encode, span_nbytes, write_chunk
+from mpisparse.wire.encoded import Encoded, Span, check, chunks, encode, settle_chunk, span_nbytes
 from mpisparse.wire.reduction import NOT_A_NUMBER, Reduced, Reducer
 
 if TYPE_CHECKING:
@@ -110,17 +109,14 @@ class AtFixedOwners(Reducer):
         back, at, lo = backend.empty(span_nbytes(self.codec, span), np.uint8), 0, span[0]
         for parts in zip(*rows, strict=True):
             start, stop, _ = parts[0]
-            total = left[start - lo : stop - lo]
-            self.codec.decode(backend, parts[0][2], total)
-            for _, _, part in parts[1:]:
-                add_decoded(self.codec, backend, part, total)
-            backend.divide(total, size / self.rate)
-            backend.add(total, error[start - lo : stop - lo])
-            *_, bad = backend.select(total, 0, len(total), float("inf"))
+            place = slice(start - lo, stop - lo)
+            written, bad = settle_chunk(
+                self.codec, backend, [part for *_, part in parts], size / self.rate, error[place], left[place], back[at:]
+            )
             if bad >= 0:
                 backend.fill(back, NOT_A_NUMBER)
                 return back, start + bad
-            at += write_chunk(self.codec, backend, total, back[at:])
+            at += written
         return back[:at], -1
 
     def _check_finite(self, exchange: Exchange, backend: Backend, arrived: Encoded, bad: int) -> None:
