@@ -85,7 +85,7 @@ __device__ inline u16 scale_of(float value, float count, Shared* shared) {
     return half & 0x7fffu ? half : (u16)0;
 }
 
-template <int CODEC, u32 BITS, u32 SIZE>
+template <int CODEC, u32 BITS, u32 SIZE, bool LEAVE>
 __device__ inline void encode_few(float* x, i64 n, u16* scales, u8* codes, Shared* shared) {
     const u32 NBYTES = SIZE * BITS / 8, own = threadIdx.x / SIZE, lane = threadIdx.x % SIZE;
     const i64 i = at_thread(), group = i / SIZE, rest = n - group * SIZE;
@@ -94,7 +94,7 @@ __device__ inline void encode_few(float* x, i64 n, u16* scales, u8* codes, Share
     const float scale = bf16_to_float(half);
     const u32 code = half ? code_of(CODEC, value, scale) : CODEC == INT4 ? 7u : 0u;
     shared->codes[threadIdx.x] = (u8)code;
-    if (i < n && half) x[i] = __fsub_rn(value, __fmul_rn(level_of(CODEC, code), scale));
+    if (LEAVE && i < n && half) x[i] = __fsub_rn(value, __fmul_rn(level_of(CODEC, code), scale));
     if (i < n && lane == 0) scales[group] = half;
     __syncthreads();
     if (i >= n || lane >= NBYTES) return;
@@ -113,15 +113,27 @@ __device__ inline float decode_few(const u16* scales, const u8* codes, i64 i) {
 
 extern "C" __global__ void __launch_bounds__(GROUP) encode_int4(float* x, i64 n, u16* scales, u8* codes) {
     __shared__ Shared shared;
-    encode_few<INT4, 4, 64>(x, n, scales, codes, &shared);
+    encode_few<INT4, 4, 64, true>(x, n, scales, codes, &shared);
+}
+extern "C" __global__ void __launch_bounds__(GROUP) pack_int4(float* x, i64 n, u16* scales, u8* codes) {
+    __shared__ Shared shared;
+    encode_few<INT4, 4, 64, false>(x, n, scales, codes, &shared);
 }
 extern "C" __global__ void __launch_bounds__(GROUP) encode_int2(float* x, i64 n, u16* scales, u8* codes) {
     __shared__ Shared shared;
-    encode_few<INT2, 2, 64>(x, n, scales, codes, &shared);
+    encode_few<INT2, 2, 64, true>(x, n, scales, codes, &shared);
+}
+extern "C" __global__ void __launch_bounds__(GROUP) pack_int2(float* x, i64 n, u16* scales, u8* codes) {
+    __shared__ Shared shared;
+    encode_few<INT2, 2, 64, false>(x, n, scales, codes, &shared);
 }
 extern "C" __global__ void __launch_bounds__(GROUP) encode_sign(float* x, i64 n, u16* scales, u8* codes) {
     __shared__ Shared shared;
-    encode_few<SIGN, 1, 128>(x, n, scales, codes, &shared);
+    encode_few<SIGN, 1, 128, true>(x, n, scales, codes, &shared);
+}
+extern "C" __global__ void __launch_bounds__(GROUP) pack_sign(float* x, i64 n, u16* scales, u8* codes) {
+    __shared__ Shared shared;
+    encode_few<SIGN, 1, 128, false>(x, n, scales, codes, &shared);
 }
 
 extern "C" __global__ void decode_int4(const u16* scales, const u8* codes, i64 n, float* x) {
@@ -148,4 +160,17 @@ extern "C" __global__ void add_int2(const u16* scales, const u8* codes, i64 n, f
 extern "C" __global__ void add_sign(const u16* scales, const u8* codes, i64 n, float* total) {
     const i64 i = at_thread();
     if (i < n) total[i] = __fadd_rn(total[i], decode_few<SIGN, 1, 128>(scales, codes, i));
+}
+
+extern "C" __global__ void subtract_int4(const u16* scales, const u8* codes, i64 n, float* total) {
+    const i64 i = at_thread();
+    if (i < n) total[i] = __fsub_rn(total[i], decode_few<INT4, 4, 64>(scales, codes, i));
+}
+extern "C" __global__ void subtract_int2(const u16* scales, const u8* codes, i64 n, float* total) {
+    const i64 i = at_thread();
+    if (i < n) total[i] = __fsub_rn(total[i], decode_few<INT2, 2, 64>(scales, codes, i));
+}
+extern "C" __global__ void subtract_sign(const u16* scales, const u8* codes, i64 n, float* total) {
+    const i64 i = at_thread();
+    if (i < n) total[i] = __fsub_rn(total[i], decode_few<SIGN, 1, 128>(scales, codes, i));
 }

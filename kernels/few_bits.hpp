@@ -14,6 +14,26 @@ alignas(64) constexpr float INT4_SPLITS[4][16] = {
     {-312 / 512.0f, -57 / 512.0f, 117 / 512.0f, 384 / 512.0f},
     {-400 / 512.0f, -238 / 512.0f, -111 / 512.0f, -16 / 512.0f, 62 / 512.0f, 177 / 512.0f, 311 / 512.0f, 467 / 512.0f}};
 
+// 32 cells between minus and plus the scale, so narrow that each has at most one split and so placed that none is near an edge: rounding
+// cannot lead past a split. `below` counts the splits below a cell; a cell without a split has one that no value reaches.
+struct Cells {
+    static constexpr float PER_SCALE = 15.5f;
+    alignas(64) float split[32] = {};
+    alignas(64) int32_t below[32] = {};
+    constexpr Cells() {
+        for (int cell = 0; cell < 32; ++cell) {
+            split[cell] = 4.0f;
+            for (int k = 1; k < 16; ++k) {
+                const float middle = (INT4_LEVELS[k - 1] + INT4_LEVELS[k]) / 2;
+                const int at = int(middle * PER_SCALE + 16.0f);
+                if (at == cell) split[cell] = middle;
+                below[cell] += at < cell;
+            }
+        }
+    }
+};
+constexpr Cells CELLS;
+
 // int2: the scale is the outer level that is best, in least squares, if magnitudes from INT2_FIRST x the largest on are outer ones.
 // Then magnitudes from INT2_SPLIT x scale on are. Bit 0 of a code tells the outer level, bit 1 the sign.
 constexpr float INT2_FIRST = 49 / 128.0f, INT2_INNER = 9 / 32.0f, INT2_SPLIT = 41 / 64.0f;
@@ -27,7 +47,9 @@ struct Int4 { static constexpr int64_t GROUP = 64, CODES = 32; static constexpr 
 struct Int2 { static constexpr int64_t GROUP = 64, CODES = 16; static constexpr uint8_t ZEROS = 0; };
 struct Sign { static constexpr int64_t GROUP = 128, CODES = 16; static constexpr uint8_t ZEROS = 0; };
 
-// Encodes x[0, n) and leaves in x what is not sent; decodes into x, or adds to it.
-using EncodeFew = void (*)(float* x, int64_t n, uint16_t* scales, uint8_t* codes);
-using DecodeFew = void (*)(const uint16_t* scales, const uint8_t* codes, int64_t n, float* x, bool add);
+enum Decoding { WRITE, ADD, SUBTRACT };  // what is done with decoded values
+
+// Encodes x[0, n); with `leave`, x becomes what is not sent.
+using EncodeFew = void (*)(float* x, int64_t n, uint16_t* scales, uint8_t* codes, bool leave);
+using DecodeFew = void (*)(const uint16_t* scales, const uint8_t* codes, int64_t n, float* x, Decoding how);
 struct FewBits { EncodeFew encode; DecodeFew decode; int64_t group, codes; };

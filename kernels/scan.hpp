@@ -111,8 +111,8 @@ inline Bits with(Bits x, Bits y) { return x | y; }
 inline Bits both(Bits x, Bits y) { return x & y; }
 template <int N> Bits left(Bits x) { return int32_t(uint32_t(x) << N); }
 template <int N> Bits right(Bits x) { return int32_t(uint32_t(x) >> N); }
-inline Bits descend(Bits k, Vec x, Vec split) { return 2 * k + (x >= split); }
-inline Vec where(Vec x, Vec split, Vec value) { return x >= split ? value : 0.0f; }
+inline Bits descend(Bits k, Vec x, Vec split) { return 2 * k + int32_t(~bits_of(x - split) >> 31); }  // no jump: it is anyone's guess
+inline Vec where(Vec x, Vec split, Vec value) { return float_of(bits_of(value) & ~uint32_t(int32_t(bits_of(x - split)) >> 31)); }
 inline void store_bytes(uint8_t* p, Bits x) { *p = uint8_t(x); }
 inline Bits key_with_sign(Vec x) { return int32_t(bits_of(x) << 1 | (~bits_of(x) >> 31)); }
 inline Bits larger_key(Bits x, Bits y) { return int32_t(std::max(uint32_t(x), uint32_t(y))); }
@@ -272,8 +272,24 @@ inline float sum_of(const Vec* row) {
 }
 template <int COUNT> Table table(const float* p, float scale) { return {multiply(load(p), everywhere(scale))}; }
 template <int COUNT> Vec look_up(const Table& t, Bits k) { return _mm512_permutexvar_ps(k, t.all); }
+
+// Finds int4's codes by cells: half the instructions of halving. The scale must not be so small that its inverse overflows.
+struct InCells {
+    Vec inverse, low, high;
+    explicit InCells(float size)
+        : inverse(everywhere(Cells::PER_SCALE / size)), low(multiply(load(CELLS.split), everywhere(size))),
+          high(multiply(load(CELLS.split + 16), everywhere(size))) {}
+    Bits code(Vec x) const {
+        const Bits cell = _mm512_cvttps_epi32(_mm512_fmadd_ps(x, inverse, everywhere(16.0f)));
+        const Bits below = _mm512_permutex2var_epi32(_mm512_load_si512(CELLS.below), cell, _mm512_load_si512(CELLS.below + 16));
+        const __mmask16 above = _mm512_cmp_ps_mask(x, _mm512_permutex2var_ps(low, cell, high), _CMP_GE_OQ);
+        return _mm512_mask_add_epi32(below, above, below, spread(1));
+    }
+};
+#define MPISPARSE_CELLS
 #include "scan.inc"
 #include "few_bits.inc"
+#undef MPISPARSE_CELLS
 }  // namespace avx512
 #ifdef __clang__
 #pragma clang attribute pop

@@ -1,5 +1,6 @@
 // Reads and writes at an ascending index without duplicates, the sums of a reduction, and momentum between steps.
 #pragma once
+#include <cmath>
 #include "host.hpp"
 
 namespace {
@@ -53,6 +54,11 @@ void add(Array<float> total, Array<const float> term) {
 
 MPISPARSE_CLONES
 void divide_part(float* values, int64_t n, float by) {
+    if (std::fabs(by) >= 0x1p-100f && std::fabs(by) <= 0x1p100f && (bits_of(by) & 0x007fffff) == 0) {
+        const float inverse = 1.0f / by;  // of a power of two: the same bits, in a quarter of the time
+        for (int64_t i = 0; i < n; ++i) values[i] *= inverse;
+        return;
+    }
     for (int64_t i = 0; i < n; ++i) values[i] /= by;
 }
 

@@ -36,6 +36,15 @@ from mpisparse.backends.numpy_few_bits import decode_sign as decode_sign
 from mpisparse.backends.numpy_few_bits import encode_int2 as encode_int2
 from mpisparse.backends.numpy_few_bits import encode_int4 as encode_int4
 from mpisparse.backends.numpy_few_bits import encode_sign as encode_sign
+from mpisparse.backends.numpy_few_bits import pack_int2 as pack_int2
+from mpisparse.backends.numpy_few_bits import pack_int4 as pack_int4
+from mpisparse.backends.numpy_few_bits import pack_sign as pack_sign
+from mpisparse.backends.numpy_few_bits import settle_int2 as settle_int2
+from mpisparse.backends.numpy_few_bits import settle_int4 as settle_int4
+from mpisparse.backends.numpy_few_bits import settle_sign as settle_sign
+from mpisparse.backends.numpy_few_bits import subtract_int2 as subtract_int2
+from mpisparse.backends.numpy_few_bits import subtract_int4 as subtract_int4
+from mpisparse.backends.numpy_few_bits import subtract_sign as subtract_sign
 from mpisparse.backends.numpy_indices import decode_indices as decode_indices
 from mpisparse.backends.numpy_indices import encode_indices as encode_indices
 from mpisparse.backends.numpy_indices import reaching as reaching

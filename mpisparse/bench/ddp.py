@@ -138,10 +138,15 @@ class _Contender:
         self.seconds.append(comm.allreduce(seconds, MPI.MAX))
         self.losses.append(comm.allreduce(loss.item()) / comm.size)
         if self.sync is not None:
-            inside = moves_weights(self.sync)  # such a scheme exchanges inside the optimizer's step
+            inside = _inside(self.sync)
             self.exchanging.append(sum(self.sync.stats.seconds.values()) if inside else exchanging)
             self.received.append(self.sync.stats.bytes_received)
             self.densities.append(self.sync.stats.density)
+
+
+def _inside(sync: mpisparse.GradientSync) -> bool:
+    """Tell whether the exchange is inside the step of an attached optimizer, or behind it."""
+    return moves_weights(sync) or sync.options.of_weights
 
 
 def _contenders(plan: DdpPlan, model: torch.nn.Module, task: Task) -> list[_Contender]:
@@ -168,7 +173,7 @@ def _contenders(plan: DdpPlan, model: torch.nn.Module, task: Task) -> list[_Cont
         sync = mpisparse.GradientSync(own, scheme=case.scheme, **case.values)
         contender = _Contender(text, own, plan, task)
         contender.sync = sync
-        if moves_weights(sync):
+        if _inside(sync):
             mpisparse.attach(contender.optimizer, sync)
         else:
             contender.exchange = sync.step

@@ -28,6 +28,7 @@ from mpisparse.errors import ConfigurationError
 from mpisparse.names import CODECS
 from mpisparse.runtime.recording import Recording
 from mpisparse.runtime.table import save, show
+from mpisparse.schemes import find_scheme
 
 WARM_UP = 3
 COLUMNS = {
@@ -63,6 +64,7 @@ def run(plan: SyncPlan) -> int:
         f"{scheme}, {path}": _Path(scheme, path, model, plan.density, plan.codec)
         for scheme in plan.schemes
         for path in plan.paths
+        if path == "step" or not find_scheme(scheme).of_weights
     }
     times: dict[str, list[float]] = {}
     for turn in range(WARM_UP + plan.rounds):
@@ -121,18 +123,25 @@ def open_source(comm: MPI.Intracomm, path: Path | None, elements: int, ranks: in
 
 def moves_weights(sync: mpisparse.GradientSync) -> bool:
     """Tell whether a scheme moves weights itself: it needs an attached optimizer and has no step() to call."""
-    return bool(getattr(sync.options, "staleness", 0))
+    return bool(getattr(sync.options, "staleness", 0)) and not sync.options.of_weights
 
 
 class _Path:
-    """A scheme with one way to accumulate, on its own parameters and the common gradients."""
+    """A scheme with one way to accumulate, on its own parameters and the common gradients.
+
+    Where weights are exchanged, that is in every step, and the optimizer's step before it is not timed.
+    """
 
     def __init__(self, scheme: str, path: str, source: GivenModel, density: float, codec: str | None) -> None:
         self.model = source.twin()
         blended = f"momentum-{codec}"
         self.codec = blended if scheme == "momentum" and blended in CODECS else codec
-        share = None if scheme == "dense" else density
-        self.sync = mpisparse.GradientSync(self.model, scheme=scheme, density=share, codec=self.codec, accumulate=path)
+        share = None if find_scheme(scheme).density == 1.0 else density
+        more = {"every": 1} if find_scheme(scheme).of_weights else {"accumulate": path}
+        self.sync = mpisparse.GradientSync(self.model, scheme=scheme, density=share, codec=self.codec, **more)
+        self.before: Callable[[], Any] = lambda: None
+        if self.sync.options.of_weights:
+            self.before = torch.optim.SGD(self.model.parameters(), lr=1e-3).step
         self.step: Callable[[], Any] = self.sync.step
         if moves_weights(self.sync):
             optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
@@ -144,6 +153,7 @@ class _Path:
     def backward(self) -> None:
         self.model.zero_grad()
         self.model.backward()
+        self.before()
         self.held = [p.grad for p in self.model.layers]
 
     def note(self) -> None:

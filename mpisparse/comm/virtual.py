@@ -9,10 +9,8 @@ each worker's own. NumPy's global one is shared: to save and restore it at every
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from mpisparse.arrays import Bytes
+from mpisparse.comm.baton import Ended, World, generators, set_generators
 from mpisparse.comm.exchange import OPS
 from mpisparse.errors import ConfigurationError
 
@@ -35,8 +34,8 @@ def run_virtual(n: int, work: Callable[[VirtualComm], Result]) -> list[Result]:
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ConfigurationError(f"expected a whole number of virtual workers >= 1, got {n!r}")
-    before = _generators()
-    world = _World(n)
+    before = generators()
+    world = World(n)
     results: list[Any] = [None] * n
     threads = torch.get_num_threads()
 
@@ -44,10 +43,10 @@ def run_virtual(n: int, work: Callable[[VirtualComm], Result]) -> list[Result]:
         try:
             world.wait_for_turn(rank)
             torch.set_num_threads(threads)  # a thread has its own number
-            _set_generators(before)
+            set_generators(before)
             results[rank] = work(VirtualComm(world, (), tuple(range(n)), rank))
             world.leave(rank)
-        except _Ended:
+        except Ended:
             pass
         except BaseException as error:
             world.fail(error)
@@ -65,107 +64,10 @@ def run_virtual(n: int, work: Callable[[VirtualComm], Result]) -> list[Result]:
         world.fail(error)
         raise
     finally:
-        _set_generators(before)
+        set_generators(before)
     if world.error is not None:
         raise world.error
     return results
-
-
-def _generators() -> tuple[torch.Tensor, tuple[Any, ...]]:
-    return torch.get_rng_state(), random.getstate()
-
-
-def _set_generators(states: tuple[torch.Tensor, tuple[Any, ...]]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-
-
-class _Ended(BaseException):
-    """Another worker failed. Not an Exception, so that what workers catch does not hold it up."""
-
-
-@dataclass
-class _Meeting:
-    """A collective call that some members of a communicator have made."""
-
-    call: str
-    given: dict[int, Any] = field(default_factory=dict)
-    taken: Any = None
-
-
-class _World:
-    """The baton, and the calls that workers wait in. Only the worker with the baton touches it."""
-
-    def __init__(self, size: int) -> None:
-        self.gates = [threading.Semaphore(0) for _ in range(size)]
-        self.waits: list[str | None] = [None] * size
-        self.left: set[int] = set()
-        self.meetings: dict[tuple[Any, ...], _Meeting] = {}
-        self.error: BaseException | None = None
-
-    def meet(
-        self,
-        where: tuple[Any, ...],
-        members: Sequence[int],
-        me: int,
-        call: str,
-        given: Any,
-        work: Callable[[list[Any]], Any],
-    ) -> Any:
-        """Make a collective call; return what work(given by each member, in rank order) returned."""
-        self._check()
-        meeting = self.meetings.setdefault(where, _Meeting(call))
-        if meeting.call != call:
-            raise RuntimeError(
-                f"r{members.index(me)} | this worker calls {call} where rank {members.index(min(meeting.given))} called "
-                f"{meeting.call}: all ranks must make the same calls in the same order"
-            )
-        meeting.given[me] = given
-        if len(meeting.given) == len(members):
-            del self.meetings[where]
-            meeting.taken = work([meeting.given[member] for member in members])
-            for member in members:
-                self.waits[member] = None
-            return meeting.taken
-        self.waits[me] = call
-        generators = _generators()
-        self._hand_over(me)
-        self.wait_for_turn(me)
-        _set_generators(generators)
-        return meeting.taken
-
-    def wait_for_turn(self, me: int) -> None:
-        """Wait for the baton."""
-        self.gates[me].acquire()
-        self._check()
-
-    def leave(self, me: int) -> None:
-        """This worker is done."""
-        self.left.add(me)
-        if len(self.left) < len(self.gates):
-            self._hand_over(me)
-
-    def fail(self, error: BaseException) -> None:
-        """Keep the first error and wake all, who end."""
-        self.error = self.error or error
-        for gate in self.gates:
-            gate.release()
-
-    def _check(self) -> None:
-        if self.error is not None:
-            raise _Ended
-
-    def _hand_over(self, me: int) -> None:
-        """Let the next worker run that waits for nobody."""
-        size = len(self.gates)
-        for rank in ((me + step) % size for step in range(1, size)):
-            if rank not in self.left and self.waits[rank] is None:
-                self.gates[rank].release()
-                return
-        doing = ["has returned" if r in self.left else f"waits in {call}" for r, call in enumerate(self.waits)]
-        raise RuntimeError(
-            "virtual workers wait for each other for ever: " + "; ".join(f"rank {r} {what}" for r, what in enumerate(doing))
-        )
 
 
 class Request:
@@ -193,7 +95,7 @@ class VirtualComm:
 
     virtual = True
 
-    def __init__(self, world: _World, where: tuple[Any, ...], members: tuple[int, ...], me: int) -> None:
+    def __init__(self, world: World, where: tuple[Any, ...], members: tuple[int, ...], me: int) -> None:
         self._world, self._where, self._members, self._me = world, where, members, me
         self._children = 0
         self.rank = members.index(me)

@@ -67,9 +67,7 @@ class AllSent(Stage):
         if reduced.own is None:
             backend.fill(acc, 0.0)
             return self
-        for start, stop, values in reduced.own.values(backend):
-            rest = acc[start:stop]
-            rest -= values
+        reduced.own.subtract_from(backend, acc)
         for start, stop in self.held.stretches:  # a codec makes something of the zeros there; it returns to all alike
             rest = acc[start:stop]
             rest += reduced.mean[start:stop]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpisparse.arrays import Floats
+from mpisparse.arrays import Floats, State
 from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.state import share_in_shift, sources
 from mpisparse.errors import ConfigurationError
@@ -68,7 +68,8 @@ def resize_states(
     merged |= companion.resize(list(parts.values()))
     if companion.subject is not None:
         every = (taken[source] if source in taken else states[source] for source in range(old))
-        merged["error"], residual = _from_all(every, old, new, rank, aggregator, companion)
+        error, residual = _from_all(every, old, new, rank, aggregator, companion)
+        merged |= error
     step = {
         f"step.{key}": torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in merged.items()
     }
@@ -77,19 +78,20 @@ def resize_states(
 
 def _from_all(
     states: Iterable[dict[str, Any]], old: int, new: int, rank: int, aggregator: Aggregator, companion: Companion
-) -> tuple[Floats, Floats]:
-    """A rank's e and its own weights among `new` ranks: its source's, shifted so that the mean over ranks stays."""
+) -> tuple[State, Floats]:
+    """A rank's e, if it has one, and its own weights among `new` ranks: its source's, shifted so that the mean stays."""
     reducer = aggregator.works.reducer
-    assert isinstance(reducer, AtFixedOwners)
     source, errors = sources(old, new, rank)[0], dict[int, Floats]()
-    weights = np.zeros(reducer.n, dtype=np.float64)
+    weights = np.zeros(len(aggregator.residual), dtype=np.float64)
     for other, state in enumerate(states):
         parts = step_state(state)
-        errors[other] = np.asarray(parts["error"])
+        if isinstance(reducer, AtFixedOwners):
+            errors[other] = np.asarray(parts["error"])
         share = float(other == source) + share_in_shift(old, new, other)
         if share:
             weights += share * companion.whole(state["residual"].cpu().numpy(), parts).astype(np.float64)
-    return reducer.regrouped(errors, rank, new), weights.astype(np.float32)
+    error = {"error": reducer.regrouped(errors, rank, new)} if isinstance(reducer, AtFixedOwners) else {}
+    return error, weights.astype(np.float32)
 
 
 def _check_options(text: Any, options: Options) -> None:

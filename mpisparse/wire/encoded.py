@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpisparse.backends.device import load_backend
+from mpisparse.wire.codecs.protocol import pack_values, settle, subtract_decoded
 
 if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend
@@ -36,11 +37,25 @@ class Encoded(NamedTuple):
     def values(self, backend: Backend) -> Iterator[Chunk]:
         """Decode chunk by chunk; each is overwritten by the next."""
         room = backend.empty(min(CHUNK, max((stop - start for start, stop in self.spans), default=0)), np.float32)
+        for start, stop, part in self.parts():
+            values = room[: stop - start]
+            self.codec.decode(backend, part, values)
+            yield start, stop, values
+
+    def parts(self) -> Iterator[Chunk]:
+        """The bytes of each chunk."""
         for span, at, size in zip(self.spans, self.starts, self.sizes, strict=True):
-            for start, stop, part in chunks(self.codec, self.payload[at : at + size], span):
-                values = room[: stop - start]
-                self.codec.decode(backend, part, values)
-                yield start, stop, values
+            yield from chunks(self.codec, self.payload[at : at + size], span)
+
+    def write(self, backend: Backend, vector: Any) -> None:
+        """Write the values where they belong in a vector."""
+        for start, stop, part in self.parts():
+            self.codec.decode(backend, part, vector[start:stop])
+
+    def subtract_from(self, backend: Backend, vector: Any) -> None:
+        """Subtract the values where they belong in a vector."""
+        for start, stop, part in self.parts():
+            subtract_decoded(self.codec, backend, part, vector[start:stop])
 
     def decoded(self, backend: Backend) -> Any:
         """All values, in the order of the spans."""
@@ -89,25 +104,43 @@ def span_nbytes(codec: Codec, span: Span) -> int:
 
 
 def write_chunk(codec: Codec, backend: Backend, values: Any, payload: Any) -> int:
-    """Encode a chunk at the start of a payload; returns the bytes written. `values` becomes what was not sent."""
+    """Encode a chunk, which is only read, at the start of a payload; returns the bytes written."""
+    room = _room(codec, payload, len(values))
+    return _with_header(codec, payload, pack_values(codec, backend, values, room))
+
+
+def settle_chunk(
+    codec: Codec, backend: Backend, rows: Sequence[Any], by: float, error: Any, left: Any, payload: Any
+) -> tuple[int, int]:
+    """Encode left = sum of the rows' values / by + error at the start of a payload; `left` becomes what is not sent.
+
+    Returns the bytes written, and the first index that is not finite or -1.
+    """
+    size, bad = settle(codec, backend, rows, by, error, left, _room(codec, payload, len(left)))
+    return _with_header(codec, payload, size), bad
+
+
+def _room(codec: Codec, payload: Any, count: int) -> Any:
+    header = HEADER if codec.variable else 0
+    return payload[header : header + codec.nbytes(count)]
+
+
+def _with_header(codec: Codec, payload: Any, size: int) -> int:
+    """Write how many bytes follow, if that varies; returns the bytes in all."""
     if not codec.variable:
-        return codec.encode(backend, values, payload[: codec.nbytes(len(values))])
-    size = codec.encode(backend, values, payload[HEADER : HEADER + codec.nbytes(len(values))])
+        return size
     payload[:HEADER] = np.array([size], dtype=np.uint32).view(np.uint8)
     return HEADER + size
 
 
 def encode(codec: Codec, backend: Backend, vector: Any, spans: Sequence[Span]) -> Encoded:
     """Encode spans of a vector, which is only read."""
-    room = backend.empty(min(CHUNK, max((stop - start for start, stop in spans), default=0)), np.float32)
     payload = backend.empty(sum(span_nbytes(codec, span) for span in spans), np.uint8)
     at, sizes = 0, []
     for span in spans:
         before = at
         for start in range(*span, CHUNK):
-            stop = min(start + CHUNK, span[1])
-            values = room[: stop - start]
-            values[:] = vector[start:stop]
+            values = vector[start : min(start + CHUNK, span[1])]
             at += write_chunk(codec, backend, values, payload[at:])
         sizes.append(at - before)
     return Encoded(codec, payload[:at], spans, sizes)

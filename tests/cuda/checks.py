@@ -20,6 +20,8 @@ from mpisparse.backends.kinds import BF16, FP16, FP32, FP64, STORED
 from mpisparse.backends.protocol import FEW_BITS
 from mpisparse.select.threshold import HUGE, TINY, spread
 
+FEW_BITS_KERNELS = ("encode", "pack", "decode", "add", "subtract")
+
 # Which arguments are arrays on the device.
 ON_DEVICE = {
     "accumulate_select": (0,), "average_select": (0, 1), "select": (0,), "accumulate": (0,), "first_nonfinite": (),
@@ -29,7 +31,7 @@ ON_DEVICE = {
     "blend": (0, 1, 2, 3), "drop_decayed": (0, 1, 2, 3, 4, 5),
     "encode_int8": (0, 1, 2), "decode_int8": (0, 1, 2), "encode_fp16": (0, 1, 2), "decode_fp16": (0, 1, 2),
     "encode_bf16": (0, 1), "decode_bf16": (0, 1), "add_int8": (0, 1, 2), "add_fp16": (0, 1, 2), "add_bf16": (0, 1),
-    **{f"{verb}_{name}": (0, 1, 2) for verb in ("encode", "decode", "add") for name in FEW_BITS},
+    **{f"{verb}_{name}": (0, 1, 2) for verb in FEW_BITS_KERNELS for name in FEW_BITS},
 }  # fmt: skip
 MIXED: list[int | None] = [FP32, FP16, BF16, None, FP32, BF16, None, FP16]
 
@@ -225,10 +227,26 @@ def check_few_bits(device: Device, n: int) -> None:
             scales = np.empty(-(-n // form.group), dtype=np.uint16)
             codes = np.empty(n // form.group * form.nbytes + min(n % form.group, form.nbytes), dtype=np.uint8)
             device.agrees(f"encode_{name}", x, scales, codes)
+            device.agrees(f"pack_{name}", x, scales, codes)
             with np.errstate(all="ignore"):
                 getattr(numpy_backend, f"encode_{name}")(x.copy(), scales, codes)
             device.agrees(f"decode_{name}", scales, codes, np.empty(n, dtype=np.float32))
-            device.agrees(f"add_{name}", scales, codes, draw(n, seed=5) / np.float32(4))
+            for verb in ("add", "subtract"):
+                device.agrees(f"{verb}_{name}", scales, codes, draw(n, seed=5) / np.float32(4))
+            check_settle(device, name, (scales, codes), n)
+
+
+def check_settle(device: Device, codec: str, row: tuple[NDArray[np.uint16], NDArray[np.uint8]], n: int) -> None:
+    """Sum a row with itself, and encode the sum, on the device and in NumPy."""
+    backend = device.backend
+    here = [draw(n, seed=7) / np.float32(4), np.zeros(n, np.float32), np.zeros_like(row[0]), np.zeros_like(row[1])]
+    there = [backend.from_host(array) for array in here]
+    rows = [tuple(backend.from_host(array) for array in row)] * 2
+    bad = getattr(backend, f"settle_{codec}")(rows, 3.0, *there)
+    with np.errstate(all="ignore"):
+        assert bad == getattr(numpy_backend, f"settle_{codec}")([row, row], 3.0, *here)
+    for device_array, array in zip(there, here, strict=True):
+        assert bad >= 0 or assert_same(backend.to_host(device_array), array) is None
 
 
 def check_halves(device: Device, n: int) -> None:
@@ -256,5 +274,5 @@ def check_blend(device: Device, n: int) -> None:
 CHECKS: dict[str, Callable[[Device, int], None]] = {
     name.removeprefix("check_"): f
     for name, f in list(globals().items())
-    if name.startswith("check_") and name != "check_publish"
+    if name.startswith("check_") and name not in ("check_publish", "check_settle")
 }

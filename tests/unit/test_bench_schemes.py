@@ -15,6 +15,7 @@ from mpisparse.runtime.cli import main
 pytestmark = pytest.mark.filterwarnings('ignore:scheme "predictive" without validation')
 
 SPARSE = tuple(scheme for scheme in SCHEMES if scheme != "dense")
+OF_WEIGHTS = tuple(scheme for scheme in SCHEMES if SCHEMES[scheme].of_weights)
 SHORT = ("--seeds", "1", "--steps", "3", "--batch-size", "4")
 
 
@@ -28,7 +29,8 @@ def test_sync_runs_every_scheme_on_both_paths(capsys: pytest.CaptureFixture[str]
     size = ("--elements", 20000, "--rounds", 1, "--density", 0.05, "--no-gloo")
     records = bench(capsys, "sync", *size, "--scheme", *SCHEMES)
     names = [r["what"] for r in records if "density" in r]
-    assert names == [f"{scheme}, {path}" for scheme in SCHEMES for path in ("step", "backward")]
+    paths = {scheme: ("step",) if scheme in OF_WEIGHTS else ("step", "backward") for scheme in SCHEMES}
+    assert names == [f"{scheme}, {path}" for scheme in SCHEMES for path in paths[scheme]]
     assert all(r["density"] > 0 and r["ms"] > 0 for r in records if "density" in r)
 
 
@@ -64,7 +66,7 @@ def test_ddp_runs_every_scheme(capsys: pytest.CaptureFixture[str]) -> None:
     records = bench(capsys, "ddp", "--model", "digits-cnn", "--steps", 3, "--batch-size", 4, "--cases", *SCHEMES)
     ours = [r for r in records if "density" in r]
     assert [r["what"] for r in ours] == list(SCHEMES)
-    assert all(0 < r["exchange_ms"] < r["ms"] for r in ours)
+    assert all(0 < r["exchange_ms"] < r["ms"] for r in ours if r["what"] not in ("diloco", "sparseloco"))  # not due yet
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -84,7 +86,6 @@ def test_scaling_runs_what_it_can_simulate_and_refuses_the_others(scheme: str, c
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("sync --scheme dense --codec int8", 'scheme "dense" sends float32 only'),
         ("sync --scheme speculative --codec momentum-int8", "cannot blend"),
         ("sync --scheme exdyan", "unknown scheme 'exdyan'; did you mean 'exdyna'?"),
         ("scaling --cases exdyan --latency 1 --bandwidth 1", "unknown scheme 'exdyan'; did you mean 'exdyna'?"),

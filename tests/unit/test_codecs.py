@@ -16,7 +16,7 @@ from mpisparse.arrays import Doubles
 from mpisparse.backends import device
 from mpisparse.backends.protocol import FEW_BITS
 from mpisparse.wire.codecs import CODECS, Codec
-from mpisparse.wire.codecs.protocol import add_decoded
+from mpisparse.wire.codecs.protocol import add_decoded, pack_values, subtract_decoded
 from mpisparse.wire.reduction import NOT_A_NUMBER
 
 Floats = NDArray[np.float32]
@@ -191,8 +191,21 @@ def test_adding_is_decoding_and_adding(codec: Codec, kernels: Any, count: int) -
     decoded = np.empty(count, np.float32)
     codec.decode(kernels, payload, decoded)
     expected = total + decoded
+    rest = total - decoded
+    less = total.copy()
     add_decoded(codec, kernels, payload, total)
+    subtract_decoded(codec, kernels, payload, less)
     assert total.tobytes() == expected.tobytes()
+    assert less.tobytes() == rest.tobytes()
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_packing_only_reads(codec: Codec, kernels: Any, count: int) -> None:
+    values = np.random.default_rng(count).standard_normal(count, dtype=np.float32)
+    values.flags.writeable = False
+    packed, encoded = np.full((2, codec.nbytes(count)), 0xAA, np.uint8)
+    assert pack_values(codec, kernels, values, packed) == codec.encode(kernels, values.copy(), encoded)
+    assert packed.tobytes() == encoded.tobytes()
 
 
 @pytest.mark.parametrize("name", FEW_BITS)

@@ -354,6 +354,10 @@ def test_a_process_ends_with_the_one_that_started_it() -> None:
     ("more", "words"),
     [
         (["--case", "a: scheme=topk densty=1"], "case 'a': unknown option 'densty'"),
+        (
+            ["--config", "epochs.toml"],
+            "bench converge does not support the settings epochs, codec; remove them from its file",
+        ),
         (["--cases", "nowhere.toml"], "cannot read the cases in nowhere.toml"),
         (["--batch-size", "1000"], "a step needs 1000 examples, the data has 379; lower --batch-size"),
         (["--validation", "0"], "learning rates are picked by validation data, but --validation 0 holds out none"),
@@ -361,7 +365,9 @@ def test_a_process_ends_with_the_one_that_started_it() -> None:
     ],
 )
 def test_a_wrong_bench_is_refused(home: Path, capsys: pytest.CaptureFixture[str], more: list[str], words: str) -> None:
-    assert main([*SMALL, "--out", "out", *more]) == 2
+    Path("epochs.toml").write_text('epochs = 3\ncodec = "int8"\n')
+    small = [word for word in SMALL if "epochs.toml" not in more or word not in ("--steps", "12")]
+    assert main([*small, "--out", "out", *more]) == 2
     assert words in capsys.readouterr().err
 
 

@@ -247,7 +247,7 @@ def test_no_scorer_that_the_scheme_does_not_take_is_suggested() -> None:
 
 def test_schemes_without_momentum_take_plain_codecs() -> None:
     plain = ["fp32", "fp16", "bf16", "int8", "int4", "int2", "sign"]
-    expected = dict.fromkeys(("dense", "drift", "speculative"), plain)
+    expected = dict.fromkeys(("dense", "drift", "speculative", "diloco", "sparseloco", "demo"), plain)
     for scheme in SCHEMES:
         assert configure(scheme).codecs() == expected.get(scheme, plain + [f"momentum-{name}" for name in plain])
 

@@ -36,7 +36,7 @@ CHIPS = {
     100: Multiprocessor(2048, 32, 228 << 10),
     120: Multiprocessor(1536, 24, 100 << 10),
 }
-GROUPED = {"encode_int8", "encode_fp16", *(f"encode_{codec}" for codec in FEW_BITS)}
+GROUPED = {"encode_int8", "encode_fp16", *(f"{verb}_{codec}" for verb in ("encode", "pack") for codec in FEW_BITS)}
 REGISTERS, REGISTER_UNIT, WARP_UNIT, SHARED_UNIT, SHARED_RESERVED = 65_536, 256, 4, 128, 1024
 
 

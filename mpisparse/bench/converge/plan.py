@@ -12,8 +12,13 @@ from typing import Any
 
 from mpisparse.bench.converge.cases import ALONE, Case
 from mpisparse.bench.converge.rates import Grid, best_rate
+from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.settings import Settings
 
+UNUSED = (
+    "epochs", "accumulation", "bf16", "device", "scheme", "density", "density_from", "density_warmup", "codec", "options",
+    "eval_every", "target",
+)  # fmt: skip # settings of a file that the bench would ignore, or that are a case's own
 FREE = ("lr", "seed", "out", "imports")  # settings in which results of one directory may differ
 
 Record = dict[str, Any]
@@ -53,6 +58,15 @@ class ConvergePlan:
     eval_examples: int = 1024
     jobs: int = 1
     as_json: bool = False
+
+    def __post_init__(self) -> None:
+        usual = Settings()
+        unused = [name for name in UNUSED if getattr(self.settings, name) != getattr(usual, name)]
+        if unused:
+            raise ConfigurationError(
+                f"bench converge does not support the settings {', '.join(unused)}; remove them from its file. It counts in "
+                "--steps, and each case has its own options"
+            )
 
     def common(self) -> dict[str, Any]:
         """Return what all results in a directory must have in common, as plain values."""

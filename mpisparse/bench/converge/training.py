@@ -200,7 +200,12 @@ def make_case_optimizer(model: torch.nn.Module, settings: Settings, case: Case, 
     """Create the optimizer of a case; `comm`: for one that exchanges by itself."""
     own = case.optimizer_options
     if case.optimizer == ONEBIT:
-        options = {"lr": settings.lr, "betas": (0.9, settings.beta2), "weight_decay": settings.weight_decay, **own}
+        options: dict[str, Any] = {
+            "lr": settings.lr,
+            "betas": (0.9, settings.beta2),
+            "weight_decay": settings.weight_decay,
+            **own,
+        }
         onebit: torch.optim.Optimizer = OneBitAdamW(decay_groups(model, settings.weight_decay), comm=comm, **options)
         return onebit
     optimizer = make_optimizer(model, settings)

@@ -47,11 +47,13 @@ class Drifting(Companion):
         names = " ".join(kind.__name__.lower() for kind in type(optimizer).__mro__)
         if any(known in names for known in HOLDS_COPIES):
             raise ConfigurationError(
-                f'scheme "drift" moves weights behind the optimizer\'s back, and {type(optimizer).__name__} keeps copies of '
-                "weights in its state; choose another optimizer, or another scheme"
+                f'scheme "{self.weights.scheme}" moves weights behind the optimizer\'s back, and {type(optimizer).__name__} '
+                "keeps copies of weights in its state; choose another optimizer, or another scheme"
             )
         if self.optimizer not in (None, optimizer):
-            raise ConfigurationError('scheme "drift" exchanges after the step of one optimizer; another is attached already')
+            raise ConfigurationError(
+                f'scheme "{self.weights.scheme}" exchanges after the step of one optimizer; another is attached already'
+            )
         self.optimizer = optimizer
 
     def check_by_hand(self) -> None:
@@ -60,7 +62,8 @@ class Drifting(Companion):
             return
         still = self._written() == self._versions and torch.equal(self.weights.flat(), self.shared)
         error = GradientError(
-            'no weight has moved yet: with scheme "drift" call sync.step() after optimizer.step(), or attach() the optimizer'
+            f'no weight has moved yet: with scheme "{self.weights.scheme}" call sync.step() after optimizer.step(), or '
+            "attach() the optimizer"
         )
         self.exchange.raise_together(error if still else None, GradientError)
 
@@ -93,10 +96,7 @@ class Drifting(Companion):
         self.weights.refused()
         for _ in self.aggregator.arrivals():
             self.weights.publish(None)
-        reducer = self.aggregator.works.reducer
-        assert isinstance(reducer, AtFixedOwners)
-        drift = self.drift().numpy()
-        drift[reducer.owned(self.exchange.rank, self.exchange.size)] += reducer.error * np.float32(self.exchange.size)
+        drift = self.left().numpy()
         self.exchange.allreduce_(drift)
         drift /= np.float32(self.exchange.size)
         bad = np.flatnonzero(~np.isfinite(drift))[:1]
@@ -105,10 +105,23 @@ class Drifting(Companion):
                 f"r{self.exchange.rank} | the weights of some rank are not finite in flat index {int(bad[0])}: nothing was "
                 "exchanged; load a saved state"
             )
-        reducer.error[:] = 0.0
+        self.forget()
         self.shared += torch.from_numpy(drift)
         self.weights.set_flat(self.shared)
         yield from ()
+
+    def left(self) -> torch.Tensor:
+        """What this rank has still to give to the shared weights: W - G, and for each rank the error that it remembers."""
+        drift, reducer, exchange = self.drift(), self.aggregator.works.reducer, self.exchange
+        assert isinstance(reducer, AtFixedOwners)
+        drift.numpy()[reducer.owned(exchange.rank, exchange.size)] += reducer.error * np.float32(exchange.size)
+        return drift
+
+    def forget(self) -> None:
+        """All of it was given."""
+        reducer = self.aggregator.works.reducer
+        assert isinstance(reducer, AtFixedOwners)
+        reducer.error[:] = 0.0
 
     def drift(self) -> torch.Tensor:
         """W - G, as a new vector."""

@@ -48,18 +48,20 @@ class OwnWeights:
 
     holds = False
 
-    def __init__(self, places: Places, *, remainder: bool) -> None:
+    def __init__(self, places: Places, *, remainder: bool, scheme: str = "drift") -> None:
         self.places = places
+        self.scheme = scheme
         self.frozen = NotFrozen()
         self.watch = NotWatched()
         others = [slot for slot in places.slots if slot.dtype is not torch.float32]
         if others and not remainder:
+            hint = ", or pass remainder=True" if scheme == "drift" else ""
             raise ConfigurationError(
-                f'scheme "drift" needs float32 weights (autocast is fine), and parameter {others[0].name} is '
-                f"{str(others[0].dtype).removeprefix('torch.')}; convert the model, or pass remainder=True"
+                f'scheme "{scheme}" needs float32 weights (autocast is fine), and parameter {others[0].name} is '
+                f"{str(others[0].dtype).removeprefix('torch.')}; convert the model{hint}"
             )
         if scattered := self._scattered():
-            raise ConfigurationError(f'scheme "drift" moves weights in place: {scattered}')
+            raise ConfigurationError(f'scheme "{scheme}" moves weights in place: {scattered}')
         self.remainders = {i: torch.zeros(slot.end - slot.begin) for i, slot in enumerate(places.slots) if slot in others}
         self.masters: dict[int, torch.Tensor] = {}  # weight + remainder, during an exchange
         self.missed = ""  # why what arrived could not be added to the weights

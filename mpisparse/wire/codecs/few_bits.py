@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -54,11 +55,10 @@ class FewBits:
         return places_of(FEW_BITS[self.name], count).end
 
     def encode(self, kernels: Kernels, values: Floats, payload: Bytes) -> int:
-        places = places_of(FEW_BITS[self.name], len(values))
-        payload[places.scales_end : places.codes] = 0
-        payload[places.codes_end :] = 0
-        getattr(kernels, f"encode_{self.name}")(values, *self._split(kernels, payload, places))
-        return places.end
+        return self._write(getattr(kernels, f"encode_{self.name}"), kernels, values, payload)
+
+    def pack(self, kernels: Kernels, values: Floats, payload: Bytes) -> int:
+        return self._write(getattr(kernels, f"pack_{self.name}"), kernels, values, payload)
 
     def decode(self, kernels: Kernels, payload: Bytes, values: Floats) -> None:
         places = places_of(FEW_BITS[self.name], len(values))
@@ -67,6 +67,26 @@ class FewBits:
     def add(self, kernels: Kernels, payload: Bytes, total: Floats) -> None:
         places = places_of(FEW_BITS[self.name], len(total))
         getattr(kernels, f"add_{self.name}")(*self._split(kernels, payload, places), total)
+
+    def subtract(self, kernels: Kernels, payload: Bytes, total: Floats) -> None:
+        places = places_of(FEW_BITS[self.name], len(total))
+        getattr(kernels, f"subtract_{self.name}")(*self._split(kernels, payload, places), total)
+
+    def settle(self, kernels: Kernels, rows: Sequence[Bytes], by: float, error: Floats, left: Floats, payload: Bytes) -> int:
+        """Encode left = sum of the rows / by + error; return the first index that is not finite, or -1."""
+        places = places_of(FEW_BITS[self.name], len(left))
+        payload[places.scales_end : places.codes] = 0
+        payload[places.codes_end :] = 0
+        parts = [self._split(kernels, row, places) for row in rows]
+        bad: int = getattr(kernels, f"settle_{self.name}")(parts, by, error, left, *self._split(kernels, payload, places))
+        return bad
+
+    def _write(self, kernel: Callable[..., None], kernels: Kernels, values: Floats, payload: Bytes) -> int:
+        places = places_of(FEW_BITS[self.name], len(values))
+        payload[places.scales_end : places.codes] = 0
+        payload[places.codes_end :] = 0
+        kernel(values, *self._split(kernels, payload, places))
+        return places.end
 
     def _split(self, kernels: Kernels, payload: Bytes, places: Places) -> tuple[Halves, Bytes]:
         """Return views of the scales and of the codes."""

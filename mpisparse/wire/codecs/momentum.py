@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mpisparse.arrays import Bytes, Floats
-from mpisparse.wire.codecs.protocol import Codec, Kernels, add_decoded
+from mpisparse.wire.codecs.protocol import Codec, Kernels, add_decoded, pack_values, subtract_decoded
 
 
 @dataclass(frozen=True)
@@ -38,3 +38,9 @@ class Blended:
 
     def add(self, kernels: Kernels, payload: Bytes, total: Floats) -> None:
         add_decoded(self.values, kernels, payload, total)
+
+    def subtract(self, kernels: Kernels, payload: Bytes, total: Floats) -> None:
+        subtract_decoded(self.values, kernels, payload, total)
+
+    def pack(self, kernels: Kernels, values: Floats, payload: Bytes) -> int:
+        return pack_values(self.values, kernels, values, payload)

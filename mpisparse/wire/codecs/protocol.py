@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,10 +31,13 @@ class Kernels(Protocol):
     def encode_bf16(self, x: Floats, h: Halves) -> None: ...
     def decode_bf16(self, h: Halves, x: Floats) -> None: ...
     def encode_int4(self, x: Floats, scales: Halves, codes: Bytes) -> None: ...
+    def pack_int4(self, x: Floats, scales: Halves, codes: Bytes) -> None: ...
     def decode_int4(self, scales: Halves, codes: Bytes, x: Floats) -> None: ...
     def encode_int2(self, x: Floats, scales: Halves, codes: Bytes) -> None: ...
+    def pack_int2(self, x: Floats, scales: Halves, codes: Bytes) -> None: ...
     def decode_int2(self, scales: Halves, codes: Bytes, x: Floats) -> None: ...
     def encode_sign(self, x: Floats, scales: Halves, codes: Bytes) -> None: ...
+    def pack_sign(self, x: Floats, scales: Halves, codes: Bytes) -> None: ...
     def decode_sign(self, scales: Halves, codes: Bytes, x: Floats) -> None: ...
 
     def add_int8(self, scales: Floats, q: NDArray[np.int8], total: Floats) -> None: ...
@@ -42,6 +46,9 @@ class Kernels(Protocol):
     def add_int4(self, scales: Halves, codes: Bytes, total: Floats) -> None: ...
     def add_int2(self, scales: Halves, codes: Bytes, total: Floats) -> None: ...
     def add_sign(self, scales: Halves, codes: Bytes, total: Floats) -> None: ...
+    def subtract_int4(self, scales: Halves, codes: Bytes, total: Floats) -> None: ...
+    def subtract_int2(self, scales: Halves, codes: Bytes, total: Floats) -> None: ...
+    def subtract_sign(self, scales: Halves, codes: Bytes, total: Floats) -> None: ...
 
 
 class Codec(Protocol):
@@ -51,7 +58,8 @@ class Codec(Protocol):
     `lossless`: nothing is left. `variable`: payloads differ in size. `blended`: the step mixes values with what was sent
     before (mpisparse.wire.blend) and then calls encode.
     A payload of fixed size whose bytes are all 0xFF decodes to NaN: an owner sends it if its sum overflows.
-    A codec may have a method `add(kernels, payload, total)` that adds what `decode` gives in one pass; see add_decoded.
+    A codec may also have methods that save a pass: `add` and `subtract(kernels, payload, total)`, which do that with what
+    `decode` gives, and `pack(kernels, values, payload)`, which writes what `encode` writes and only reads the values.
     """
 
     @property
@@ -81,7 +89,50 @@ def add_decoded(codec: Codec, kernels: Kernels, payload: Bytes, total: Floats) -
     add = getattr(codec, "add", None)
     if add is not None:
         add(kernels, payload, total)
-        return
-    term = kernels.empty(len(total), np.float32)
-    codec.decode(kernels, payload, term)
-    kernels.add(total, term)
+    else:
+        kernels.add(total, _decoded(codec, kernels, payload, len(total)))
+
+
+def settle(
+    codec: Codec, kernels: Any, rows: Sequence[Bytes], by: float, error: Floats, left: Floats, payload: Bytes
+) -> tuple[int, int]:
+    """Encode left = sum of the rows, in order, / by + error, in one pass if the codec can; left becomes what is not sent.
+
+    Returns the bytes written, and the first index that is not finite or -1.
+    """
+    fused = getattr(codec, "settle", None)
+    if fused is not None:
+        return len(payload), fused(kernels, rows, by, error, left, payload)
+    codec.decode(kernels, rows[0], left)
+    for row in rows[1:]:
+        add_decoded(codec, kernels, row, left)
+    kernels.divide(left, by)
+    kernels.add(left, error)
+    *_, bad = kernels.select(left, 0, len(left), float("inf"))
+    return (codec.encode(kernels, left, payload) if bad < 0 else len(payload)), bad
+
+
+def subtract_decoded(codec: Codec, kernels: Kernels, payload: Bytes, total: Floats) -> None:
+    """Subtract the values of a payload, in one pass if the codec can."""
+    subtract = getattr(codec, "subtract", None)
+    if subtract is not None:
+        subtract(kernels, payload, total)
+    else:
+        total -= _decoded(codec, kernels, payload, len(total))
+
+
+def pack_values(codec: Codec, kernels: Kernels, values: Floats, payload: Bytes) -> int:
+    """Encode values that are only read; return the bytes written."""
+    pack = getattr(codec, "pack", None)
+    if pack is not None:
+        written: int = pack(kernels, values, payload)
+        return written
+    room = kernels.empty(len(values), np.float32)
+    room[:] = values
+    return codec.encode(kernels, room, payload)
+
+
+def _decoded(codec: Codec, kernels: Kernels, payload: Bytes, count: int) -> Floats:
+    values: Floats = kernels.empty(count, np.float32)
+    codec.decode(kernels, payload, values)
+    return values

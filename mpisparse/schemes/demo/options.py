@@ -1,0 +1,58 @@
+"""DeMo: decoupled momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mpisparse.core.aggregator import Aggregator
+from mpisparse.core.records import Parts
+from mpisparse.errors import ConfigurationError
+from mpisparse.schemes.companion import Scheme, Site
+from mpisparse.schemes.demo.cosines import Cosines
+from mpisparse.schemes.demo.parts import Leaving, SignOfMean, Waves
+from mpisparse.schemes.options import Options, check_share, check_whole
+from mpisparse.select.chunks import ChunkSelection
+from mpisparse.wire.codecs import CODECS, codec_names
+from mpisparse.wire.gathered import Gathered
+
+
+@dataclass(frozen=True)
+class Demo(Options):
+    """Every rank adds its gradient to a momentum of its own, and sends the largest waves of it, which leave it.
+
+    The mean's sign is published as the gradient, for plain SGD. decay: of the momentum, in every step. chunk: height and
+    width of the tiles whose cosine transforms are sent. density: share of each tile's coefficients, at least one.
+    """
+
+    density: float = 1 / 128
+    decay: float = 0.999
+    chunk: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_share("decay", self.decay)
+        check_whole("chunk", self.chunk, 1)
+        if CODECS[self.codec].blended:
+            raise ConfigurationError(
+                f'scheme "demo" has its own momentum: codec {self.codec!r} would blend what is sent with what was sent '
+                "before; choose it without momentum-"
+            )
+
+    @property
+    def needs_whole_gradient(self) -> bool:
+        return True
+
+    def codecs(self) -> Sequence[str]:
+        return codec_names(blended=False)
+
+    def build(self, parts: Parts, site: Site | None = None) -> Scheme:
+        n, cosines = len(parts.residual), Cosines(parts.slots, self.chunk)
+        aggregator = Aggregator(
+            parts,
+            scorer=Waves(parts.residual, parts.backend, parts.slots, cosines, self.decay),
+            selection=ChunkSelection(n, cosines.stretches),
+            reducer=SignOfMean(Gathered(CODECS[self.codec], n), cosines, parts.sink.whole),
+            stages=[Leaving(cosines)],
+        )
+        return Scheme(aggregator)

@@ -1,0 +1,22 @@
+"""Weights around exchanges that leave something waiting beside W - G."""
+
+from __future__ import annotations
+
+import torch
+
+from mpisparse.schemes.drift.companion import Drifting
+from mpisparse.schemes.local.outer import Deferred
+
+
+class LocalSteps(Drifting):
+    """As drift's; what earlier exchanges left is exchanged in the end, too."""
+
+    def left(self) -> torch.Tensor:
+        scorer = self.aggregator.works.scorer
+        assert isinstance(scorer, Deferred)
+        return self.drift() + torch.from_numpy(scorer.waiting)
+
+    def forget(self) -> None:
+        scorer = self.aggregator.works.scorer
+        assert isinstance(scorer, Deferred)
+        scorer.waiting[:] = 0.0

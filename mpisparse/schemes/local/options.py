@@ -1,0 +1,144 @@
+"""DiLoCo and SparseLoCo: some local steps of each rank's own optimizer, then an outer step of the shared weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from mpisparse.backends.flat import zeros
+from mpisparse.comm.regions import even_regions
+from mpisparse.core.aggregator import Aggregator
+from mpisparse.core.records import Parts
+from mpisparse.errors import ConfigurationError, check_choice
+from mpisparse.schemes.companion import Scheme, Site
+from mpisparse.schemes.drift.apart import Distance
+from mpisparse.schemes.drift.companion import Drifting
+from mpisparse.schemes.drift.options import BUFFERS
+from mpisparse.schemes.drift.weights import OwnWeights
+from mpisparse.schemes.local.companion import LocalSteps
+from mpisparse.schemes.local.outer import Deferred, Nesterov, Plain
+from mpisparse.schemes.options import Options, check_positive, check_whole
+from mpisparse.select.chunks import ChunkSelection, cut
+from mpisparse.select.everything import Everything
+from mpisparse.wire.codecs import CODECS, codec_names
+from mpisparse.wire.feedback import WholeAtOwners
+from mpisparse.wire.gathered import Gathered
+
+
+@dataclass(frozen=True)
+class Local(Options):
+    """Every rank trains on its own weights W with its own optimizer; every so many steps the shared weights G take a step.
+
+    every: the optimizer's steps from one exchange to the next. buffers: as with scheme "drift".
+    """
+
+    of_weights = True
+    name: ClassVar[str]
+    every: int = 10
+    buffers: str = "own"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("every", self.every, 1)
+        check_choice("buffers", self.buffers, BUFFERS)
+        if self.accumulate != "step":
+            raise ConfigurationError(f'scheme "{self.name}" exchanges weights, not gradients: leave accumulate out')
+        if self.nonfinite != "raise":
+            raise ConfigurationError(
+                f'scheme "{self.name}" cannot skip a step that the optimizer has done: leave nonfinite out, and keep the '
+                "weights finite (clip, or a GradScaler)"
+            )
+        if CODECS[self.codec].blended:
+            raise ConfigurationError(
+                f'scheme "{self.name}" sends differences of weights, which codec {self.codec!r} cannot blend with earlier '
+                "ones; choose it without momentum-"
+            )
+
+    def codecs(self) -> Sequence[str]:
+        return codec_names(blended=False)
+
+    def weights(self, site: Site | None) -> OwnWeights:
+        """The weights of a model; refused where there is none."""
+        if site is None:
+            raise ConfigurationError(f'scheme "{self.name}" moves a model\'s weights, and so cannot average a plain vector')
+        return OwnWeights(site.places, remainder=False, scheme=self.name)
+
+
+@dataclass(frozen=True)
+class Diloco(Local):
+    """DiLoCo: G takes a step of SGD with Nesterov momentum along the mean of W - G, of all elements; then W = G.
+
+    outer_rate, outer_momentum: of that step. What a codec leaves of W - G stays in W.
+    """
+
+    name = "diloco"
+    density: float = 1.0
+    outer_rate: float = 0.7
+    outer_momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.density != 1.0:
+            raise ConfigurationError(f'scheme "diloco" sends everything: density must be 1, got {self.density!r}')
+        check_positive("outer_rate", self.outer_rate)
+        check_decay("outer_momentum", self.outer_momentum)
+
+    def build(self, parts: Parts, site: Site | None = None) -> Scheme:
+        weights = self.weights(site)
+        assert site is not None
+        n, exchange = len(parts.residual), parts.exchange
+        region = even_regions(n, exchange.size)[exchange.rank]
+        error, spare = (zeros(region.hi - region.lo, torch.float32).numpy() for _ in range(2))
+        aggregator = Aggregator(
+            parts,
+            scorer=Distance(parts.acc, parts.backend, weights.where),
+            selection=Everything(n),
+            reducer=WholeAtOwners(CODECS[self.codec], error, n, spare=spare),
+            stages=[Nesterov(weights, n, self.outer_rate, self.outer_momentum)],
+        )
+        return Scheme(aggregator, Drifting(aggregator, site, weights, every=self.every, buffers=self.buffers))
+
+
+@dataclass(frozen=True)
+class Sparseloco(Local):
+    """SparseLoCo: each rank sends the largest elements of each chunk of W - G and of what waits; then W = G.
+
+    density: share of each chunk. chunk: its elements. feedback: how much of what was not sent waits for the next exchange.
+    outer_rate: the factor on the mean by which G moves.
+    """
+
+    name = "sparseloco"
+    density: float = 1 / 64
+    codec: str = "int2"
+    chunk: int = 4096
+    feedback: float = 0.95
+    outer_rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("chunk", self.chunk, 1)
+        check_positive("outer_rate", self.outer_rate)
+        if self.feedback != 1.0:
+            check_decay("feedback", self.feedback)
+
+    def build(self, parts: Parts, site: Site | None = None) -> Scheme:
+        weights = self.weights(site)
+        assert site is not None
+        n, scorer = len(parts.residual), Deferred(parts.acc, parts.backend, self.feedback)
+        aggregator = Aggregator(
+            parts,
+            scorer=scorer,
+            selection=ChunkSelection(n, cut(n, self.chunk)),
+            reducer=Gathered(CODECS[self.codec], n),
+            stages=[Plain(weights, scorer, self.outer_rate)],
+        )
+        return Scheme(aggregator, LocalSteps(aggregator, site, weights, every=self.every, buffers=self.buffers))
+
+
+def check_decay(name: str, value: object) -> None:
+    """Raise unless value is a number in [0, 1)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < 1.0:
+        raise ConfigurationError(f"{name} must be a number in [0, 1), got {value!r}")

@@ -1,0 +1,114 @@
+"""Every rank's largest elements of each chunk of the vector; each rank sends its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from mpisparse.arrays import Floats, Ints, State
+from mpisparse.comm.agreement import Notice
+from mpisparse.select.candidates import NONE
+from mpisparse.select.plans import Agreed, Outcome, pack_agreed, unpack_agreed
+from mpisparse.select.search import share_counts
+from mpisparse.select.view import Live, View
+
+if TYPE_CHECKING:
+    from mpisparse.backends.protocol import Backend
+    from mpisparse.comm.exchange import Exchange
+
+
+class Chunks(NamedTuple):
+    """A stretch [begin, end) of the vector in chunks of `length` elements."""
+
+    begin: int
+    end: int
+    length: int
+
+
+def cut(n: int, length: int) -> list[Chunks]:
+    """A vector in chunks of equal length, but for a shorter one at the end."""
+    whole = n // length * length
+    return [chunks for chunks in (Chunks(0, whole, length), Chunks(whole, n, n - whole)) if chunks.end > chunks.begin]
+
+
+def largest(values: Floats, stretches: Sequence[Chunks], share: float) -> Ints:
+    """The index of a share of each chunk, at least one element: the largest ones that are not zero. Ascending."""
+    found = []
+    for begin, end, length in stretches:
+        rows = torch.from_numpy(np.abs(values[begin:end])).reshape(-1, length)
+        columns = torch.topk(rows, max(1, round(share * length)), dim=1, sorted=False).indices
+        found.append((columns + torch.arange(begin, end, length)[:, None]).reshape(-1).numpy())
+    index = np.sort(np.concatenate([NONE.index, *found]))
+    kept: Ints = index[values[index] != 0.0]
+    return kept
+
+
+class ChunkPlan(NamedTuple):
+    """One step in which each rank sends its own largest elements of each chunk."""
+
+    stretches: Sequence[Chunks]
+    share: float
+    n: int
+    own: bool = False
+    looks: bool = False
+    scope: tuple[int, int] = (0, 0)  # no candidates are collected in the pass
+    floor: float = 0.0
+
+    def look(self, live: Live, notice: Notice) -> View:
+        """What the scorer compares by."""
+        return live
+
+    def agree(self, exchange: Exchange, backend: Backend, notice: Notice, view: View) -> Agreed:
+        """Agree that all values are finite; collective."""
+        share_counts(exchange, notice, NONE.index, self.n)
+        live: Live = view  # type: ignore[assignment]  # all values are read
+        mine = largest(live.keys.vector, self.stretches, self.share)
+        return Agreed(NONE, 0.0, np.zeros(exchange.size, dtype=np.int64), [], union=mine)
+
+    def united(self, agreed: Agreed, union: Ints) -> Agreed:
+        """There is nothing to unite."""
+        return agreed
+
+
+class ChunkSelection:
+    """The largest of each chunk, from step to step."""
+
+    def __init__(self, n: int, stretches: Sequence[Chunks]) -> None:
+        self.n = n
+        self.stretches = stretches
+        self.step = 0
+
+    def plan(self, k: int) -> ChunkPlan:
+        """The coming step."""
+        return ChunkPlan(self.stretches, k / self.n, self.n)
+
+    def learn(self, agreed: Agreed, outcome: Outcome) -> None:
+        """Go on to the next step."""
+        self.step += 1
+
+    def state(self) -> State:
+        """What the next step depends on."""
+        return {"step": self.step}
+
+    def check(self, state: State) -> None:
+        """Raise unless load() could take the state."""
+        int(state["step"])
+
+    def load(self, state: State) -> None:
+        """Take what state() gave."""
+        self.step = int(state["step"])
+
+    def resize(self, states: Sequence[State]) -> State:
+        """All ranks have done the same steps."""
+        return {"step": states[0]["step"]}
+
+    def packed(self, agreed: Agreed) -> State:
+        """An agreement in flight as plain values."""
+        return pack_agreed(agreed)
+
+    def unpacked(self, state: State) -> Agreed:
+        """What packed() was given."""
+        return unpack_agreed(state)
