@@ -297,7 +297,7 @@ class ExclusiveSelection:
 
 
 def _is_ladder(settled: Settled[Any], *, of_all: bool) -> bool:
-    """Tell whether thresholds ascend from above 0 (of all elements: from 0), with fewer and fewer elements that reach them."""
+    """Tell whether thresholds ascend from above 0 (of all elements: from 0), reached by fewer and fewer elements."""
     rungs, total = settled.rungs, settled.total
     if rungs.ndim != 1 or total.shape != rungs.shape or not 0 <= settled.rung < len(rungs):
         return False
