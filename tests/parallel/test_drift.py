@@ -175,6 +175,9 @@ def test_other_types_need_a_remainder(comm: MPI.Intracomm) -> None:
         comm, mpisparse.ConfigurationError, lambda: mpisparse.GradientSync(small().bfloat16(), scheme="drift", codec="int8")
     )
     assert "remainder=True" in said
+    options: dict[str, Any] = {"scheme": "drift", "codec": "int8", "remainder": True}
+    said = raised(comm, mpisparse.ConfigurationError, lambda: mpisparse.GradientSync(small().double(), **options))
+    assert "0.weight is float64" in said
     model = small().bfloat16()
     sync = mpisparse.GradientSync(model, scheme="drift", codec="int8", remainder=True, density=0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)

@@ -42,7 +42,7 @@ class NotWatched:
 class OwnWeights:
     """The weights as pieces of a flat float32 vector.
 
-    Weights of another type are refused unless a float32 remainder is kept of each: the exchange then works on weight plus
+    Weights of fewer bits are refused unless a float32 remainder is kept of each: the exchange then works on weight plus
     remainder, of which the weight is the rounded part.
     """
 
@@ -59,6 +59,12 @@ class OwnWeights:
             raise ConfigurationError(
                 f'scheme "{scheme}" needs float32 weights (autocast is fine), and parameter {others[0].name} is '
                 f"{str(others[0].dtype).removeprefix('torch.')}; convert the model{hint}"
+            )
+        wide = next((slot.name for slot in others if slot.dtype is torch.float64), None)
+        if wide is not None:
+            raise ConfigurationError(
+                f'scheme "{scheme}" exchanges float32 weights, and parameter {wide} is float64, which an exchange would '
+                "round; convert the model to float32"
             )
         if scattered := self._scattered():
             raise ConfigurationError(f'scheme "{scheme}" moves weights in place: {scattered}')
