@@ -1,5 +1,6 @@
 // The native CPU backend as the Python module mpisparse._cpu. mpisparse/backends/protocol.py says what each function does;
 // mpisparse/backends/numpy_backend.py does the same in NumPy, and the two agree to the last bit.
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -48,6 +49,38 @@ void decode_few_bits(Array<const uint16_t> scales, Array<const uint8_t> codes, A
     in_groups<WHICH>(int64_t(x.size()), scales.size(), codes.size(), [&](const FewBits& codec, int64_t group, int64_t first, int64_t n) {
         codec.decode(scales.data() + group, codes.data() + group * codec.codes, n, x.data() + first, HOW);
     });
+}
+
+// An owner's part of a reduction: left = sum of the rows, in order, / by + error; encodes it, and left becomes what is not sent.
+// Returns the first index that is not finite, or -1; in tiles, so that they stay in cache between the operations.
+template <int WHICH>
+int64_t settle_few_bits(const std::vector<std::pair<Array<const uint16_t>, Array<const uint8_t>>>& rows, float by,
+                        Array<const float> error, Array<float> left, Array<uint16_t> scales, Array<uint8_t> codes) {
+    constexpr int64_t TILE = 2048;
+    for (const auto& row : rows)
+        if (row.first.size() != scales.size() || row.second.size() != codes.size() || error.size() != left.size())
+            throw std::invalid_argument("rows and error do not fit the number of values");
+    std::atomic<int64_t> bad{INT64_MAX};
+    in_groups<WHICH>(int64_t(left.size()), scales.size(), codes.size(), [&](const FewBits& codec, int64_t group, int64_t first, int64_t n) {
+        for (; n > 0; n -= TILE, first += TILE, group += TILE / codec.group) {
+            const int64_t count = std::min(n, TILE), code = group * codec.codes;
+            float* total = left.data() + first;
+            Decoding how = WRITE;
+            for (const auto& row : rows) {
+                codec.decode(row.first.data() + group, row.second.data() + code, count, total, how);
+                how = ADD;
+            }
+            divide_part(total, count, by);
+            add_part(total, error.data() + first, count);
+            if (isa.scan({total, nullptr, FP32, count, 0, 0, nullptr}) < INFINITE) {
+                codec.encode(total, count, scales.data() + group, codes.data() + code, true);
+                continue;
+            }
+            const int64_t found = first_nonfinite_of(left.data(), first, first + count);
+            for (int64_t least = bad; found < least && !bad.compare_exchange_weak(least, found);) {}
+        }
+    });
+    return bad == INT64_MAX ? -1 : int64_t(bad);
 }
 
 }  // namespace
@@ -156,14 +189,17 @@ NB_MODULE(_cpu, m) {
     m.def("decode_int4", &decode_few_bits<0, WRITE>);
     m.def("add_int4", &decode_few_bits<0, ADD>);
     m.def("subtract_int4", &decode_few_bits<0, SUBTRACT>);
+    m.def("settle_int4", &settle_few_bits<0>);
     m.def("encode_int2", &encode_few_bits<1>);
     m.def("pack_int2", &pack_few_bits<1>);
     m.def("decode_int2", &decode_few_bits<1, WRITE>);
     m.def("add_int2", &decode_few_bits<1, ADD>);
     m.def("subtract_int2", &decode_few_bits<1, SUBTRACT>);
+    m.def("settle_int2", &settle_few_bits<1>);
     m.def("encode_sign", &encode_few_bits<2>);
     m.def("pack_sign", &pack_few_bits<2>);
     m.def("decode_sign", &decode_few_bits<2, WRITE>);
     m.def("add_sign", &decode_few_bits<2, ADD>);
     m.def("subtract_sign", &decode_few_bits<2, SUBTRACT>);
+    m.def("settle_sign", &settle_few_bits<2>);
 }

@@ -39,6 +39,9 @@ from mpisparse.backends.numpy_few_bits import encode_sign as encode_sign
 from mpisparse.backends.numpy_few_bits import pack_int2 as pack_int2
 from mpisparse.backends.numpy_few_bits import pack_int4 as pack_int4
 from mpisparse.backends.numpy_few_bits import pack_sign as pack_sign
+from mpisparse.backends.numpy_few_bits import settle_int2 as settle_int2
+from mpisparse.backends.numpy_few_bits import settle_int4 as settle_int4
+from mpisparse.backends.numpy_few_bits import settle_sign as settle_sign
 from mpisparse.backends.numpy_few_bits import subtract_int2 as subtract_int2
 from mpisparse.backends.numpy_few_bits import subtract_int4 as subtract_int4
 from mpisparse.backends.numpy_few_bits import subtract_sign as subtract_sign

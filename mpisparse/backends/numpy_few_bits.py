@@ -6,6 +6,7 @@ have few bits, so that their products with a scale are exact in float32 unless t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -67,11 +68,28 @@ def _subtract(codec: str, scales: Halves, codes: Bytes, total: Floats) -> None:
     total -= _decoded(codec, scales, codes, len(total))
 
 
+def _settle(
+    codec: str, rows: Sequence[tuple[Halves, Bytes]], by: float, error: Floats, left: Floats, scales: Halves, codes: Bytes
+) -> int:
+    """Sum the rows into left, divide, add the error and encode; return the first index that is not finite, or -1."""
+    left[:] = _decoded(codec, *rows[0], len(left))
+    for row in rows[1:]:
+        left += _decoded(codec, *row, len(left))
+    left /= np.float32(by)
+    left += error
+    bad = np.flatnonzero(~np.isfinite(left))
+    if len(bad):
+        return int(bad[0])
+    _encode(codec, left, scales, codes)
+    return -1
+
+
 encode_int4, encode_int2, encode_sign = (partial(_encode, codec) for codec in FEW_BITS)
 decode_int4, decode_int2, decode_sign = (partial(_decode, codec) for codec in FEW_BITS)
 pack_int4, pack_int2, pack_sign = (partial(_pack, codec) for codec in FEW_BITS)
 add_int4, add_int2, add_sign = (partial(_add, codec) for codec in FEW_BITS)
 subtract_int4, subtract_int2, subtract_sign = (partial(_subtract, codec) for codec in FEW_BITS)
+settle_int4, settle_int2, settle_sign = (partial(_settle, codec) for codec in FEW_BITS)
 
 
 def _decoded(codec: str, scales: Halves, codes: Bytes, count: int) -> Floats:

@@ -19,6 +19,7 @@ and in tests/cuda/checks.py (cuda against numpy).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -39,6 +40,8 @@ Vector = Any
 Pointers = NDArray[np.uint64]
 Ends = Ints
 Kinds = Bytes
+
+Rows = Sequence[tuple[Vector, Vector]]  # scales and codes of each rank
 
 # Candidates: ascending flat indices, their magnitudes, and the first non-finite flat index or -1.
 Found = tuple[Vector, Vector, int]
@@ -276,6 +279,13 @@ class Backend(Protocol):
     def subtract_int4(self, scales: Vector, codes: Vector, total: Vector, /) -> None: ...
     def subtract_int2(self, scales: Vector, codes: Vector, total: Vector, /) -> None: ...
     def subtract_sign(self, scales: Vector, codes: Vector, total: Vector, /) -> None: ...
+
+    # An owner's part of a reduction: left = sum of the rows, in order, / by + error; encode it. Returns the first index that
+    # is not finite (then left, scales and codes mean nothing), or -1.
+
+    def settle_int4(self, rows: Rows, by: float, error: Vector, left: Vector, scales: Vector, codes: Vector, /) -> int: ...
+    def settle_int2(self, rows: Rows, by: float, error: Vector, left: Vector, scales: Vector, codes: Vector, /) -> int: ...
+    def settle_sign(self, rows: Rows, by: float, error: Vector, left: Vector, scales: Vector, codes: Vector, /) -> int: ...
 
 
 class HostBackend(Backend, Protocol):

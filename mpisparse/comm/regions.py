@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpisparse.arrays import Ints
+
+BLOCK = 1024  # neighbours in one part; a multiple of all codecs' groups
 
 
 class Region(NamedTuple):
@@ -41,3 +44,22 @@ def spans_of(search: Callable[[Any, Ints], Ints], index: Any, regions: Sequence[
     for p, region in enumerate(regions):
         spans[region.rank] = cuts[p], cuts[p + 1]
     return spans
+
+
+@dataclass(frozen=True)
+class Part:
+    """Every so-many-th block of a vector of n elements, from number `phase` on: an index that is not written out."""
+
+    n: int
+    every: int
+    phase: int
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self.n, BLOCK * self.every)
+        return whole * BLOCK + min(BLOCK, max(0, rest - self.phase * BLOCK))
+
+    def index(self, start: int, stop: int) -> Ints:
+        """The elements at places [start, stop) of the part."""
+        place = np.arange(start, stop)
+        index: Ints = (place // BLOCK * self.every + self.phase) * BLOCK + place % BLOCK
+        return index

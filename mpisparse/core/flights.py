@@ -8,7 +8,7 @@ import numpy as np
 
 from mpisparse.arrays import Ints, State
 from mpisparse.comm.agreement import DensityDiffers, FrozenDiffers, Overflow, Refusal, StepRefused
-from mpisparse.comm.regions import shared_out, spans_of
+from mpisparse.comm.regions import Part, shared_out, spans_of
 from mpisparse.core.records import Arrived, Delivered, Refused
 from mpisparse.core.stages import Sent
 from mpisparse.errors import ConfigurationError
@@ -79,10 +79,12 @@ def check_agreed(selection: Selection, state: State, n: int, size: int) -> None:
         raise ConfigurationError("an agreement in flight in the state is not of this model")
 
 
-def _inside(index: Ints | range, n: int) -> bool:
+def _inside(index: Ints | range | Part, n: int) -> bool:
     """Tell whether an index is ascending and lies in n elements."""
     if isinstance(index, range):
         return index == range(n)
+    if isinstance(index, Part):
+        return index.n == n
     return not len(index) or (int(index[0]) >= 0 and int(index[-1]) < n and bool((np.diff(index) > 0).all()))
 
 

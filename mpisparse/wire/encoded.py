@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpisparse.backends.device import load_backend
-from mpisparse.wire.codecs.protocol import pack_values, subtract_decoded
+from mpisparse.wire.codecs.protocol import pack_values, settle, subtract_decoded
 
 if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend
@@ -103,17 +103,34 @@ def span_nbytes(codec: Codec, span: Span) -> int:
     return whole * (codec.nbytes(CHUNK) + header) + ((codec.nbytes(rest) + header) if rest else 0)
 
 
-def write_chunk(codec: Codec, backend: Backend, values: Any, payload: Any, *, only_read: bool = False) -> int:
-    """Encode a chunk at the start of a payload; returns the bytes written.
+def write_chunk(codec: Codec, backend: Backend, values: Any, payload: Any) -> int:
+    """Encode a chunk, which is only read, at the start of a payload; returns the bytes written."""
+    room = _room(codec, payload, len(values))
+    return _with_header(codec, payload, pack_values(codec, backend, values, room))
 
-    `values` becomes what was not sent, unless it is only read.
+
+def settle_chunk(
+    codec: Codec, backend: Backend, rows: Sequence[Any], by: float, error: Any, left: Any, payload: Any
+) -> tuple[int, int]:
+    """Encode left = sum of the rows' values / by + error at the start of a payload; `left` becomes what is not sent.
+
+    Returns the bytes written, and the first index that is not finite or -1.
     """
+    size, bad = settle(codec, backend, rows, by, error, left, _room(codec, payload, len(left)))
+    return _with_header(codec, payload, size), bad
+
+
+def _room(codec: Codec, payload: Any, count: int) -> Any:
     header = HEADER if codec.variable else 0
-    room = payload[header : header + codec.nbytes(len(values))]
-    size = pack_values(codec, backend, values, room) if only_read else codec.encode(backend, values, room)
-    if codec.variable:
-        payload[:HEADER] = np.array([size], dtype=np.uint32).view(np.uint8)
-    return header + size
+    return payload[header : header + codec.nbytes(count)]
+
+
+def _with_header(codec: Codec, payload: Any, size: int) -> int:
+    """Write how many bytes follow, if that varies; returns the bytes in all."""
+    if not codec.variable:
+        return size
+    payload[:HEADER] = np.array([size], dtype=np.uint32).view(np.uint8)
+    return HEADER + size
 
 
 def encode(codec: Codec, backend: Backend, vector: Any, spans: Sequence[Span]) -> Encoded:
@@ -124,6 +141,6 @@ def encode(codec: Codec, backend: Backend, vector: Any, spans: Sequence[Span]) -
         before = at
         for start in range(*span, CHUNK):
             values = vector[start : min(start + CHUNK, span[1])]
-            at += write_chunk(codec, backend, values, payload[at:], only_read=True)
+            at += write_chunk(codec, backend, values, payload[at:])
         sizes.append(at - before)
     return Encoded(codec, payload[:at], spans, sizes)

@@ -17,10 +17,9 @@ import torch
 
 from mpisparse.arrays import Floats, Ints, State
 from mpisparse.comm.agreement import Overflow
-from mpisparse.comm.regions import even_regions
+from mpisparse.comm.regions import Part, even_regions
 from mpisparse.errors import ConfigurationError
-from mpisparse.wire.codecs.protocol import add_decoded
-from mpisparse.wire.encoded import Encoded, Span, check, chunks, encode, span_nbytes, write_chunk
+from mpisparse.wire.encoded import Encoded, Span, check, chunks, encode, settle_chunk, span_nbytes
 from mpisparse.wire.reduction import NOT_A_NUMBER, Reduced, Reducer
 
 if TYPE_CHECKING:
@@ -110,17 +109,14 @@ class AtFixedOwners(Reducer):
         back, at, lo = backend.empty(span_nbytes(self.codec, span), np.uint8), 0, span[0]
         for parts in zip(*rows, strict=True):
             start, stop, _ = parts[0]
-            total = left[start - lo : stop - lo]
-            self.codec.decode(backend, parts[0][2], total)
-            for _, _, part in parts[1:]:
-                add_decoded(self.codec, backend, part, total)
-            backend.divide(total, size / self.rate)
-            backend.add(total, error[start - lo : stop - lo])
-            *_, bad = backend.select(total, 0, len(total), float("inf"))
+            place = slice(start - lo, stop - lo)
+            written, bad = settle_chunk(
+                self.codec, backend, [part for *_, part in parts], size / self.rate, error[place], left[place], back[at:]
+            )
             if bad >= 0:
                 backend.fill(back, NOT_A_NUMBER)
                 return back, start + bad
-            at += write_chunk(self.codec, backend, total, back[at:])
+            at += written
         return back[:at], -1
 
     def _check_finite(self, exchange: Exchange, backend: Backend, arrived: Encoded, bad: int) -> None:
@@ -182,6 +178,75 @@ class WholeAtOwners(AtFixedOwners):
         """What waits at the owner goes to its residual: there it is one of `size` summands."""
         residual[self.owned(rank, size)] += np.asarray(state["error"]) * np.float32(size)
         return {**state, "error": np.zeros(0, dtype=np.float32)}
+
+
+@dataclass(frozen=True)
+class PartAtOwners(AtFixedOwners):
+    """One of `every` parts of the vector in each exchange (`index` is a Part); each rank owns an even stretch of each part.
+
+    error: this rank's stretches, one part after the other.
+    """
+
+    every: int = 1
+
+    def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
+        own = encode(self.codec, backend, values, self._spans(index.phase, exchange.size))
+        mine = self._place(index.phase, exchange.rank, exchange.size)
+        left = np.empty(mine.stop - mine.start, dtype=np.float32)
+        try:
+            arrived = self._exchange(exchange, backend, own, self.error[mine], left)
+        except Overflow as overflow:
+            at = overflow.args[0]
+            raise Overflow(int(index.index(at, at + 1)[0])) from None
+        return Reduced(index, arrived, None, own=own, error=(mine, left))
+
+    def after(self, reduced: Reduced) -> Reducer:
+        mine, left = reduced.error
+        self.error[mine] = left
+        return self
+
+    def packed(self, reduced: Reduced) -> State:
+        mean, own, (mine, left) = reduced.mean, reduced.own, reduced.error
+        sizes = {"mean_sizes": list(mean.sizes), "own_sizes": list(own.sizes), "place": [mine.start, mine.stop]}
+        return {"mean": mean.payload, "own": own.payload, **sizes, "error": left, "part": reduced.index.phase}  # type: ignore[attr-defined]
+
+    def unpacked(self, state: State, size: int) -> Reduced:
+        phase, (start, stop) = int(state["part"]), map(int, state["place"])
+        if not 0 <= phase < self.every or not 0 <= start <= stop <= len(self.error):
+            raise ValueError("a part in flight is not one of this vector")
+        mean, own = (
+            Encoded(
+                self.codec, np.asarray(state[name], dtype=np.uint8), self._spans(phase, size),
+                list(map(int, state[f"{name}_sizes"])),
+            )
+            for name in ("mean", "own")
+        )  # fmt: skip
+        check(mean)
+        check(own)
+        error = slice(start, stop), self._error(state["error"], stop - start)
+        return Reduced(Part(self.n, self.every, phase), mean, None, own=own, error=error)  # type: ignore[arg-type]
+
+    def _spans(self, phase: int, size: int) -> list[Span]:
+        return [(r.lo, r.hi) for r in even_regions(len(Part(self.n, self.every, phase)), size)]
+
+    def _place(self, phase: int, rank: int, size: int) -> slice:
+        """Where a rank keeps the errors of its stretch of a part."""
+        ends = np.cumsum([0, *(stretch_of(self.n, self.every, t, rank, size) for t in range(phase + 1))]).tolist()
+        return slice(ends[-2], ends[-1])
+
+    def owned(self, rank: int, size: int) -> Ints:
+        parts = []
+        for phase in range(self.every):
+            region = even_regions(len(Part(self.n, self.every, phase)), size)[rank]
+            parts.append(Part(self.n, self.every, phase).index(region.lo, region.hi))
+        index: Ints = np.concatenate(parts)
+        return index
+
+
+def stretch_of(n: int, every: int, phase: int, rank: int, size: int) -> int:
+    """How many elements of a part a rank owns."""
+    region = even_regions(len(Part(n, every, phase)), size)[rank]
+    return region.hi - region.lo
 
 
 @dataclass(frozen=True)

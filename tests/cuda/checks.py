@@ -233,6 +233,20 @@ def check_few_bits(device: Device, n: int) -> None:
             device.agrees(f"decode_{name}", scales, codes, np.empty(n, dtype=np.float32))
             for verb in ("add", "subtract"):
                 device.agrees(f"{verb}_{name}", scales, codes, draw(n, seed=5) / np.float32(4))
+            check_settle(device, name, (scales, codes), n)
+
+
+def check_settle(device: Device, codec: str, row: tuple[NDArray[np.uint16], NDArray[np.uint8]], n: int) -> None:
+    """Sum a row with itself, and encode the sum, on the device and in NumPy."""
+    backend = device.backend
+    here = [draw(n, seed=7) / np.float32(4), np.zeros(n, np.float32), np.zeros_like(row[0]), np.zeros_like(row[1])]
+    there = [backend.from_host(array) for array in here]
+    rows = [tuple(backend.from_host(array) for array in row)] * 2
+    bad = getattr(backend, f"settle_{codec}")(rows, 3.0, *there)
+    with np.errstate(all="ignore"):
+        assert bad == getattr(numpy_backend, f"settle_{codec}")([row, row], 3.0, *here)
+    for device_array, array in zip(there, here, strict=True):
+        assert bad >= 0 or assert_same(backend.to_host(device_array), array) is None
 
 
 def check_halves(device: Device, n: int) -> None:
@@ -260,5 +274,5 @@ def check_blend(device: Device, n: int) -> None:
 CHECKS: dict[str, Callable[[Device, int], None]] = {
     name.removeprefix("check_"): f
     for name, f in list(globals().items())
-    if name.startswith("check_") and name != "check_publish"
+    if name.startswith("check_") and name not in ("check_publish", "check_settle")
 }

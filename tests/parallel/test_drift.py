@@ -13,6 +13,7 @@ from ranks import alike, bits, everywhere, loss_of, raised, seeded, small, total
 from torch import nn
 
 import mpisparse
+from mpisparse.comm.regions import Part
 
 pytestmark = pytest.mark.mpi
 
@@ -21,12 +22,15 @@ CASES: dict[str, dict[str, Any]] = {
     "sparse, rate 2": {"density": 0.05, "rate": 2.0},
     "sparse, every third": {"density": 0.05, "every": 3},
     "whole": {"density": 1.0},
-    "whole, every second": {"density": 1.0, "every": 2, "rate": 1.5},
+    "whole, every second": {"density": 1.0, "every": 2, "rate": 1.5, "spread": False},
+    "in three parts": {"density": 1.0, "every": 3},
+    "in five parts, sign": {"density": 1.0, "every": 5, "codec": "sign"},
+    "in three parts in flight": {"density": 1.0, "every": 3, "staleness": 1},
     "whole, float32": {"density": 1.0, "codec": "fp32"},
     "in flight": {"density": 0.05, "staleness": 1},
     "in flight, every third": {"density": 0.05, "staleness": 1, "every": 3, "rate": 2.0},
     "whole in flight": {"density": 1.0, "staleness": 1},
-    "whole in flight, every second": {"density": 1.0, "staleness": 1, "every": 2},
+    "whole in flight, every second": {"density": 1.0, "staleness": 1, "every": 2, "spread": False},
 }
 
 
@@ -45,7 +49,7 @@ def test_the_shared_weights_are_equal_and_nothing_is_lost(comm: MPI.Intracomm, c
         moved = run.shared().double() - before
         gone = rate * total(comm, sent) / comm.size - run.remembered()
         assert everywhere(comm, float((moved - gone).abs().max()) < 2e-6)
-    every = CASES[case].get("every", 1)
+    every = 1 if "parts" in case else CASES[case].get("every", 1)
     assert everywhere(comm, sync._aggregator.number == 12 // every)
     run.sync.close()
 
@@ -67,6 +71,9 @@ class Spy:
             if isinstance(union, range):
                 for start, stop, part in own.values(backend):
                     self.sent[start:stop] += torch.from_numpy(part.copy()).double()
+            elif isinstance(union, Part):
+                for start, stop, part in own.values(backend):
+                    self.sent[torch.from_numpy(union.index(start, stop))] += torch.from_numpy(part.copy()).double()
             else:
                 self.sent[torch.from_numpy(union)] += torch.from_numpy(own).double()
             lost = before - self.sync.residual.double()
@@ -97,9 +104,10 @@ def test_whole_float32_with_sgd_is_dense_sgd(comm: MPI.Intracomm) -> None:
     dense.close()
 
 
-@pytest.mark.parametrize("case", ["sparse", "whole, every second", "in flight", "whole in flight"])
+@pytest.mark.parametrize("case", ["sparse", "whole, every second", "in three parts", "in flight", "whole in flight"])
 def test_at_rate_1_the_mean_of_all_weights_is_conserved(comm: MPI.Intracomm, case: str) -> None:
-    run = Training(comm, **{**CASES[case], "rate": 1.0, "every": 1})
+    options = {name: value for name, value in CASES[case].items() if name not in ("rate", "spread")}
+    run = Training(comm, **{**options, "every": 3 if "parts" in case else 1})
     for _ in range(6):
         run.optimizer.zero_grad()
         loss_of(run.model, seeded(comm.rank, run.steps)).backward()

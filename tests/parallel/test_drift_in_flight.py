@@ -20,7 +20,8 @@ CASES: dict[str, dict[str, Any]] = {
     "sparse": {"density": 0.05},
     "sparse, every third": {"density": 0.05, "every": 3},
     "whole": {"density": 1.0, "codec": "sign"},
-    "whole, every second": {"density": 1.0, "every": 2, "rate": 1.5},
+    "whole, every second": {"density": 1.0, "every": 2, "rate": 1.5, "spread": False},
+    "in two parts": {"density": 1.0, "every": 2},
 }
 
 
@@ -69,7 +70,7 @@ def test_neither_delays_nor_threads_change_a_bit(comm: MPI.Intracomm, case: str)
 
 def test_it_is_applied_after_the_next_step(comm: MPI.Intracomm) -> None:
     """With every=3 after the first step that follows, before anything new is sent."""
-    run = Training(comm, density=1.0, every=3, staleness=1)
+    run = Training(comm, density=1.0, every=3, spread=False, staleness=1)
     moved, arrived = [], []
     before = run.shared()
     for _ in range(8):

@@ -25,7 +25,8 @@ MODULES = [module.__name__ for module in (numpy_apart, numpy_backend, numpy_few_
 KERNELS = sorted(
     name for name, f in inspect.getmembers(numpy_backend, inspect.isfunction) if f.__module__ in MODULES and name[0] != "_"
 )
-KERNELS += [f"{verb}_{codec}" for verb in ("encode", "pack", "decode", "add", "subtract") for codec in FEW_BITS]
+VERBS = ("encode", "pack", "decode", "add", "subtract", "settle")
+KERNELS += [f"{verb}_{codec}" for verb in VERBS for codec in FEW_BITS]
 SPLIT = 3 * 32_768 + 77  # long enough for three threads
 SIZES = (0, 1, 63, 64, 65, 1000, SPLIT)
 
@@ -415,6 +416,32 @@ def test_few_bits(native: Any, codec: str, count: int) -> None:
         assert_agree(native, f"decode_{codec}", scales, codes, np.empty_like(x), writes=(2,))
         assert_agree(native, f"add_{codec}", scales, codes, noise / np.float32(4), writes=(2,))
         assert_agree(native, f"subtract_{codec}", scales, codes, noise / np.float32(4), writes=(2,))
+        for by in (3.0, 4.0):
+            assert_settled_alike(native, codec, (scales, codes), by, noise)
+
+
+def assert_settled_alike(native: Any, codec: str, row: tuple[Any, Any], by: float, error: Any) -> None:
+    """Three equal rows; where a sum is not finite, the rest means nothing."""
+    here, there = ([np.zeros_like(error), *map(np.zeros_like, row)] for _ in range(2))
+    with np.errstate(all="ignore"):
+        bad = getattr(numpy_backend, f"settle_{codec}")([row] * 3, by, error, *there)
+    assert getattr(native, f"settle_{codec}")([row] * 3, by, error, *here) == bad
+    if bad < 0:
+        assert_same(tuple(here), tuple(there))
+
+
+@pytest.mark.parametrize("codec", FEW_BITS)
+def test_what_overflows_at_the_owner_is_reported(native: Any, codec: str) -> None:
+    count, border = 70_001, 40_064  # where a group of either size begins
+    form, huge = FEW_BITS[codec], np.full(count, HUGE, np.float32)
+    scales = np.empty(-(-count // form.group), np.uint16)
+    codes = np.empty(count // form.group * form.nbytes + min(count % form.group, form.nbytes), np.uint8)
+    getattr(numpy_backend, f"encode_{codec}")(np.where(np.arange(count) < border, np.float32(1), huge), scales, codes)
+    out = (np.empty(count, np.float32), np.zeros_like(scales), np.zeros_like(codes))
+    with np.errstate(all="ignore"):
+        for kernels in (native, numpy_backend):
+            bad = getattr(kernels, f"settle_{codec}")([(scales, codes)] * 2, 1.0, np.zeros(count, np.float32), *out)
+            assert bad == border
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 2, 8191, 8192, 8193, 40_001])

@@ -17,7 +17,7 @@ from torch import Tensor
 from mpisparse.arrays import Bytes, Floats, Ints
 from mpisparse.backends import numpy_indices
 from mpisparse.backends.cuda.launcher import Launcher
-from mpisparse.backends.protocol import GROUP
+from mpisparse.backends.protocol import GROUP, Rows
 
 Found = tuple[Tensor, Tensor, int]
 
@@ -296,6 +296,9 @@ class CudaBackend:
     def subtract_int4(self, scales: Tensor, codes: Tensor, total: Tensor) -> None:
         self._for_each("subtract_int4", len(total), scales, codes, np.int64(len(total)), total)
 
+    def settle_int4(self, rows: Rows, by: float, error: Tensor, left: Tensor, scales: Tensor, codes: Tensor) -> int:
+        return self._settle("int4", rows, by, error, left, (scales, codes))
+
     def encode_int2(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
         self._launch("encode_int2", -(-len(x) // GROUP), GROUP, x, np.int64(len(x)), scales, codes)
 
@@ -311,6 +314,9 @@ class CudaBackend:
     def subtract_int2(self, scales: Tensor, codes: Tensor, total: Tensor) -> None:
         self._for_each("subtract_int2", len(total), scales, codes, np.int64(len(total)), total)
 
+    def settle_int2(self, rows: Rows, by: float, error: Tensor, left: Tensor, scales: Tensor, codes: Tensor) -> int:
+        return self._settle("int2", rows, by, error, left, (scales, codes))
+
     def encode_sign(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
         self._launch("encode_sign", -(-len(x) // GROUP), GROUP, x, np.int64(len(x)), scales, codes)
 
@@ -325,6 +331,20 @@ class CudaBackend:
 
     def subtract_sign(self, scales: Tensor, codes: Tensor, total: Tensor) -> None:
         self._for_each("subtract_sign", len(total), scales, codes, np.int64(len(total)), total)
+
+    def settle_sign(self, rows: Rows, by: float, error: Tensor, left: Tensor, scales: Tensor, codes: Tensor) -> int:
+        return self._settle("sign", rows, by, error, left, (scales, codes))
+
+    def _settle(self, codec: str, rows: Rows, by: float, error: Tensor, left: Tensor, out: tuple[Tensor, Tensor]) -> int:
+        getattr(self, f"decode_{codec}")(*rows[0], left)
+        for row in rows[1:]:
+            getattr(self, f"add_{codec}")(*row, left)
+        self.divide(left, by)
+        self.add(left, error)
+        *_, bad = self.select(left, 0, len(left), float("inf"))
+        if bad < 0:
+            getattr(self, f"encode_{codec}")(left, *out)
+        return bad
 
     # Launches
 

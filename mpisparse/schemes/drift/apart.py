@@ -15,6 +15,7 @@ import numpy as np
 from mpisparse.arrays import Floats, Ints
 from mpisparse.backends.flat import Pieces
 from mpisparse.backends.protocol import Backend
+from mpisparse.comm.regions import Part
 from mpisparse.core.stages import Sent, Stage
 from mpisparse.select.candidates import NONE, Candidates
 from mpisparse.select.scorers import Scorer
@@ -41,6 +42,13 @@ class Difference(NamedTuple):
     def copy(self) -> Floats:
         """All values."""
         return self._values(0, len(self.shared))
+
+    def at(self, index: Ints) -> Floats:
+        """The values at an ascending index."""
+        values = np.empty(len(index), dtype=np.float32)
+        self.backend.gather(*self.weights.dense, index, values)
+        values -= self.backend.values_at(self.shared, index)
+        return values
 
     def _values(self, lo: int, hi: int) -> Floats:
         values = np.empty(hi - lo, dtype=np.float32)
@@ -115,6 +123,12 @@ class Following(Stage):
             return self
         pairs = zip(reduced.mean.values(backend), reduced.own.values(backend), strict=True)
         for (start, stop, mean), (_, _, own) in pairs:
+            if isinstance(union, Part):
+                index = union.index(start, stop)
+                backend.add_at(acc, index, mean)
+                if weights is not None:
+                    backend.scatter_add(*weights.dense, index, mean - own)
+                continue
             backend.add(acc[start:stop], mean)
             if weights is not None:
                 backend.add_stretch(*weights.dense, start, mean - own)

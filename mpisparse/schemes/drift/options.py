@@ -20,10 +20,18 @@ from mpisparse.schemes.drift.weights import OwnWeights
 from mpisparse.schemes.options import Options, check_flag, check_positive, check_whole
 from mpisparse.select.everything import Everything
 from mpisparse.select.exclusive import ExclusiveSelection, Rules
+from mpisparse.select.rotating import Rotating
 from mpisparse.select.selector import PARTITIONERS, ExclusiveSelector
 from mpisparse.select.threshold import CONTROLLERS
 from mpisparse.wire.codecs import CODECS, codec_names
-from mpisparse.wire.feedback import AtFixedOwners, SelectedAtOwners, WholeAtOwners, owned_count
+from mpisparse.wire.feedback import (
+    AtFixedOwners,
+    PartAtOwners,
+    SelectedAtOwners,
+    WholeAtOwners,
+    owned_count,
+    stretch_of,
+)
 
 BUFFERS = ("own", "rank0", "average")
 
@@ -32,9 +40,10 @@ BUFFERS = ("own", "rank0", "average")
 class Drift(Options):
     """Every rank trains on its own weights W with its own optimizer; G is shared, and the largest |W - G| are exchanged.
 
-    The exchange comes after optimizer.step(). every: optimizer steps from one exchange to the next.
+    The exchange comes after optimizer.step(). density: 1 exchanges all elements.
+    every: optimizer steps from one exchange to the next. With density 1 each step exchanges another every-th part of the
+    elements instead, which trains better; spread=False exchanges all in every every-th step.
     rate: the factor on the mean drift by which G moves; "auto" is 1.
-    density: 1 exchanges all elements, as codec "sign" with every=4 would.
     buffers: inside global_weights(), the rank's "own", those of "rank0", or their "average"; the last two are collective.
     staleness: 1 exchanges while the next forward and backward run, and applies what came after the next optimizer.step();
     with density 1 that takes a copy of W - G.
@@ -46,6 +55,7 @@ class Drift(Options):
     density: float = 0.01
     codec: str = "int4"
     every: int = 1
+    spread: bool = True
     rate: float | str = "auto"
     staleness: int = 0
     buffers: str = "own"
@@ -57,6 +67,7 @@ class Drift(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole("every", self.every, 1)
+        check_flag("spread", self.spread)
         if isinstance(self.rate, str):
             check_choice("rate", self.rate, ("auto",))
         else:
@@ -90,9 +101,16 @@ class Drift(Options):
 
     def without_effect(self) -> dict[str, str]:
         idle = super().without_effect()
+        if self.density < 1.0 or self.every == 1:
+            idle["spread"] = "it is for density 1 and every > 1; choose those"
         if self.density == 1.0:
             idle |= dict.fromkeys(("controller", "partitioner", "blocks"), "density 1 selects nothing; choose a lower one")
         return idle
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether each step exchanges a part of the elements."""
+        return self.spread and self.density == 1.0 and self.every > 1
 
     @property
     def factor(self) -> float:
@@ -112,10 +130,13 @@ class Drift(Options):
             stages=[Following(weights.to_move)],
             staleness=self.staleness,
         )
-        return Scheme(aggregator, Drifting(aggregator, site, weights, every=self.every, buffers=self.buffers))
+        every = 1 if self.in_parts else self.every
+        return Scheme(aggregator, Drifting(aggregator, site, weights, every=every, buffers=self.buffers))
 
     def _selection(self, parts: Parts) -> Any:
         n, exchange = len(parts.residual), parts.exchange
+        if self.in_parts:
+            return Rotating(n, self.every, late=self.staleness > 0)
         if self.density == 1.0:
             return Everything(n, late=self.staleness > 0)
         selector = ExclusiveSelector.first(
@@ -126,6 +147,9 @@ class Drift(Options):
 
     def _reducer(self, parts: Parts) -> AtFixedOwners:
         n, rank, size, codec = len(parts.residual), parts.exchange.rank, parts.exchange.size, CODECS[self.codec]
+        if self.in_parts:
+            count = sum(stretch_of(n, self.every, phase, rank, size) for phase in range(self.every))
+            return PartAtOwners(codec, zeros(count, torch.float32).numpy(), n, self.factor, every=self.every)
         if self.density == 1.0:
             region = even_regions(n, size)[rank]
             error, spare = (zeros(region.hi - region.lo, torch.float32).numpy() for _ in range(2))

@@ -1,1 +1,1 @@
-"""Baselines in which ranks train apart for some steps, then take an outer step of weights that all share."""
+"""Baselines in which ranks train apart for some steps; then the shared weights take an outer step, and all go on there."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -71,6 +71,15 @@ class FewBits:
     def subtract(self, kernels: Kernels, payload: Bytes, total: Floats) -> None:
         places = places_of(FEW_BITS[self.name], len(total))
         getattr(kernels, f"subtract_{self.name}")(*self._split(kernels, payload, places), total)
+
+    def settle(self, kernels: Kernels, rows: Sequence[Bytes], by: float, error: Floats, left: Floats, payload: Bytes) -> int:
+        """Encode left = sum of the rows / by + error; return the first index that is not finite, or -1."""
+        places = places_of(FEW_BITS[self.name], len(left))
+        payload[places.scales_end : places.codes] = 0
+        payload[places.codes_end :] = 0
+        parts = [self._split(kernels, row, places) for row in rows]
+        bad: int = getattr(kernels, f"settle_{self.name}")(parts, by, error, left, *self._split(kernels, payload, places))
+        return bad
 
     def _write(self, kernel: Callable[..., None], kernels: Kernels, values: Floats, payload: Bytes) -> int:
         places = places_of(FEW_BITS[self.name], len(values))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -90,6 +91,25 @@ def add_decoded(codec: Codec, kernels: Kernels, payload: Bytes, total: Floats) -
         add(kernels, payload, total)
     else:
         kernels.add(total, _decoded(codec, kernels, payload, len(total)))
+
+
+def settle(
+    codec: Codec, kernels: Any, rows: Sequence[Bytes], by: float, error: Floats, left: Floats, payload: Bytes
+) -> tuple[int, int]:
+    """Encode left = sum of the rows, in order, / by + error, in one pass if the codec can; left becomes what is not sent.
+
+    Returns the bytes written, and the first index that is not finite or -1.
+    """
+    fused = getattr(codec, "settle", None)
+    if fused is not None:
+        return len(payload), fused(kernels, rows, by, error, left, payload)
+    codec.decode(kernels, rows[0], left)
+    for row in rows[1:]:
+        add_decoded(codec, kernels, row, left)
+    kernels.divide(left, by)
+    kernels.add(left, error)
+    *_, bad = kernels.select(left, 0, len(left), float("inf"))
+    return (codec.encode(kernels, left, payload) if bad < 0 else len(payload)), bad
 
 
 def subtract_decoded(codec: Codec, kernels: Kernels, payload: Bytes, total: Floats) -> None:
