@@ -338,9 +338,12 @@ def _misfit(
     subjects: Subjects, manifest: store.Manifest, shared: dict[str, Any], own: dict[str, Any], path: str
 ) -> Exception | None:
     """Return why the states do not fit these objects; raises Damaged if they are malformed."""
+    same_version = manifest.origin["mpisparse"] == __version__
     try:
-        subjects.check(shared, own, same_version=manifest.origin["mpisparse"] == __version__)
+        subjects.check(shared, own, same_version=same_version)
     except ConfigurationError as error:
+        if same_version and "sync" in own:  # of other objects, or of none
+            sensible(f"the exchange's state in {path}", check_scheme_state, own["sync"], shared)
         return ConfigurationError(f"{path} cannot be restored here: {error}")
     except MALFORMED as error:
         raise Damaged(f"{path} is malformed: {error}") from error

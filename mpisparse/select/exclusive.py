@@ -282,12 +282,24 @@ class ExclusiveSelection:
         return {**pack_agreed(agreed), "selector": lesson.selector.state(), "lesson_k": lesson.k, **learnt}
 
     def unpacked(self, state: State) -> Agreed:
-        """What packed() was given."""
+        """What packed() was given; raises KeyError, TypeError or ValueError if that cannot be."""
         agreed = unpack_agreed(state)
         if "selector" not in state:
             return agreed
-        settled = None
+        self.selector.check(state["selector"])
+        k, settled = int(state["lesson_k"]), None
         if "rungs" in state:
             rungs, total = np.asarray(state["rungs"], dtype=np.float32), np.asarray(state["total"], dtype=np.int64)
             settled = Settled(None, rungs, int(state["rung"]), total, total)
-        return agreed._replace(lesson=Evidence(self.selector.loaded(state["selector"]), settled, int(state["lesson_k"])))
+        if not 1 <= k <= self.selector.n or (settled is not None and not _is_ladder(settled, of_all=k == self.selector.n)):
+            raise ValueError("what a threshold is to be learnt from is no ladder of thresholds with counts")
+        return agreed._replace(lesson=Evidence(self.selector.loaded(state["selector"]), settled, k))
+
+
+def _is_ladder(settled: Settled[Any], *, of_all: bool) -> bool:
+    """Tell whether thresholds ascend from above 0 (of all elements: from 0), reached by fewer and fewer elements."""
+    rungs, total = settled.rungs, settled.total
+    if rungs.ndim != 1 or total.shape != rungs.shape or not 0 <= settled.rung < len(rungs):
+        return False
+    rises = bool(np.isfinite(rungs).all() and (np.diff(rungs) >= 0).all()) and (rungs[0] > 0 or (of_all and rungs[0] == 0))
+    return bool(rises and total[-1] >= 0 and (np.diff(total) <= 0).all())

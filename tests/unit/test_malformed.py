@@ -142,6 +142,8 @@ SCHEMES = {
     "momentum": {"scheme": "momentum"},
     "predictive": {"scheme": "predictive", "density": 0.1},
     "speculative": {"scheme": "speculative", "density": 0.2},
+    "drift": {"scheme": "drift", "density": 0.2, "staleness": 1},
+    "drift-whole": {"scheme": "drift", "density": 1.0, "staleness": 1, "codec": "int8"},
 }
 
 
