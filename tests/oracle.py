@@ -281,7 +281,8 @@ class Oracle:
 
         They must reach it at most two octaves below the magnitude above which all ranks have k on average.
         """
-        tails = [np.bincount(abs_bits(acc) >> 20, minlength=2048)[::-1].cumsum()[::-1] for acc in self.acc]
+        counted = [np.bincount(abs_bits(acc) >> 20, minlength=2048)[::-1].cumsum()[::-1] for acc in self.acc]
+        tails = [np.minimum(tail, 2 * k * self.size) for tail in counted]  # ranks tell each other no more
         at = max([1, *np.flatnonzero(np.sum(tails, axis=0) >= k * self.size).tolist()])
         ranked = sorted(range(self.size), key=lambda rank: tails[rank][at])
         for poor in range(self.size):
@@ -332,7 +333,8 @@ class Oracle:
             loads = partition.block_counts(union, self.edges[self.borders])
             self.borders = partition.paper_borders(self.borders, loads, self.edges, self.blocks)
         elif self.draws_in_step:
-            self.edges = partition.worked_edges(self.n, self.blocks, union)
+            blocks = partition.enough_blocks(self.blocks, self.size, len(union))
+            self.edges = partition.worked_edges(self.n, blocks, union)
         elif self.size > 1:
             now = 256 * partition.block_counts(union, self.edges)
             self.work = now if self.work is None else self.work + (now - self.work) // 4

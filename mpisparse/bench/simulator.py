@@ -24,12 +24,13 @@ from mpisparse.comm.regions import Region, shared_out, spans_of
 from mpisparse.errors import ConfigurationError, check_choice
 from mpisparse.schemes import SCHEMES, configure
 from mpisparse.schemes.partitioned import Exdyna
+from mpisparse.select import tallies
 from mpisparse.select.candidates import NONE, Candidates, certain, count_ties, drop_ties, largest, merge
 from mpisparse.select.exclusive import first_rungs, next_selector, settle_step
 from mpisparse.select.partition import imbalance
 from mpisparse.select.pickers import CyclicTopK, Picker, TopK, merged
 from mpisparse.select.scorers import Magnitude
-from mpisparse.select.search import Search, block_count_type, harmonic
+from mpisparse.select.search import Ladder, Search, block_count_type, harmonic, late_sizes
 from mpisparse.select.selector import ExclusiveSelector
 from mpisparse.select.threshold import Controller, Rungs
 from mpisparse.wire.codecs import CODECS
@@ -121,10 +122,13 @@ class VirtualSearch(Search[Scopes, list[Candidates]]):
         self.acc = acc
         self.log = log
 
-    def ladder(self, found: list[Candidates], rungs: Rungs, everywhere: bool) -> tuple[Ints, Callable[[int], Ints]]:
+    def ladder(
+        self, found: list[Candidates], rungs: Rungs, everywhere: bool, finer: bool
+    ) -> tuple[Ints, Callable[[int], Ints]]:
         rows = np.stack([self.backend.tail_counts(f.magnitude, rungs) for f in found])
         if self.gathers:
-            self.log.add("allgather", HEADER + COUNT * len(rungs))
+            self._log_ladder(rows, self.message(rungs, everywhere, finer))
+            self.note(rungs, rows, everywhere)
             return harmonic(rows[self.able]) if everywhere else rows.sum(axis=0), lambda rung: rows[:, rung]
         self.log.add("allgather", HEADER)
         self.log.add("allreduce", 8 * len(rungs))
@@ -136,17 +140,47 @@ class VirtualSearch(Search[Scopes, list[Candidates]]):
 
         return rows.sum(axis=0) // (self.size if everywhere else 1), workload_at
 
-    def histogram(self, scope: Scopes) -> Ints:
+    def _log_ladder(self, rows: Ints, message: Ladder) -> None:
+        if message.above is not None:
+            self.log.add("allgatherv", self._rooms(rows.shape[1], message.totals))
+            return
+        slots = max(0, rows.shape[1] - 1)
+        spaces = self._rooms(slots, message.totals)
+        header = HEADER * (not message.told) + 2 * COUNT * (rows.shape[1] > 0)
+        self.log.add("allgatherv", [header + space for space in spaces])
+        late = late_sizes(slots, rows[:, 0] - rows[:, -1], spaces) if slots else []
+        if any(late):
+            self.log.add("allgatherv", late)
+
+    @staticmethod
+    def _rooms(slots: int, totals: Ints) -> list[int]:
+        return [tallies.room(slots, total) for total in totals.tolist()]
+
+    def histogram(self, scope: Scopes, most: int) -> Ints:
+        if self.gathers:
+            reads = ((self.acc.read(worker, lo, hi), hi - lo) for worker, (lo, hi) in enumerate(scope))
+            counted = [self.backend.histogram(values, 0, count) for values, count in reads]
+            if not len(self.rungs):
+                rows = np.stack([tallies.clipped(each, most) for each in counted])
+            else:
+                rows = np.stack([self.below(each, worker, most) for worker, each in enumerate(counted)])
+            self._log_sized(rows)
+            return self.with_ladder(rows) if len(self.rungs) else np.asarray(rows.sum(axis=0))
         self.log.add("allreduce", 8 * HISTOGRAM_BINS)
         total = np.zeros(HISTOGRAM_BINS, dtype=np.int64)
         for worker, (lo, hi) in enumerate(scope):
             total += self.backend.histogram(self.acc.read(worker, lo, hi), 0, hi - lo)
         return total
 
-    def histograms(self, scope: Scopes) -> Ints:
-        self.log.add("allgather", 8 * HISTOGRAM_BINS)
+    def histograms(self, scope: Scopes, most: int) -> Ints:
         reads = ((self.acc.read(worker, lo, hi), hi - lo) for worker, (lo, hi) in enumerate(scope))
-        return np.stack([self.backend.histogram(values, 0, count) for values, count in reads])
+        rows = np.stack([tallies.clipped(self.backend.histogram(values, 0, count), most) for values, count in reads])
+        self._log_sized(rows)
+        return rows
+
+    def _log_sized(self, rows: Iterable[Ints]) -> None:
+        self.log.add("allgather", 16)
+        self.log.add("allgatherv", [len(tallies.encode(self.backend, row)) for row in rows])
 
     def select(self, scope: Scopes, floor: float) -> list[Candidates]:
         return [self._select(worker, lo, hi, floor) for worker, (lo, hi) in enumerate(scope)]
@@ -155,10 +189,13 @@ class VirtualSearch(Search[Scopes, list[Candidates]]):
         index, magnitude, _ = self.backend.select(self.acc.read(worker, lo, hi), 0, hi - lo, floor)
         return Candidates(index + lo, magnitude)
 
-    def block_counts(self, found: list[Candidates], threshold: float, edges: Ints) -> list[Ints]:
+    def block_counts(self, found: list[Candidates], threshold: float, edges: Ints, totals: Ints | None) -> list[Ints]:
         counts = [self.backend.block_counts(f.index, f.magnitude, threshold, edges).astype(np.int64) for f in found]
         if self.gathers:
-            self.log.add("allgather", (len(edges) - 1) * block_count_type(edges)().itemsize)
+            if totals is None:
+                self._log_sized(counts)
+            else:
+                self.log.add("allgatherv", self._rooms(len(edges) - 1, totals))
             return counts
         self.log.add("allreduce", (len(edges) - 1) * block_count_type(edges, self.size)().itemsize)
         return [np.sum(counts, axis=0)] * self.size

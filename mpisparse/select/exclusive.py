@@ -71,15 +71,19 @@ def settle_in_regions(
         return settled, selector
     everywhere, floor = settled.found, settled.rungs[0]
     able, mine = search.able, scope
+    totals: Ints | None = settled.workloads
     for _ in range(DRAWS if search.gathers else 1):  # sums would lead to much the same borders again
-        counts = search.block_counts(everywhere, settled.threshold, selector.edges)
+        counts = search.block_counts(everywhere, settled.threshold, selector.edges, totals)
         able = search.able if search.gathers else not_poor(settled.workloads)
         selector = selector.drawn(counts, able, None if search.gathers else settled.workloads)
+        if search.gathers:
+            search.drawn(counts, selector)
         mine, inside = search.inside(everywhere, selector.cut)
         settled = both(settled, search.settle(mine, settled.rungs, inside))
         short = settled.workloads.sum() < search.k  # no borders help then, and candidates would be the whole vector
         if imbalance(settled.workloads[able]) <= BALANCED or (short and settled.rungs[0] <= TINY):
             break
+        totals = None  # those of the new threshold are not known everywhere
         if settled.rungs[0] < floor:  # selected again below: the next borders need candidates from there
             floor = settled.rungs[0]
             everywhere = search.select(scope, float(floor))

@@ -17,6 +17,7 @@ from mpisparse.arrays import Ints
 PAPER_BLOCKS = 1024
 PAPER_ALIGN = 32
 BLOCKS_PER_RANK, MOST_BLOCKS = 256, 16_384
+FEW_BLOCKS, FEW_PER_RANK, PER_BLOCK = 384, 64, 2
 ROOM = 256  # of a part of mean weight
 
 
@@ -54,6 +55,11 @@ def paper_edges(n: int, blocks: int = PAPER_BLOCKS) -> Ints:
 def default_blocks(size: int) -> int:
     """Blocks for a rank count: enough that one of them is a small part of a partition, few enough to count in every step."""
     return max(PAPER_BLOCKS, min(BLOCKS_PER_RANK * size, MOST_BLOCKS), size)
+
+
+def enough_blocks(blocks: int, size: int, selected: int) -> int:
+    """Blocks, fewer where few elements are selected: their counts should take no more bytes than these elements."""
+    return min(blocks, max(FEW_BLOCKS, FEW_PER_RANK * size, selected // PER_BLOCK))
 
 
 def even_borders(blocks: int, size: int) -> Ints:

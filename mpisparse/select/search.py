@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from mpisparse.arrays import Ints
+from mpisparse.arrays import Bytes, Ints
 from mpisparse.comm.agreement import Notice, refuse
 from mpisparse.comm.regions import Region
+from mpisparse.select import tallies
 from mpisparse.select.candidates import Candidates, certain, count_ties, drop_ties, merge
-from mpisparse.select.threshold import Controller, Rungs
+from mpisparse.select.threshold import Controller, Rungs, bin_of
 
 if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend
     from mpisparse.comm.exchange import Exchange
+    from mpisparse.select.selector import ExclusiveSelector
     from mpisparse.select.view import View
 
 Scope = TypeVar("Scope")
@@ -25,6 +28,10 @@ Collected = TypeVar("Collected")
 GATHERED_RANKS = 16  # up to so many ranks counts are gathered with their owners; beyond, summed
 REACH = 16  # bins of a histogram, two octaves: so far may the threshold be lowered to give a poor rank its share
 POOR = 32  # beyond 16 ranks: a rank with so many times less than the mean is poor
+LADDER, LEAST, MOST_REACH = 2, 16, 8  # a ladder's message has room for so many times what is likely, and so many more
+HISTOGRAM = 2  # everywhere, a histogram counts up to so many times what is wanted
+BINS = 2048
+NO_BYTES: Bytes = np.empty(0, dtype=np.uint8)
 
 
 @dataclass(frozen=True)
@@ -72,11 +79,25 @@ def able_ranks(histograms: Ints, k: int) -> Ints:
     return np.arange(len(tails))
 
 
+class Ladder(NamedTuple):
+    """What all ranks know of a ladder's message before it is sent.
+
+    above: every rank's count at the end of a finer ladder; None: the ladder is new. totals: how many elements each rank has
+    between the ends; of a new ladder, how many there is room for. told: the ranks' statuses are known.
+    """
+
+    above: Ints | None
+    totals: Ints
+    told: bool
+
+
 class Search(Generic[Scope, Collected]):
     """The search for the rung that gives k over all ranks; subclasses say how ranks count and select.
 
     A scope is where candidates are collected. A subclass is one rank among others, or all ranks in one process. `able` are
-    the ranks that get a partition where borders are drawn in the step.
+    the ranks that get a partition where borders are drawn in the step. Up to 16 ranks, `rungs` and `rows` are the last
+    ladder and all ranks' counts on it, `spread_out` those of the last one in the whole vector; `inner` and `outer` what each
+    rank is likely to select in its region, of so many everywhere.
     """
 
     def __init__(self, controller: Controller, k: int, n: int, size: int) -> None:
@@ -85,30 +106,97 @@ class Search(Generic[Scope, Collected]):
         self.n = n
         self.size = size
         self.able: Ints = np.arange(size)
+        self.rungs: Rungs = np.empty(0, dtype=np.float32)
+        self.rows: Ints | None = None
+        self.spread_out: tuple[Rungs, Ints] | None = None
+        self.inner, self.outer = np.ones(size, dtype=np.int64), np.full(size, size)
 
     @property
     def gathers(self) -> bool:
         """Whether ranks are few enough to tell each other their own counts."""
         return self.size <= GATHERED_RANKS
 
-    def ladder(self, found: Collected, rungs: Rungs, everywhere: bool) -> tuple[Ints, Callable[[int], Ints]]:
-        """Count over all ranks what reaches each rung; also return a function that gives the count per rank at one rung."""
+    def ladder(self, found: Collected, rungs: Rungs, everywhere: bool, finer: bool) -> tuple[Ints, Callable[[int], Ints]]:
+        """Count over all ranks what reaches each rung; also return a function that gives the count per rank at one rung.
+
+        finer: the rungs lie between two of the last ladder.
+        """
         raise NotImplementedError
 
-    def histogram(self, scope: Scope) -> Ints:
-        """The histogram of all ranks' magnitudes in their scopes, by exponent and the first bits of the mantissa."""
+    def message(self, rungs: Rungs, everywhere: bool, finer: bool) -> Ladder:
+        """What the ranks know of the message of a ladder; up to 16 ranks."""
+        if self.rows is None:
+            return Ladder(None, np.full(self.size, self._room_for(rungs)), False)
+        if finer:
+            below = int(np.searchsorted(self.rungs, rungs[0]))
+            past = below + 1 == len(self.rungs)
+            above = np.zeros(self.size, dtype=np.int64) if past else self.rows[:, below + 1]
+            return Ladder(above, self.rows[:, below] - above, True)
+        if everywhere:
+            return Ladder(None, np.full(self.size, self._room_for(rungs)), True)
+        if self.spread_out is not None and np.array_equal(self.spread_out[0], rungs):
+            rows = self.spread_out[1]
+            between = rows[:, 0] - rows[:, -1]
+            return Ladder(None, np.minimum(between, LADDER * between * self.inner // self.outer + LEAST), True)
+        return Ladder(None, LADDER * self.k * self.inner // max(1, int(self.inner.sum())) + LEAST, True)
+
+    def _room_for(self, rungs: Rungs) -> int:
+        """How many elements a rank is likely to have on a ladder around the threshold that gives k."""
+        slope = getattr(self.controller, "slope", 1.0)
+        reach = (float(rungs[-1]) / float(rungs[0])) ** (slope / 2) if len(rungs) > 1 else 1.0
+        return int(self.k * min(reach, MOST_REACH)) + LEAST
+
+    def note(self, rungs: Rungs, rows: Ints, everywhere: bool) -> None:
+        """Keep what a ladder told of all ranks."""
+        self.rungs, self.rows = rungs, rows
+        if everywhere:
+            self.spread_out = rungs, rows
+
+    def drawn(self, counts: Sequence[Ints], selector: ExclusiveSelector) -> None:
+        """Keep what each rank has in its region and everywhere, from all ranks' block counts."""
+        ends = dict(zip((r.rank for r in selector.cut), pairwise(selector.borders.tolist()), strict=True))
+        self.inner = np.array([int(row[slice(*ends[rank])].sum()) for rank, row in enumerate(counts)], dtype=np.int64)
+        self.outer = np.array([max(1, int(row.sum())) for row in counts], dtype=np.int64)
+
+    def histogram(self, scope: Scope, most: int) -> Ints:
+        """The histogram of all ranks' magnitudes in their scopes, by exponent and the first bits of the mantissa.
+
+        Up to 16 ranks, of each rank the `most` largest count that lie below the last ladder; those on it are in one bin.
+        """
         raise NotImplementedError
 
-    def histograms(self, scope: Scope) -> Ints:
-        """The same, one row per rank."""
+    def histograms(self, scope: Scope, most: int) -> Ints:
+        """The histogram of each rank's `most` largest magnitudes, one row per rank."""
         raise NotImplementedError
+
+    def below(self, counted: Ints, rank: int, most: int) -> Ints:
+        """The part of a rank's histogram that lies below the last ladder, from bin 0 to the rung's.
+
+        `most` are wanted; of what the ladder does not have of them, all might be this rank's.
+        """
+        reached = np.zeros(self.size, dtype=np.int64) if self.rows is None else self.rows[:, 0]
+        at = bin_of(self.rungs[0])
+        part = counted[: at + 1].copy()
+        part[at] = max(0, int(part[at]) - int(reached[rank]) + int(counted[at + 1 :].sum()))
+        return tallies.clipped(part, max(1, most - int(reached.sum())))
+
+    def with_ladder(self, parts: Ints) -> Ints:
+        """The sum of histograms below the last ladder, and what lies on it in one bin above."""
+        reached = 0 if self.rows is None else int(self.rows[:, 0].sum())
+        total = np.zeros(BINS, dtype=np.int64)
+        total[: parts.shape[1]] = parts.sum(axis=0)
+        total[parts.shape[1]] = reached
+        return total
 
     def select(self, scope: Scope, floor: float) -> Collected:
         """What reaches the floor in the scope."""
         raise NotImplementedError
 
-    def block_counts(self, found: Collected, threshold: float, edges: Ints) -> list[Ints]:
-        """Every rank's count in every block above the threshold, in rank order; for many ranks all have the sum of all."""
+    def block_counts(self, found: Collected, threshold: float, edges: Ints, totals: Ints | None) -> list[Ints]:
+        """Every rank's count in every block above the threshold, in rank order; for many ranks all have the sum of all.
+
+        totals: every rank's count in all blocks, where that is known.
+        """
         raise NotImplementedError
 
     def inside(self, found: Collected, regions: list[Region]) -> tuple[Scope, Collected]:
@@ -139,34 +227,38 @@ class Search(Generic[Scope, Collected]):
         """
         k = self.k
         everything = k >= self.n
-        reselected = refined = attempts = 0
+        reselected = refined = attempts = limit = 0
         counted: Ints | None = None
+        finer = False
         while True:
-            total, workload_at = self.ladder(found, rungs, everywhere)
+            total, workload_at = self.ladder(found, rungs, everywhere, finer)
             choice = None if everything else self.controller.choose(rungs, total, k)
             if choice is None or choice.rung is not None:
                 rung = 0 if choice is None or choice.rung is None else choice.rung
                 return Settled(found, rungs, rung, total, workload_at(rung), reselected, refined)
+            finer = choice.finer is not None
             if choice.finer is not None:
                 refined += 1
                 rungs = choice.finer
                 continue
-            if counted is None:
-                counted = self._count(scope, everywhere)
-                if len(self.able) < self.size and everywhere and len(rungs):
+            share = k << attempts
+            if counted is None or (share > limit and self.gathers):
+                first, limit = counted is None, share * (HISTOGRAM if everywhere else 1)
+                counted = self._count(scope, everywhere and self.gathers, limit, first=first)
+                if first and len(self.able) < self.size and everywhere and len(rungs):
                     continue
             reselected += len(rungs) > 0
-            wanted = (k << attempts) * (len(self.able) if everywhere else 1)
             attempts += 1
-            rungs = self.controller.locate(counted, wanted)
+            rungs = self.controller.locate(counted, share * (len(self.able) if everywhere else 1))
             found = self.select(scope, float(rungs[0]))
 
-    def _count(self, scope: Scope, everywhere: bool) -> Ints:
-        """The histogram to place a ladder by; everywhere, that of the able ranks, which it finds."""
-        if not (everywhere and self.gathers):
-            return self.histogram(scope)
-        rows = self.histograms(scope)
-        self.able = able_ranks(rows, self.k)
+    def _count(self, scope: Scope, by_rank: bool, most: int, *, first: bool) -> Ints:
+        """The histogram to place a ladder by; by rank, that of the able ranks, which the first one tells."""
+        if not by_rank:
+            return self.histogram(scope, most)
+        rows = self.histograms(scope, most * self.size)
+        if first:
+            self.able = able_ranks(rows, self.k)
         total: Ints = rows[self.able].sum(axis=0)
         return total
 
@@ -180,7 +272,7 @@ def share_counts(exchange: Exchange, notice: Notice, counts: Ints, most: int) ->
         if notice.status:
             refuse(np.array([[notice.status, notice.detail]]), notice)
         return counts[None].astype(np.int64)
-    kind = np.uint32 if most < 2**32 else np.uint64
+    kind = count_type(most)
     header = np.array([notice.status, notice.detail], dtype=np.int64)
     rows = exchange.allgather(np.concatenate([header.view(np.uint8), counts.astype(kind).view(np.uint8)]))
     statuses = np.ascontiguousarray(rows[:, : header.nbytes]).view(np.int64)
@@ -188,6 +280,67 @@ def share_counts(exchange: Exchange, notice: Notice, counts: Ints, most: int) ->
         refuse(statuses, notice)
     gathered = np.ascontiguousarray(rows[:, header.nbytes :]).view(kind).astype(np.int64)
     return gathered.reshape(exchange.size, len(counts))
+
+
+def share_ladder(exchange: Exchange, backend: Backend, notice: Notice, counts: Ints, message: Ladder, most: int) -> Ints:
+    """Gather counts that fall from rung to rung, one row per rank; raise on all ranks if any status is bad. Collective.
+
+    What lies between two rungs travels as bytes of a size that all ranks know beforehand. If a rank has more on a new
+    ladder than there is room for, its counts follow in a second message. The ends of a finer ladder are known. No count
+    exceeds `most`.
+    """
+    if exchange.size == 1:
+        return share_counts(exchange, notice, counts, most)
+    if message.above is not None:
+        between = counts - np.append(counts[1:], message.above[exchange.rank])
+        return _falling(message.above, tallies.gather(exchange, backend, between, message.totals))
+    slots, kind = max(0, len(counts) - 1), count_type(most)
+    own = counts[[0, -1]].astype(kind).view(np.uint8) if len(counts) else NO_BYTES
+    if not message.told:
+        own = np.concatenate([np.array([notice.status, notice.detail], dtype=np.int64).view(np.uint8), own])
+    between, totals = counts[:-1] - counts[1:], message.totals.tolist()
+    spaces = [tallies.room(slots, total) for total in totals]
+    space, total = spaces[exchange.rank], int(between.sum())
+    fits = tallies.room(slots, total) <= space
+    coded = tallies.padded(tallies.encode(backend, between) if fits else NO_BYTES, space)
+    sizes = [len(own) + each for each in spaces]
+    starts = np.cumsum([0, *sizes]).tolist()
+    gathered = exchange.allgatherv(np.concatenate([own, coded]), sizes, starts[:-1])
+    heads = np.stack([gathered[start : start + len(own)] for start in starts[:-1]])
+    if not message.told:
+        statuses = np.ascontiguousarray(heads[:, :16]).view(np.int64)
+        if statuses[:, 0].any():
+            refuse(statuses, notice)
+    if not len(counts):
+        return np.zeros((exchange.size, 0), dtype=np.int64)
+    ends = np.ascontiguousarray(heads[:, -2 * kind().itemsize :]).view(kind).astype(np.int64)
+    came = ends[:, 0] - ends[:, 1]
+    late = late_sizes(slots, came, spaces)
+    steps = (
+        tallies.gather_parts(exchange, backend, between, came, late) if any(late) else np.zeros((len(late), slots), np.int64)
+    )
+    for rank, (start, space) in enumerate(zip(starts[:-1], spaces, strict=True)):
+        if not late[rank]:
+            coded = gathered[start + len(own) : start + len(own) + space]
+            steps[rank] = tallies.decode(backend, coded, slots, int(came[rank]))
+    return np.column_stack([_falling(ends[:, 1], steps), ends[:, 1]])
+
+
+def late_sizes(slots: int, totals: Ints, spaces: Sequence[int]) -> list[int]:
+    """Bytes of the second messages, of ranks whose counts may not fit into the first."""
+    needed = [tallies.room(slots, total) for total in totals.tolist()]
+    return [size if size > space else 0 for size, space in zip(needed, spaces, strict=True)]
+
+
+def _falling(above: Ints, between: Ints) -> Ints:
+    """Counts at every rung, one row per rank, from what lies between two rungs and what lies above the last."""
+    tails: Ints = np.cumsum(between[:, ::-1], axis=1)[:, ::-1] + above[:, None]
+    return tails
+
+
+def count_type(most: int) -> type[np.unsignedinteger[Any]]:
+    """The type that counts travel as."""
+    return np.uint32 if most < 2**32 else np.uint64
 
 
 class Settlement(Search[tuple[int, int], Candidates]):
@@ -202,30 +355,37 @@ class Settlement(Search[tuple[int, int], Candidates]):
         self.view = view
         self.notice = notice
 
-    def ladder(self, found: Candidates, rungs: Rungs, everywhere: bool) -> tuple[Ints, Callable[[int], Ints]]:
+    def ladder(self, found: Candidates, rungs: Rungs, everywhere: bool, finer: bool) -> tuple[Ints, Callable[[int], Ints]]:
         """Combine the ladders over ranks; beyond 16 ranks by a sum, and each rank's share at the rung by another message."""
         counts = self.backend.tail_counts(found.magnitude, rungs)
         if self.gathers:
-            rows = share_counts(self.exchange, self.notice, counts, self.n)
+            message = self.message(rungs, everywhere, finer)
+            rows = share_ladder(self.exchange, self.backend, self.notice, counts, message, self.n)
+            self.note(rungs, rows, everywhere)
             return harmonic(rows[self.able]) if everywhere else rows.sum(axis=0), lambda rung: rows[:, rung]
         share_counts(self.exchange, self.notice, counts[:0], self.n)
         total = self.exchange.allreduce_(counts.copy()) // (self.size if everywhere else 1)
         return total, lambda rung: self.exchange.allgather(counts[rung : rung + 1])[:, 0]
 
-    def histogram(self, scope: tuple[int, int]) -> Ints:
-        counted: Ints = self.exchange.allreduce_(self.view.histogram(*scope))
-        return counted
+    def histogram(self, scope: tuple[int, int], most: int) -> Ints:
+        counted: Ints = self.view.histogram(*scope)
+        if not self.gathers or self.size == 1:
+            return self.exchange.allreduce_(counted)
+        if not len(self.rungs):
+            total: Ints = tallies.gather(self.exchange, self.backend, tallies.clipped(counted, most)).sum(axis=0)
+            return total
+        return self.with_ladder(tallies.gather(self.exchange, self.backend, self.below(counted, self.exchange.rank, most)))
 
-    def histograms(self, scope: tuple[int, int]) -> Ints:
-        return self.exchange.allgather(self.view.histogram(*scope))
+    def histograms(self, scope: tuple[int, int], most: int) -> Ints:
+        return tallies.gather(self.exchange, self.backend, tallies.clipped(self.view.histogram(*scope), most))
 
     def select(self, scope: tuple[int, int], floor: float) -> Candidates:
         return self.view.select(*scope, floor)
 
-    def block_counts(self, found: Candidates, threshold: float, edges: Ints) -> list[Ints]:
+    def block_counts(self, found: Candidates, threshold: float, edges: Ints, totals: Ints | None) -> list[Ints]:
         counts = self.backend.block_counts(found.index, found.magnitude, threshold, edges)
         if self.gathers:
-            return list(self.exchange.allgather(counts.astype(block_count_type(edges))).astype(np.int64))
+            return list(tallies.gather(self.exchange, self.backend, counts, totals))
         return [self.exchange.allreduce_(counts.astype(block_count_type(edges, self.size))).astype(np.int64)] * self.size
 
     def inside(self, found: Candidates, regions: list[Region]) -> tuple[tuple[int, int], Candidates]:

@@ -148,7 +148,8 @@ class ExclusiveSelector:
             even = replace(self, edges=edges, borders=partition.even_borders(len(edges) - 1, self.size))
             return even._held(union, search) if self.draws else even
         if self.draws:
-            edges = partition.worked_edges(n, self.blocks, union, pick)
+            blocks = partition.enough_blocks(self.blocks, self.size, len(union))
+            edges = partition.worked_edges(n, blocks, union, pick)
             return replace(self, edges=edges, borders=partition.even_borders(len(edges) - 1, self.size))
         if not self.stays or self.step % self.size == 0:
             longest = -(-2 * n // self.size)

@@ -106,6 +106,11 @@ def locate_rungs(histogram: Counts, k: int) -> Rungs:
     return spread(_bin_edge(top), _bin_edge(min(top + 2, len(histogram) - 1)))
 
 
+def bin_of(magnitude: float) -> int:
+    """The bin of a histogram that holds a magnitude."""
+    return int(np.float32(magnitude).view(np.uint32)) >> HISTOGRAM_SHIFT
+
+
 def _bin_edge(index: int) -> float:
     edge = float(np.uint32(index << HISTOGRAM_SHIFT).view(np.float32))
     return edge if math.isfinite(edge) else HUGE
