@@ -30,7 +30,6 @@ from mpisparse.wire.feedback import (
     SelectedAtOwners,
     WholeAtOwners,
     owned_count,
-    stretch_of,
 )
 
 BUFFERS = ("own", "rank0", "average")
@@ -147,11 +146,10 @@ class Drift(Options):
 
     def _reducer(self, parts: Parts) -> AtFixedOwners:
         n, rank, size, codec = len(parts.residual), parts.exchange.rank, parts.exchange.size, CODECS[self.codec]
+        region = even_regions(n, size)[rank]
         if self.in_parts:
-            count = sum(stretch_of(n, self.every, phase, rank, size) for phase in range(self.every))
-            return PartAtOwners(codec, zeros(count, torch.float32).numpy(), n, self.factor, every=self.every)
+            return PartAtOwners(codec, zeros(region.hi - region.lo, torch.float32).numpy(), n, self.factor)
         if self.density == 1.0:
-            region = even_regions(n, size)[rank]
             error, spare = (zeros(region.hi - region.lo, torch.float32).numpy() for _ in range(2))
             return WholeAtOwners(codec, error, n, self.factor, spare=spare)
         return SelectedAtOwners(codec, zeros(owned_count(n, size, rank), torch.float32).numpy(), n, self.factor)
