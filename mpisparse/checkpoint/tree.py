@@ -42,6 +42,9 @@ def _encode(value: Any, prefix: str, arrays: Arrays, where: str, depth: int = 0)
         raise UnsupportedError(f"cannot store containers nested more than {DEEPEST} deep, as at {where[:60]}...")
     if isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype in SCALARS:
         return {"scalar": [SCALARS[value.dtype], _number(value.item())]}
+    if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:
+        parts = [_encode(part, prefix, arrays, where, depth + 1) for part in (value._indices(), value._values())]
+        return {"sparse": [*parts, list(value.shape), value.is_coalesced()]}
     if isinstance(value, torch.Tensor | np.ndarray):
         _check_storable(value, where)
         name = f"{prefix}/{len(arrays)}"
@@ -72,7 +75,7 @@ SCALARS = {
 
 
 def _check_storable(value: torch.Tensor | NDArray[Any], where: str) -> None:
-    """Refuse what has no plain array form: sparse tensors, types that only torch has, arrays of objects or texts."""
+    """Refuse what has no plain array form: compressed rows, types that only torch has, arrays of objects or texts."""
     if isinstance(value, torch.Tensor):
         plain = value.layout is torch.strided and (
             value.dtype in BITS or hasattr(np, str(value.dtype).removeprefix("torch."))
@@ -116,6 +119,9 @@ class _Decoder:
         if kind == "array":
             name, dtype, shape = content
             return _restore(self.left.pop(name), dtype, shape)  # each array belongs to exactly one value
+        if kind == "sparse":
+            indices, values, shape, coalesced = content
+            return _sparse(self.decode(indices, depth + 1), self.decode(values, depth + 1), shape, coalesced)
         if kind == "dict":
             if not all(isinstance(pair, list) for pair in content):
                 raise ValueError("a dict in a state is not made of pairs")
@@ -127,6 +133,13 @@ class _Decoder:
             raise ValueError(f"a state has {kind!r} where a kind of value should be")
         items = [self.decode(value, depth + 1) for value in content]
         return items if kind == "list" else tuple(items)
+
+
+def _sparse(indices: Any, values: Any, shape: Any, coalesced: Any) -> torch.Tensor:
+    """A sparse tensor such as an optimizer's memory of an embedding; raises if an index is outside of it."""
+    if type(coalesced) is not bool:
+        raise ValueError(f"a state has {_shown(coalesced)} where a flag should be")
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True, is_coalesced=coalesced)
 
 
 def _shown(node: Any) -> str:

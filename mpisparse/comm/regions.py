@@ -55,7 +55,11 @@ class Part:
     phase: int
 
     def __len__(self) -> int:
-        whole, rest = divmod(self.n, BLOCK * self.every)
+        return self.below(self.n)
+
+    def below(self, element: int) -> int:
+        """How many elements of the part lie below an element of the vector."""
+        whole, rest = divmod(element, BLOCK * self.every)
         return whole * BLOCK + min(BLOCK, max(0, rest - self.phase * BLOCK))
 
     def index(self, start: int, stop: int) -> Ints:

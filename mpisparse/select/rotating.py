@@ -22,6 +22,30 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """In how many steps everything is sent, from which step on: (first step, every), ascending, the first from step 0."""
+
+    changes: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, every: object) -> Pace:
+        """Read a number, or a text such as "5, 200:40": every 5, and from step 200 on every 40. Raises ValueError."""
+        if isinstance(every, bool) or not isinstance(every, int | str):
+            raise ValueError(f"got {every!r}")
+        first, *later = str(every).split(",")
+        pairs = [(0, int(first)), *((int(start), int(count)) for start, count in (text.split(":") for text in later))]
+        starts = [start for start, _ in pairs]
+        if sorted(set(starts)) != starts or min(count for _, count in pairs) < 1:
+            raise ValueError(f"got {every!r}")
+        return cls(tuple(pairs))
+
+    def at(self, step: int) -> tuple[int, int]:
+        """How many steps it takes at a step, and how many such steps there were before."""
+        start, every = [change for change in self.changes if change[0] <= step][-1]
+        return every, step - start
+
+
+@dataclass(frozen=True)
 class PartValues:
     """A part of a vector as a vector of its own, which is read slice by slice."""
 
@@ -67,24 +91,25 @@ class RotatingPlan(NamedTuple):
 class Rotating(Everything):
     """Every so-many-th block, from step to step. late: deliver gets a copy of their values."""
 
-    def __init__(self, n: int, every: int, *, late: bool = False) -> None:
+    def __init__(self, n: int, pace: Pace, *, late: bool = False) -> None:
         super().__init__(n, late=late)
-        self.every = every
+        self.pace = pace
 
     def plan(self, k: int) -> RotatingPlan:  # type: ignore[override]  # another kind of plan
         """The coming step."""
-        return RotatingPlan(Part(self.n, self.every, self.step % self.every), own=self.late)
+        every, done = self.pace.at(self.step)
+        return RotatingPlan(Part(self.n, every, done % every), own=self.late)
 
     def packed(self, agreed: Agreed) -> State:
         """An agreement in flight as plain values."""
-        return {"phase": agreed.union.phase}
+        return {"every": agreed.union.every, "phase": agreed.union.phase}
 
     def unpacked(self, state: State) -> Agreed:
         """What packed() was given."""
-        phase = int(state["phase"])
-        if not 0 <= phase < self.every:
-            raise ValueError(f"there is no part {phase} of {self.every}")
-        return _agreement(Part(self.n, self.every, phase))
+        every, phase = int(state["every"]), int(state["phase"])
+        if not 0 <= phase < every:
+            raise ValueError(f"there is no part {phase} of {every}")
+        return _agreement(Part(self.n, every, phase))
 
 
 def _agreement(part: Part) -> Agreed:

@@ -369,7 +369,7 @@ class Settlement(Search[tuple[int, int], Candidates]):
 
     def histogram(self, scope: tuple[int, int], most: int) -> Ints:
         counted: Ints = self.view.histogram(*scope)
-        if not self.gathers:
+        if not self.gathers or self.size == 1:
             return self.exchange.allreduce_(counted)
         if not len(self.rungs):
             total: Ints = tallies.gather(self.exchange, self.backend, tallies.clipped(counted, most)).sum(axis=0)

@@ -162,12 +162,7 @@ class WholeAtOwners(AtFixedOwners):
 
     def unpacked(self, state: State, size: int) -> Reduced:
         spans = [(region.lo, region.hi) for region in even_regions(self.n, size)]
-        mean, own = (
-            Encoded(self.codec, np.asarray(state[name], dtype=np.uint8), spans, list(map(int, state[f"{name}_sizes"])))
-            for name in ("mean", "own")
-        )
-        check(mean)
-        check(own)
+        mean, own = (encoded_in(state, name, self.codec, spans) for name in ("mean", "own"))
         return Reduced(range(self.n), mean, None, own=own, error=self._error(state["error"], len(self.error)))  # type: ignore[arg-type]
 
     def owned(self, rank: int, size: int) -> slice:
@@ -182,71 +177,51 @@ class WholeAtOwners(AtFixedOwners):
 
 @dataclass(frozen=True)
 class PartAtOwners(AtFixedOwners):
-    """One of `every` parts of the vector in each exchange (`index` is a Part); each rank owns an even stretch of each part.
+    """A part of the vector in each exchange (`index` is a Part); each rank owns an even stretch of the vector.
 
-    error: this rank's stretches, one part after the other.
+    e has the order of the vector, so that the parts may change in size.
     """
 
-    every: int = 1
-
     def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
-        own = encode(self.codec, backend, values, self._spans(index.phase, exchange.size))
-        mine = self._place(index.phase, exchange.rank, exchange.size)
-        left = np.empty(mine.stop - mine.start, dtype=np.float32)
+        spans = self._spans(index, exchange.size)
+        own = encode(self.codec, backend, values, spans)
+        places = index.index(*spans[exchange.rank]) - self.owned(exchange.rank, exchange.size).start
+        left = np.empty(len(places), dtype=np.float32)
         try:
-            arrived = self._exchange(exchange, backend, own, self.error[mine], left)
+            arrived = self._exchange(exchange, backend, own, self.error[places], left)
         except Overflow as overflow:
             at = overflow.args[0]
             raise Overflow(int(index.index(at, at + 1)[0])) from None
-        return Reduced(index, arrived, None, own=own, error=(mine, left))
+        return Reduced(index, arrived, None, own=own, error=(places, left))
 
     def after(self, reduced: Reduced) -> Reducer:
-        mine, left = reduced.error
-        self.error[mine] = left
+        places, left = reduced.error
+        self.error[places] = left
         return self
 
     def packed(self, reduced: Reduced) -> State:
-        mean, own, (mine, left) = reduced.mean, reduced.own, reduced.error
-        sizes = {"mean_sizes": list(mean.sizes), "own_sizes": list(own.sizes), "place": [mine.start, mine.stop]}
-        return {"mean": mean.payload, "own": own.payload, **sizes, "error": left, "part": reduced.index.phase}  # type: ignore[attr-defined]
+        mean, own, (places, left), part = reduced.mean, reduced.own, reduced.error, reduced.index
+        sizes = {"mean_sizes": list(mean.sizes), "own_sizes": list(own.sizes)}
+        where = {"places": places, "every": part.every, "phase": part.phase}  # type: ignore[attr-defined]
+        return {"mean": mean.payload, "own": own.payload, **sizes, "error": left, **where}
 
     def unpacked(self, state: State, size: int) -> Reduced:
-        phase, (start, stop) = int(state["part"]), map(int, state["place"])
-        if not 0 <= phase < self.every or not 0 <= start <= stop <= len(self.error):
+        part = Part(self.n, int(state["every"]), int(state["phase"]))
+        places = np.asarray(state["places"], dtype=np.int64)
+        outside = len(places) and not 0 <= places.min() <= places.max() < len(self.error)
+        if not 0 <= part.phase < part.every or outside:
             raise ValueError("a part in flight is not one of this vector")
-        mean, own = (
-            Encoded(
-                self.codec, np.asarray(state[name], dtype=np.uint8), self._spans(phase, size),
-                list(map(int, state[f"{name}_sizes"])),
-            )
-            for name in ("mean", "own")
-        )  # fmt: skip
-        check(mean)
-        check(own)
-        error = slice(start, stop), self._error(state["error"], stop - start)
-        return Reduced(Part(self.n, self.every, phase), mean, None, own=own, error=error)  # type: ignore[arg-type]
+        mean, own = (encoded_in(state, name, self.codec, self._spans(part, size)) for name in ("mean", "own"))
+        error = places, self._error(state["error"], len(places))
+        return Reduced(part, mean, None, own=own, error=error)  # type: ignore[arg-type]
 
-    def _spans(self, phase: int, size: int) -> list[Span]:
-        return [(r.lo, r.hi) for r in even_regions(len(Part(self.n, self.every, phase)), size)]
+    def _spans(self, part: Part, size: int) -> list[Span]:
+        """Where each rank's stretch lies in a part."""
+        return [(part.below(region.lo), part.below(region.hi)) for region in even_regions(self.n, size)]
 
-    def _place(self, phase: int, rank: int, size: int) -> slice:
-        """Where a rank keeps the errors of its stretch of a part."""
-        ends = np.cumsum([0, *(stretch_of(self.n, self.every, t, rank, size) for t in range(phase + 1))]).tolist()
-        return slice(ends[-2], ends[-1])
-
-    def owned(self, rank: int, size: int) -> Ints:
-        parts = []
-        for phase in range(self.every):
-            region = even_regions(len(Part(self.n, self.every, phase)), size)[rank]
-            parts.append(Part(self.n, self.every, phase).index(region.lo, region.hi))
-        index: Ints = np.concatenate(parts)
-        return index
-
-
-def stretch_of(n: int, every: int, phase: int, rank: int, size: int) -> int:
-    """How many elements of a part a rank owns."""
-    region = even_regions(len(Part(n, every, phase)), size)[rank]
-    return region.hi - region.lo
+    def owned(self, rank: int, size: int) -> slice:
+        region = even_regions(self.n, size)[rank]
+        return slice(region.lo, region.hi)
 
 
 @dataclass(frozen=True)
@@ -286,6 +261,13 @@ class SelectedAtOwners(AtFixedOwners):
         index: Ints = np.arange(self.n)
         mine: Ints = index[index // BLOCK % size == rank]
         return mine
+
+
+def encoded_in(state: State, name: str, codec: Codec, spans: Sequence[Span]) -> Encoded:
+    """Encoded values that a state holds; raises ValueError unless they can be those of the spans."""
+    encoded = Encoded(codec, np.asarray(state[name], dtype=np.uint8), spans, list(map(int, state[f"{name}_sizes"])))
+    check(encoded)
+    return encoded
 
 
 def owned_count(n: int, size: int, rank: int) -> int:

@@ -25,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "whole, every second": {"density": 1.0, "every": 2, "rate": 1.5, "spread": False},
     "in three parts": {"density": 1.0, "every": 3},
     "in five parts, sign": {"density": 1.0, "every": 5, "codec": "sign"},
+    "in one part, then in three parts": {"density": 1.0, "every": "1, 4:3"},
     "in three parts in flight": {"density": 1.0, "every": 3, "staleness": 1},
     "whole, float32": {"density": 1.0, "codec": "fp32"},
     "in flight": {"density": 0.05, "staleness": 1},

@@ -18,6 +18,7 @@ from torch import nn
 import mpisparse
 from mpisparse.backends.device import load_backend
 from mpisparse.comm.regions import even_regions
+from mpisparse.comm.virtual import run_virtual
 from mpisparse.optim import OneBitAdamW
 from mpisparse.optim.moments import FLOOR
 from mpisparse.optim.schedule import Schedule
@@ -437,6 +438,18 @@ def test_a_checkpoint_goes_on_with_the_same_bits(comm: MPI.Intracomm, start: Sta
     assert mpisparse.checkpoint.load(directory, model=twin, optimizer=other) == 7
     train(comm, twin, other, range(7, 12))
     assert everywhere(comm, bits(model.parameters()) == bits(twin.parameters()))
+
+
+def test_virtual_workers_compute_what_ranks_compute(comm: MPI.Intracomm) -> None:
+    def trained(ranks: Any) -> bytes:
+        model = small()
+        optimizer = OneBitAdamW(model.parameters(), lr=0.01, warmup=3, refresh=1, comm=ranks)
+        train(ranks, model, optimizer, range(8))
+        optimizer.close()
+        return bits(model.parameters())
+
+    real = trained(comm)
+    assert everywhere(comm, run_virtual(comm.size, trained) == [real] * comm.size)
 
 
 def test_a_sync_is_not_attached(comm: MPI.Intracomm, start: Start) -> None:

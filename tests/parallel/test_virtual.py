@@ -26,6 +26,8 @@ STEPS = 8
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"scheme": name, "density": 0.05} for name in SCHEMES},
     "dense": {"scheme": "dense"},
+    "diloco": {"scheme": "diloco", "every": 2, "codec": "int4"},
+    "sparseloco": {"scheme": "sparseloco", "every": 2, "density": 0.05},
     "threshold": {"scheme": "threshold", "threshold": 0.01},
     "exdyna allreduce": {"scheme": "exdyna", "density": 0.05, "reduce": "allreduce"},
     "dense int4": {"scheme": "dense", "codec": "int4"},

@@ -161,16 +161,30 @@ def test_keys_that_cannot_be_stored_are_refused_with_their_place(key: Any) -> No
     "make",
     [
         lambda: torch.zeros(3).to(torch.float8_e4m3fn),
-        lambda: torch.zeros(3).to_sparse(),
         lambda: np.array([object()]),
         lambda: np.array(["text"]),
     ],
-    ids=["float8", "sparse", "objects", "texts"],
+    ids=["float8", "objects", "texts"],
 )
 def test_tensors_are_stored_or_refused_with_their_place(make: Any) -> None:
     value = make()
     with pytest.raises(tree.UnsupportedError, match="at /state/0"):
         tree.flatten({"state": [value]}, "own")
+
+
+@pytest.mark.parametrize("coalesced", [False, True])
+def test_sparse_tensors_return_as_they_were(coalesced: bool) -> None:
+    value = torch.sparse_coo_tensor([[1, 1, 4]], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], (6, 2), check_invariants=False)
+    value = value.coalesce() if coalesced else value
+    text, arrays = tree.flatten({"x": value}, "own")
+    back = tree.unflatten(text, dict(arrays))["x"]
+    assert back.is_coalesced() == coalesced
+    assert back.shape == value.shape
+    assert torch.equal(back._indices(), value._indices())
+    assert torch.equal(back._values(), value._values())
+    arrays["own/0"] = arrays["own/0"] + 5
+    with pytest.raises(ValueError, match="malformed"):
+        tree.unflatten(text, arrays)
 
 
 # Files

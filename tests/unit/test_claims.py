@@ -157,7 +157,9 @@ def test_codecs_go_with_schemes_as_docs_say(scheme: str) -> None:
             with pytest.raises(ConfigurationError, match="codec"):
                 mpisparse.GradientSync(model, scheme=scheme, codec=codec)
             continue
-        sync = mpisparse.GradientSync(model, scheme=scheme, codec=codec, density=None if scheme == "dense" else 0.1)
+        options = {"density": None if SCHEMES[scheme].density == 1.0 else 0.1, "codec": codec}
+        options |= {"every": 1} if SCHEMES[scheme].of_weights else {}
+        sync = mpisparse.GradientSync(model, scheme=scheme, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         mpisparse.attach(optimizer, sync)
         for _ in range(2):
@@ -172,7 +174,7 @@ def test_codecs_go_with_schemes_as_docs_say(scheme: str) -> None:
 @pytest.mark.filterwarnings('ignore:scheme "predictive" without validation')
 def test_dropping_goes_with_schemes_as_docs_say(scheme: str) -> None:
     off = {"predictive": "none"}.get(scheme, False)
-    if scheme == "dense" or SCHEMES[scheme].of_weights:
+    if scheme in ("dense", "demo") or SCHEMES[scheme].of_weights:
         with pytest.raises(ConfigurationError, match="unknown option 'compensate'"):
             configure(scheme, compensate=off)
         return

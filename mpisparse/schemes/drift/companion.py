@@ -16,6 +16,7 @@ from mpisparse.core.aggregator import Aggregator
 from mpisparse.errors import ConfigurationError, GradientError
 from mpisparse.schemes.companion import Companion, Site
 from mpisparse.schemes.drift.weights import OwnWeights
+from mpisparse.select.rotating import Pace
 from mpisparse.wire.feedback import AtFixedOwners
 
 HOLDS_COPIES = ("schedulefree", "lookahead")  # optimizers whose state holds copies of weights, or parts of their names
@@ -26,14 +27,14 @@ class Drifting(Companion):
 
     idle = False
 
-    def __init__(self, aggregator: Aggregator, site: Site, weights: OwnWeights, *, every: int, buffers: str) -> None:
+    def __init__(self, aggregator: Aggregator, site: Site, weights: OwnWeights, *, every: int | str, buffers: str) -> None:
         self.aggregator = aggregator
         self.exchange = aggregator.parts.exchange
         self.shared = aggregator.parts.residual
         self.site = site
         self.subject: Any = weights
         self.weights = weights
-        self.every = every
+        self.pace = Pace.of(every)
         self.buffers = buffers
         self.done = 0
         self.optimizer: torch.optim.Optimizer | None = None
@@ -82,8 +83,9 @@ class Drifting(Companion):
 
     def is_due(self) -> bool:
         """Count one step of the optimizer; tell whether an exchange follows it."""
+        every, before = self.pace.at(self.done)
         self.done += 1
-        return self.done % self.every == 0
+        return (before + 1) % every == 0
 
     # Beside the steps
 

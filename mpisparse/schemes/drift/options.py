@@ -20,7 +20,7 @@ from mpisparse.schemes.drift.weights import OwnWeights
 from mpisparse.schemes.options import Options, check_flag, check_positive, check_whole
 from mpisparse.select.everything import Everything
 from mpisparse.select.exclusive import ExclusiveSelection, Rules
-from mpisparse.select.rotating import Rotating
+from mpisparse.select.rotating import Pace, Rotating
 from mpisparse.select.selector import PARTITIONERS, ExclusiveSelector
 from mpisparse.select.threshold import CONTROLLERS
 from mpisparse.wire.codecs import CODECS, codec_names
@@ -30,7 +30,6 @@ from mpisparse.wire.feedback import (
     SelectedAtOwners,
     WholeAtOwners,
     owned_count,
-    stretch_of,
 )
 
 BUFFERS = ("own", "rank0", "average")
@@ -42,7 +41,8 @@ class Drift(Options):
 
     The exchange comes after optimizer.step(). density: 1 exchanges all elements.
     every: optimizer steps from one exchange to the next. With density 1 each step exchanges another every-th part of the
-    elements instead, which trains better; spread=False exchanges all in every every-th step.
+    elements instead, which trains better; spread=False exchanges all in every every-th step. "5, 200:40" is every 5, and
+    from step 200 on every 40: what is exchanged early counts more.
     rate: the factor on the mean drift by which G moves; "auto" is 1.
     buffers: inside global_weights(), the rank's "own", those of "rank0", or their "average"; the last two are collective.
     staleness: 1 exchanges while the next forward and backward run, and applies what came after the next optimizer.step();
@@ -54,7 +54,7 @@ class Drift(Options):
     of_weights = True
     density: float = 0.01
     codec: str = "int4"
-    every: int = 1
+    every: int | str = 1
     spread: bool = True
     rate: float | str = "auto"
     staleness: int = 0
@@ -66,7 +66,13 @@ class Drift(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("every", self.every, 1)
+        try:
+            Pace.of(self.every)
+        except ValueError:
+            raise ConfigurationError(
+                f'every must be a whole number >= 1, or a text such as "5, 200:40" (every 5, from step 200 on every 40), '
+                f"got {self.every!r}"
+            ) from None
         check_flag("spread", self.spread)
         if isinstance(self.rate, str):
             check_choice("rate", self.rate, ("auto",))
@@ -101,7 +107,7 @@ class Drift(Options):
 
     def without_effect(self) -> dict[str, str]:
         idle = super().without_effect()
-        if self.density < 1.0 or self.every == 1:
+        if self.density < 1.0 or Pace.of(self.every) == Pace.of(1):
             idle["spread"] = "it is for density 1 and every > 1; choose those"
         if self.density == 1.0:
             idle |= dict.fromkeys(("controller", "partitioner", "blocks"), "density 1 selects nothing; choose a lower one")
@@ -110,7 +116,7 @@ class Drift(Options):
     @property
     def in_parts(self) -> bool:
         """Whether each step exchanges a part of the elements."""
-        return self.spread and self.density == 1.0 and self.every > 1
+        return self.spread and self.density == 1.0 and Pace.of(self.every) != Pace.of(1)
 
     @property
     def factor(self) -> float:
@@ -136,7 +142,7 @@ class Drift(Options):
     def _selection(self, parts: Parts) -> Any:
         n, exchange = len(parts.residual), parts.exchange
         if self.in_parts:
-            return Rotating(n, self.every, late=self.staleness > 0)
+            return Rotating(n, Pace.of(self.every), late=self.staleness > 0)
         if self.density == 1.0:
             return Everything(n, late=self.staleness > 0)
         selector = ExclusiveSelector.first(
@@ -147,11 +153,10 @@ class Drift(Options):
 
     def _reducer(self, parts: Parts) -> AtFixedOwners:
         n, rank, size, codec = len(parts.residual), parts.exchange.rank, parts.exchange.size, CODECS[self.codec]
+        region = even_regions(n, size)[rank]
         if self.in_parts:
-            count = sum(stretch_of(n, self.every, phase, rank, size) for phase in range(self.every))
-            return PartAtOwners(codec, zeros(count, torch.float32).numpy(), n, self.factor, every=self.every)
+            return PartAtOwners(codec, zeros(region.hi - region.lo, torch.float32).numpy(), n, self.factor)
         if self.density == 1.0:
-            region = even_regions(n, size)[rank]
             error, spare = (zeros(region.hi - region.lo, torch.float32).numpy() for _ in range(2))
             return WholeAtOwners(codec, error, n, self.factor, spare=spare)
         return SelectedAtOwners(codec, zeros(owned_count(n, size, rank), torch.float32).numpy(), n, self.factor)
