@@ -5,6 +5,7 @@
 namespace {
 
 constexpr int64_t TILE = 4096;
+constexpr int64_t GROUP_OF_WEIGHTS = 512;
 
 // difference = weight - reference; a missing weight counts as equal.
 MPISPARSE_CLONES void subtract_floats(const float* weights, const float* reference, int64_t count, float* difference) {
@@ -67,6 +68,47 @@ nb::tuple select_apart(Array<const uint64_t> pointers, Array<const int64_t> ends
         all = join(found, bad);
     }
     return to_tuple(std::move(all));
+}
+
+// The root of the sum of squares of 512 differences, added in an order that every instruction set keeps.
+MPISPARSE_CLONES float norm_of(const float* x) {
+    constexpr int LANES = 16;
+    float sums[LANES] = {};
+    for (int64_t i = 0; i < GROUP_OF_WEIGHTS; i += LANES)
+        for (int lane = 0; lane < LANES; ++lane) sums[lane] += x[i + lane] * x[i + lane];
+    for (int width = LANES / 2; width; width /= 2)
+        for (int lane = 0; lane < width; ++lane) sums[lane] += sums[lane + width];
+    return std::min(std::sqrt(sums[0]), 0x1.fffffep127f);
+}
+
+// Writes how far apart each group of 512 neighbours is; returns the first non-finite index or -1.
+int64_t group_norms(Array<const uint64_t> pointers, Array<const int64_t> ends, Array<const uint8_t> kinds, Array<const float> reference,
+                    Array<float> norms) {
+    check_floats(kinds);
+    const Gradients weights{pointers.data(), ends.data(), kinds.data(), int64_t(pointers.size())};
+    const int64_t size = int64_t(reference.size()), groups = int64_t(norms.size());
+    if (groups * GROUP_OF_WEIGHTS < size) throw std::invalid_argument("there must be a norm for each group");
+    nb::gil_scoped_release released;
+    const int threads = threads_for(size);
+    std::vector<int64_t> bad(threads, -1);
+    in_parts(0, groups, threads, [&](int part, int64_t begin, int64_t end) {
+        float tile[GROUP_OF_WEIGHTS];
+        for (int64_t g = begin; g < end; ++g) {
+            const int64_t lo = g * GROUP_OF_WEIGHTS, hi = std::min(lo + GROUP_OF_WEIGHTS, size);
+            std::fill(tile, tile + GROUP_OF_WEIGHTS, 0.0f);
+            weights.each(lo, hi, [&](const char* source, Kind, int64_t from, int64_t to) {
+                if (source) subtract_floats(reinterpret_cast<const float*>(source), reference.data() + from, to - from, tile + (from - lo));
+            });
+            norms.data()[g] = norm_of(tile);
+            if (!(norms.data()[g] < 0x1.fffffep127f) && bad[part] < 0) {
+                const int64_t at = first_nonfinite_of(tile, 0, hi - lo);
+                if (at >= 0) bad[part] = lo + at;
+            }
+        }
+    });
+    for (int64_t b : bad)
+        if (b >= 0) return b;
+    return -1;
 }
 
 // Counts the magnitudes of the differences in [lo, hi) as histogram() does.

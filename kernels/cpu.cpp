@@ -108,6 +108,7 @@ NB_MODULE(_cpu, m) {
     m.def("record", &record);
     m.def("gather", &gather);
     m.def("select_apart", &select_apart);
+    m.def("group_norms", &group_norms);
     m.def("histogram_apart", &histogram_apart);
     m.def("subtract_apart", &subtract_apart);
     m.def("scatter_add", &scatter_add);

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from mpisparse.arrays import Bytes, Floats, Ints
 from mpisparse.backends.kinds import FP32, memory, widen
+from mpisparse.backends.protocol import GROUP_OF_WEIGHTS
 
 Pointers = NDArray[np.uint64]
 
@@ -46,6 +47,26 @@ def select_apart(
     magnitude = np.abs(difference[lo:hi])
     at = np.flatnonzero(~(magnitude < np.float32(floor)))
     return at.astype(np.int64) + lo, magnitude[at], int(bad[0]) if len(bad) else -1
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def group_norms(pointers: Pointers, ends: Ints, kinds: Bytes, reference: Floats, norms: Floats) -> int:
+    """Write the norm of each group of 512 differences; return the first non-finite index or -1."""
+    lanes, n = 16, len(reference)
+    if len(norms) * GROUP_OF_WEIGHTS < n:
+        raise ValueError("there must be a norm for each group")
+    difference = np.zeros(len(norms) * GROUP_OF_WEIGHTS, dtype=np.float32)
+    subtract_apart(pointers, ends, kinds, reference, 0, difference[:n])
+    rows = difference.reshape(len(norms), GROUP_OF_WEIGHTS // lanes, lanes)
+    sums = np.zeros((len(norms), lanes), dtype=np.float32)
+    for row in range(rows.shape[1]):
+        sums += rows[:, row] * rows[:, row]
+    while lanes > 1:
+        lanes //= 2
+        sums = sums[:, :lanes] + sums[:, lanes:]
+    norms[:] = np.minimum(np.sqrt(sums[:, 0]), np.finfo(np.float32).max)
+    bad = np.flatnonzero(~np.isfinite(difference))[:1]
+    return int(bad[0]) if len(bad) else -1
 
 
 def histogram_apart(pointers: Pointers, ends: Ints, kinds: Bytes, reference: Floats, lo: int, hi: int) -> Ints:

@@ -23,6 +23,7 @@ from mpisparse.backends.keys import keys_of
 from mpisparse.backends.kinds import BF16, FP16, memory, round_to, widen
 from mpisparse.backends.numpy_apart import add_stretch as add_stretch
 from mpisparse.backends.numpy_apart import divide_into as divide_into
+from mpisparse.backends.numpy_apart import group_norms as group_norms
 from mpisparse.backends.numpy_apart import histogram_apart as histogram_apart
 from mpisparse.backends.numpy_apart import scatter_add as scatter_add
 from mpisparse.backends.numpy_apart import select_apart as select_apart

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 GROUP = 256  # values that share a scale in the payloads of encode_int8 and encode_fp16
+GROUP_OF_WEIGHTS = 512  # neighbours whose distance from the shared weights is one norm
 HIDDEN = 8  # hidden units of a net that predicts importance
 
 Vector = Any
@@ -327,6 +328,10 @@ class HostBackend(Backend, Protocol):
 
         Watches all elements for non-finite differences.
         """
+        ...
+
+    def group_norms(self, pointers: Pointers, ends: Ends, kinds: Kinds, reference: Floats, norms: Floats, /) -> int:
+        """Write how far apart each group of 512 neighbours is, as a norm; return the first non-finite index or -1."""
         ...
 
     def histogram_apart(self, pointers: Pointers, ends: Ends, kinds: Kinds, reference: Floats, lo: int, hi: int, /) -> Ints:

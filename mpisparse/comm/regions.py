@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -46,6 +46,23 @@ def spans_of(search: Callable[[Any, Ints], Ints], index: Any, regions: Sequence[
     return spans
 
 
+class Subset(Protocol):
+    """Elements of a vector as an ascending index that is not written out."""
+
+    @property
+    def n(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def below(self, element: int) -> int:
+        """How many of them lie below an element of the vector."""
+        ...
+
+    def index(self, start: int, stop: int) -> Ints:
+        """The elements at places [start, stop)."""
+        ...
+
+
 @dataclass(frozen=True)
 class Part:
     """Every so-many-th block of a vector of n elements, from number `phase` on: an index that is not written out."""
@@ -66,4 +83,29 @@ class Part:
         """The elements at places [start, stop) of the part."""
         place = np.arange(start, stop)
         index: Ints = (place // BLOCK * self.every + self.phase) * BLOCK + place % BLOCK
+        return index
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Groups of so many neighbours (`width`; the last of the vector may have fewer), by their numbers, ascending."""
+
+    n: int
+    width: int
+    numbers: Ints
+
+    def __len__(self) -> int:
+        return self.below(self.n)
+
+    def below(self, element: int) -> int:
+        """How many of them lie below an element of the vector."""
+        group, rest = divmod(element, self.width)
+        place = int(np.searchsorted(self.numbers, group))
+        inside = place < len(self.numbers) and self.numbers[place] == group
+        return place * self.width + (rest if inside else 0)
+
+    def index(self, start: int, stop: int) -> Ints:
+        """The elements at places [start, stop)."""
+        place = np.arange(start, stop)
+        index: Ints = self.numbers[place // self.width] * self.width + place % self.width
         return index

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpisparse.arrays import Floats, Ints, State
 from mpisparse.comm.agreement import FINE, Notice
-from mpisparse.comm.regions import Part
+from mpisparse.comm.regions import Part, Subset
 from mpisparse.select.candidates import NONE
 from mpisparse.select.everything import NO_VALUES, Everything
 from mpisparse.select.plans import Agreed
@@ -50,7 +50,7 @@ class PartValues:
     """A part of a vector as a vector of its own, which is read slice by slice."""
 
     vector: Any
-    part: Part
+    part: Subset
 
     def __getitem__(self, at: Any) -> Floats:
         start, stop, _ = at.indices(len(self.part))

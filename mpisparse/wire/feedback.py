@@ -17,7 +17,7 @@ import torch
 
 from mpisparse.arrays import Floats, Ints, State
 from mpisparse.comm.agreement import Overflow
-from mpisparse.comm.regions import Part, even_regions
+from mpisparse.comm.regions import Part, Subset, even_regions
 from mpisparse.errors import ConfigurationError
 from mpisparse.wire.encoded import Encoded, Span, check, chunks, encode, settle_chunk, span_nbytes
 from mpisparse.wire.reduction import NOT_A_NUMBER, Reduced, Reducer
@@ -177,9 +177,9 @@ class WholeAtOwners(AtFixedOwners):
 
 @dataclass(frozen=True)
 class PartAtOwners(AtFixedOwners):
-    """A part of the vector in each exchange (`index` is a Part); each rank owns an even stretch of the vector.
+    """A part of the vector in each exchange (`index` is a Subset); each rank owns an even stretch of the vector.
 
-    e has the order of the vector, so that the parts may change in size.
+    e has the order of the vector, so that the parts may be any.
     """
 
     def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
@@ -215,7 +215,7 @@ class PartAtOwners(AtFixedOwners):
         error = places, self._error(state["error"], len(places))
         return Reduced(part, mean, None, own=own, error=error)  # type: ignore[arg-type]
 
-    def _spans(self, part: Part, size: int) -> list[Span]:
+    def _spans(self, part: Subset, size: int) -> list[Span]:
         """Where each rank's stretch lies in a part."""
         return [(part.below(region.lo), part.below(region.hi)) for region in even_regions(self.n, size)]
 

@@ -13,7 +13,7 @@ from ranks import alike, bits, everywhere, loss_of, raised, seeded, small, total
 from torch import nn
 
 import mpisparse
-from mpisparse.comm.regions import Part
+from mpisparse.comm.regions import Groups, Part
 
 pytestmark = pytest.mark.mpi
 
@@ -23,6 +23,8 @@ CASES: dict[str, dict[str, Any]] = {
     "sparse, every third": {"density": 0.05, "every": 3},
     "whole": {"density": 1.0},
     "whole, every second": {"density": 1.0, "every": 2, "rate": 1.5, "spread": False},
+    "in groups": {"density": 0.3, "by": "groups"},
+    "in groups, sign, every second": {"density": 0.5, "by": "groups", "codec": "sign", "every": 2},
     "in three parts": {"density": 1.0, "every": 3},
     "in five parts, sign": {"density": 1.0, "every": 5, "codec": "sign"},
     "in one part, then in three parts": {"density": 1.0, "every": "1, 4:3"},
@@ -72,7 +74,7 @@ class Spy:
             if isinstance(union, range):
                 for start, stop, part in own.values(backend):
                     self.sent[start:stop] += torch.from_numpy(part.copy()).double()
-            elif isinstance(union, Part):
+            elif isinstance(union, Part | Groups):
                 for start, stop, part in own.values(backend):
                     self.sent[torch.from_numpy(union.index(start, stop))] += torch.from_numpy(part.copy()).double()
             else:
@@ -105,7 +107,9 @@ def test_whole_float32_with_sgd_is_dense_sgd(comm: MPI.Intracomm) -> None:
     dense.close()
 
 
-@pytest.mark.parametrize("case", ["sparse", "whole, every second", "in three parts", "in flight", "whole in flight"])
+@pytest.mark.parametrize(
+    "case", ["sparse", "in groups", "whole, every second", "in three parts", "in flight", "whole in flight"]
+)
 def test_at_rate_1_the_mean_of_all_weights_is_conserved(comm: MPI.Intracomm, case: str) -> None:
     options = {name: value for name, value in CASES[case].items() if name not in ("rate", "spread")}
     run = Training(comm, **{**options, "every": 3 if "parts" in case else 1})

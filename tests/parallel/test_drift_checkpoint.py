@@ -27,6 +27,7 @@ pytestmark = pytest.mark.mpi
 CASES: dict[str, dict[str, Any]] = {
     "sparse": {"density": 0.05},
     "whole, every third": {"density": 1.0, "every": 3, "codec": "sign", "rate": 1.5, "spread": False},
+    "in groups": {"density": 0.3, "by": "groups", "codec": "sign"},
     "in two parts": {"density": 1.0, "every": 2, "codec": "sign"},
     "in two parts in flight": {"density": 1.0, "every": 2, "codec": "sign", "staleness": 1},
     "in flight": {"density": 0.05, "staleness": 1},

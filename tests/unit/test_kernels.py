@@ -128,6 +128,7 @@ def test_weights_against_a_reference(native: Any, n: int, nonfinite: bool) -> No
     flat, alive = gradients(weights, cuts, [FP32, None, FP32, FP32, FP32])
     with np.errstate(all="ignore"):
         reference = weights * rng.choice(np.array([0.0, 0.5, 1.0, 2.0], dtype=np.float32), n)
+    assert_agree(native, "group_norms", *flat, reference, np.empty(-(-n // 512), dtype=np.float32), writes=(4,))
     for lo, hi in regions(n)[::3]:
         assert_agree(native, "histogram_apart", *flat, reference, lo, hi)
         assert_agree(native, "subtract_apart", *flat, reference, lo, np.empty(hi - lo, dtype=np.float32), writes=(5,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpisparse.comm.regions import BLOCK, Part
+from mpisparse.comm.regions import BLOCK, Groups, Part
 from mpisparse.errors import ConfigurationError
 from mpisparse.schemes import configure
 from mpisparse.select.rotating import Pace
@@ -21,6 +21,15 @@ def test_parts_are_disjoint_and_cover_everything(n: int, every: int) -> None:
     for part, each in zip(parts, index, strict=True):
         for element in {0, 1, min(n, BLOCK), n // 2, n}:
             assert part.below(element) == np.searchsorted(each, element)
+
+
+@pytest.mark.parametrize("numbers", [[], [0], [1, 3], [0, 1, 2, 3, 4], [4]])
+def test_groups_as_an_index(numbers: list[int]) -> None:
+    n, width = 45, 10
+    groups = Groups(n, width, np.array(numbers, dtype=np.int64))
+    expected = [i for i in range(n) if i // width in numbers]
+    assert groups.index(0, len(groups)).tolist() == expected
+    assert [groups.below(element) for element in range(n + 1)] == np.searchsorted(expected, np.arange(n + 1)).tolist()
 
 
 def test_the_pace_may_change() -> None:

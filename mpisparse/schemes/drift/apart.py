@@ -14,11 +14,14 @@ import numpy as np
 
 from mpisparse.arrays import Floats, Ints
 from mpisparse.backends.flat import Pieces
-from mpisparse.backends.protocol import Backend
-from mpisparse.comm.regions import Part
+from mpisparse.backends.protocol import GROUP_OF_WEIGHTS, Backend
+from mpisparse.comm.regions import Groups, Part
 from mpisparse.core.stages import Sent, Stage
 from mpisparse.select.candidates import NONE, Candidates
+from mpisparse.select.grouped import count_of
+from mpisparse.select.rotating import PartValues
 from mpisparse.select.scorers import Scorer
+from mpisparse.select.view import VectorKeys, read_only
 from mpisparse.wire.encoded import Encoded
 from mpisparse.wire.reduction import Reduced
 
@@ -108,6 +111,26 @@ class Distance(Scorer):
         return values
 
 
+class GroupDistance(Distance):
+    """How far groups of neighbours are apart, as one norm each; what is sent are all their elements."""
+
+    def __init__(self, shared: Floats, backend: Backend, where: Callable[[], Pieces | None]) -> None:
+        super().__init__(shared, backend, where)
+        self.difference = self.keys
+        self.norms = np.zeros(count_of(len(shared), GROUP_OF_WEIGHTS), dtype=np.float32)
+        self.keys = VectorKeys(backend, read_only(self.norms))  # of groups
+        self.take = self._values_of  # type: ignore[assignment]  # read slice by slice
+
+    def accumulate(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
+        assert pieces is not None
+        self.difference = Difference(self.backend, pieces, self.acc)
+        bad = self.backend.group_norms(*pieces.dense, self.acc, self.norms)
+        return Candidates(*self.backend.select(self.norms, lo, hi, floor))._replace(bad=bad)
+
+    def _values_of(self, groups: Groups) -> PartValues:
+        return PartValues(self.difference, groups)
+
+
 class Following(Stage):
     """Both sets of weights move when the ranks have exchanged."""
 
@@ -123,7 +146,7 @@ class Following(Stage):
             return self
         pairs = zip(reduced.mean.values(backend), reduced.own.values(backend), strict=True)
         for (start, stop, mean), (_, _, own) in pairs:
-            if isinstance(union, Part):
+            if isinstance(union, Part | Groups):
                 index = union.index(start, stop)
                 backend.add_at(acc, index, mean)
                 if weights is not None:

@@ -1,0 +1,96 @@
+"""Select whole groups of neighbours, in exclusive regions, by one key for each group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from mpisparse.arrays import Ints, State
+from mpisparse.comm.agreement import Notice
+from mpisparse.comm.regions import Groups, Region
+from mpisparse.select.exclusive import ExclusivePlan, ExclusiveSelection
+from mpisparse.select.plans import Agreed, Outcome
+from mpisparse.select.view import Live, View
+
+if TYPE_CHECKING:
+    from mpisparse.backends.protocol import Backend
+    from mpisparse.comm.exchange import Exchange
+
+
+class GroupPlan(NamedTuple):
+    """One step: the plan of a vector with one element for each group, whose union stands for their elements."""
+
+    inner: ExclusivePlan
+    n: int
+    width: int
+    own: bool = False
+    looks: bool = True
+
+    @property
+    def scope(self) -> tuple[int, int]:
+        return self.inner.scope
+
+    @property
+    def floor(self) -> float:
+        return self.inner.floor
+
+    def look(self, live: Live, notice: Notice) -> View:
+        """The groups' keys in place of the vector."""
+        return live._replace(acc=live.keys.vector)
+
+    def agree(self, exchange: Exchange, backend: Backend, notice: Notice, view: View) -> Agreed:
+        """Agree on a threshold for groups. Collective."""
+        agreed = self.inner.agree(exchange, backend, notice._replace(k=self.inner.k), view)
+        return agreed if agreed.union is None else self.united(agreed, agreed.union)
+
+    def united(self, agreed: Agreed, union: Ints) -> Agreed:
+        """Count elements, not groups."""
+        scaled = [Region(r.rank, r.lo * self.width, min(r.hi * self.width, self.n)) for r in agreed.regions]
+        chosen = Groups(self.n, self.width, union)
+        return agreed._replace(union=chosen, regions=scaled, workloads=agreed.workloads * self.width)
+
+
+class GroupSelection:
+    """Groups of `width` neighbours, from step to step; `inner` selects among them."""
+
+    def __init__(self, inner: ExclusiveSelection, n: int, width: int) -> None:
+        self.inner = inner
+        self.n = n
+        self.width = width
+
+    @property
+    def step(self) -> int:
+        return self.inner.step
+
+    def plan(self, k: int) -> GroupPlan:
+        """The coming step, with as many groups as k elements fill."""
+        groups = self.inner.selector.n
+        return GroupPlan(self.inner.plan(min(groups, max(1, round(k / self.width)))), self.n, self.width)
+
+    def learn(self, agreed: Agreed, outcome: Outcome) -> None:
+        """Go on to the next step."""
+        self.inner.learn(agreed._replace(union=agreed.union.numbers), outcome)
+
+    def state(self) -> State:
+        return self.inner.state()
+
+    def check(self, state: State) -> None:
+        self.inner.check(state)
+
+    def load(self, state: State) -> None:
+        self.inner.load(state)
+
+    def resize(self, states: list[State]) -> State:
+        return self.inner.resize(states)
+
+    def packed(self, agreed: Agreed) -> State:
+        raise NotImplementedError  # nothing is in flight
+
+    def unpacked(self, state: State) -> Agreed:
+        raise NotImplementedError
+
+
+def count_of(n: int, width: int) -> int:
+    """How many groups n elements make."""
+    return int(np.ceil(n / width))
