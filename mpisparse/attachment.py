@@ -11,10 +11,8 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from mpisparse.errors import ConfigurationError
+from mpisparse.schemes.optimizers import is_adaptive
 from mpisparse.sync import GradientSync
-
-# Names of optimizers that divide by what they have seen of an element's gradient, in torch and elsewhere, or parts of names.
-ADAPTIVE = ("adam", "adagrad", "adadelta", "adafactor", "adabelief", "rmsprop", "rprop", "lamb")
 
 
 class Attachment:
@@ -151,12 +149,6 @@ class LocalScaling:
         if optimizer is self._optimizer and not self._stepped:
             self._sync.finish()
         return result
-
-
-def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether an optimizer scales each element's step by the gradients it has seen, as far as its kind's name says."""
-    names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
-    return any(known in name for name in names for known in ADAPTIVE)
 
 
 def strangers(groups: list[dict[str, Any]], sync: GradientSync) -> list[torch.nn.Parameter]:

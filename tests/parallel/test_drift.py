@@ -41,7 +41,8 @@ CASES: dict[str, dict[str, Any]] = {
 def test_the_shared_weights_are_equal_and_nothing_is_lost(comm: MPI.Intracomm, case: str) -> None:
     """G is bitwise equal; G moved by rate x all means of what was sent, but for e; what was not sent stays in W - G."""
     run = Training(comm, **CASES[case])
-    rate, n = CASES[case].get("rate", 1.0), len(run.own)
+    single = CASES[case]["density"] < 1 and "by" not in CASES[case]
+    rate, n = CASES[case].get("rate", comm.size**0.5 if single else 1.0), len(run.own)
     before, sent = run.shared().double(), torch.zeros(n, dtype=torch.float64)
     sync: Any = run.sync
     for _ in range(12):
@@ -112,7 +113,7 @@ def test_whole_float32_with_sgd_is_dense_sgd(comm: MPI.Intracomm) -> None:
 )
 def test_at_rate_1_the_mean_of_all_weights_is_conserved(comm: MPI.Intracomm, case: str) -> None:
     options = {name: value for name, value in CASES[case].items() if name not in ("rate", "spread")}
-    run = Training(comm, **{**options, "every": 3 if "parts" in case else 1})
+    run = Training(comm, **{**options, "rate": 1.0, "every": 3 if "parts" in case else 1})
     for _ in range(6):
         run.optimizer.zero_grad()
         loss_of(run.model, seeded(comm.rank, run.steps)).backward()
@@ -131,10 +132,27 @@ def test_at_rate_1_the_mean_of_all_weights_is_conserved(comm: MPI.Intracomm, cas
     run.sync.close()
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "root"),
+    [
+        (torch.optim.AdamW, {"density": 0.05}, True),
+        (torch.optim.SGD, {"density": 0.05}, False),
+        (torch.optim.AdamW, {"density": 0.3, "by": "groups"}, False),
+        (torch.optim.AdamW, {"density": 1.0}, False),
+        (torch.optim.AdamW, {"density": 0.05, "rate": 1.0}, False),
+    ],
+)
+def test_the_rate_follows_the_optimizer(comm: MPI.Intracomm, kind: Any, options: dict[str, Any], root: bool) -> None:
+    run = Training(comm, kind, **options)
+    reducer: Any = run.sync._aggregator.works.reducer
+    assert reducer.rate == (comm.size**0.5 if root else 1.0)
+    run.sync.close()
+
+
 def test_synchronize_sets_all_ranks_to_the_shared_weights(comm: MPI.Intracomm) -> None:
     cases = ({"density": 0.02}, {"density": 1.0, "every": 4}, {"density": 0.02, "staleness": 1})
     for options in (*cases, {"density": 1.0, "staleness": 1, "every": 5}):
-        run = Training(comm, **options)
+        run = Training(comm, rate=1.0, **options)
         for _ in range(5):
             run.step()
         mean = total(comm, run.own) / comm.size + run.remembered()

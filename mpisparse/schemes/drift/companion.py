@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,18 +17,23 @@ from mpisparse.core.aggregator import Aggregator
 from mpisparse.errors import ConfigurationError, GradientError
 from mpisparse.schemes.companion import Companion, Site
 from mpisparse.schemes.drift.weights import OwnWeights
+from mpisparse.schemes.optimizers import holds_copies, is_adaptive
 from mpisparse.select.rotating import Pace
 from mpisparse.wire.feedback import AtFixedOwners
 
-HOLDS_COPIES = ("schedulefree", "lookahead")  # optimizers whose state holds copies of weights, or parts of their names
-
 
 class Drifting(Companion):
-    """Counts the optimizer's steps, and has the shared weights in the model for a while."""
+    """Counts the optimizer's steps, and has the shared weights in the model for a while.
+
+    adaptive_rate: the rate if the attached optimizer is adaptive; None: as it is set.
+    """
 
     idle = False
 
-    def __init__(self, aggregator: Aggregator, site: Site, weights: OwnWeights, *, every: int | str, buffers: str) -> None:
+    def __init__(
+        self, aggregator: Aggregator, site: Site, weights: OwnWeights, *, every: int | str, buffers: str,
+        adaptive_rate: float | None = None,
+    ) -> None:  # fmt: skip
         self.aggregator = aggregator
         self.exchange = aggregator.parts.exchange
         self.shared = aggregator.parts.residual
@@ -36,6 +42,7 @@ class Drifting(Companion):
         self.weights = weights
         self.pace = Pace.of(every)
         self.buffers = buffers
+        self.adaptive_rate = adaptive_rate
         self.done = 0
         self.optimizer: torch.optim.Optimizer | None = None
         self._loaded: dict[str, torch.Tensor] = {}
@@ -45,8 +52,7 @@ class Drifting(Companion):
     # The optimizer
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        names = " ".join(kind.__name__.lower() for kind in type(optimizer).__mro__)
-        if any(known in names for known in HOLDS_COPIES):
+        if holds_copies(optimizer):
             raise ConfigurationError(
                 f'scheme "{self.weights.scheme}" moves weights behind the optimizer\'s back, and {type(optimizer).__name__} '
                 "keeps copies of weights in its state; choose another optimizer, or another scheme"
@@ -56,6 +62,10 @@ class Drifting(Companion):
                 f'scheme "{self.weights.scheme}" exchanges after the step of one optimizer; another is attached already'
             )
         self.optimizer = optimizer
+        works = self.aggregator.works
+        if self.adaptive_rate is not None and is_adaptive(optimizer):
+            assert isinstance(works.reducer, AtFixedOwners)
+            works.reducer = replace(works.reducer, rate=self.adaptive_rate)
 
     def check_by_hand(self) -> None:
         """Raise on all ranks if nothing has moved before the first exchange: it goes after optimizer.step()."""
