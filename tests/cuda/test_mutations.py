@@ -112,7 +112,7 @@ def planted(bug: Bug) -> str:
 NEEDED = {
     "select": {"pass", "tally"}, "accumulate_select": {"pass"}, "accumulate": {"pass", "scatter"}, "rows": {"rows", "tally"},
     "block_counts": {"tally"}, "tail_counts": {"tally"}, "scattered": {"scatter"}, "codecs": {"codec"}, "blend": {"blend"},
-    "few_bits": {"few_bits"},
+    "few_bits": {"few_bits", "pass", "scatter"},
 }  # fmt: skip
 
 
