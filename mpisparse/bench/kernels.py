@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpisparse.arrays import Bytes, Floats
+from mpisparse.arrays import Floats
 from mpisparse.backends.device import load_backend
 from mpisparse.runtime.table import show
 from mpisparse.wire.codecs import CODECS, Codec, codec_names
@@ -92,17 +92,30 @@ def _codec_work(backend: Any, values: Floats) -> Work:
         "plain write": (lambda: decoded.fill(0.0), 4 * n, None),
     }
     for codec in (CODECS[name] for name in codec_names(blended=False)):
-        payload = np.empty(codec.nbytes(n), dtype=np.uint8)
-        kernels = (codec, backend, payload)
+        message = _Message(codec, backend, n)
         passes: dict[str, tuple[Callable[[], Any], int, str]] = {
-            "encode": (partial(_encode, *kernels, values), 8 * n, "plain read and write"),
-            "add": (partial(add_decoded, *kernels, values), 8 * n, "plain read and write"),
-            "decode": (partial(codec.decode, backend, payload, decoded), 4 * n, "plain write"),
+            "encode": (partial(message.encode, values), 8 * n, "plain read and write"),
+            "add": (partial(message.add, values), 8 * n, "plain read and write"),
+            "decode": (partial(message.decode, decoded), 4 * n, "plain write"),
         }
         for name, (kernel, nbytes, limit) in passes.items():
-            work[f"{name} {codec.name}"] = (kernel, nbytes + len(payload), limit)
+            work[f"{name} {codec.name}"] = (kernel, nbytes + len(message.room), limit)
     return work
 
 
-def _encode(codec: Codec, backend: Any, payload: Bytes, values: Floats) -> None:
-    codec.encode(backend, values, payload)
+class _Message:
+    """The bytes that a codec makes of n values; of one with payloads of variable size, those that it wrote last."""
+
+    def __init__(self, codec: Codec, backend: Any, n: int) -> None:
+        self.codec = codec
+        self.backend = backend
+        self.payload = self.room = np.empty(codec.nbytes(n), dtype=np.uint8)
+
+    def encode(self, values: Floats) -> None:
+        self.payload = self.room[: self.codec.encode(self.backend, values, self.room)]
+
+    def add(self, values: Floats) -> None:
+        add_decoded(self.codec, self.backend, self.payload, values)
+
+    def decode(self, values: Floats) -> None:
+        self.codec.decode(self.backend, self.payload, values)
