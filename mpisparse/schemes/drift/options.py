@@ -48,8 +48,8 @@ class Drift(Options):
     from step 200 on every 40: what is exchanged early counts more.
     by: what is selected, single "elements" or "groups" of 512 neighbours by the norm of their drift, which cost hardly any
     indices; for densities of some percent with few bits.
-    rate: the factor on the mean drift by which G moves; "auto" is the square root of the number of ranks where single
-    elements are selected and the attached optimizer is adaptive (Adam and its like), else 1.
+    rate: the factor on the mean drift by which G moves; "auto" is the square root of the number of ranks, at most 2,
+    where single elements are selected and the attached optimizer is adaptive (Adam and its like), else 1.
     buffers: inside global_weights(), the rank's "own", those of "rank0", or their "average"; the last two are collective.
     staleness: 1 exchanges while the next forward and backward run, and applies what came after the next optimizer.step();
     with density 1 that takes a copy of W - G.
@@ -154,7 +154,7 @@ class Drift(Options):
         )
         every = 1 if self.in_parts else self.every
         single = self.rate == "auto" and self.density < 1.0 and not self.in_groups
-        rate = math.sqrt(parts.exchange.size) if single else None
+        rate = min(2.0, math.sqrt(parts.exchange.size)) if single else None
         companion = Drifting(aggregator, site, weights, every=every, buffers=self.buffers, adaptive_rate=rate)
         return Scheme(aggregator, companion)
 
