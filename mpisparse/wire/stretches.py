@@ -7,16 +7,21 @@ from typing import Any
 import numpy as np
 
 from mpisparse.arrays import Bytes, Ints
+from mpisparse.wire.codecs.protocol import ALIGNMENT
 
 STRETCH = 64  # neighbours that take fewer bytes as two ends than one by one
 HEAD = 4  # bytes of the number of stretches
 
 
 def pack(backend: Any, index: Ints, lo: int, hi: int) -> Bytes:
-    """The bytes of an ascending index inside [lo, hi): the number of stretches, their ends, and what lies in none."""
+    """The bytes of an ascending index inside [lo, hi): the number of stretches, their ends, and what lies in none.
+
+    Padded to a multiple of 4: values follow, which are read as float32.
+    """
     ends, singles = _split(index)
     head = np.array([len(ends) // 2], dtype=np.uint32).view(np.uint8)
-    return np.concatenate([head, backend.encode_indices(ends, lo, hi + 1), backend.encode_indices(singles, lo, hi)])
+    parts = [head, backend.encode_indices(ends, lo, hi + 1), backend.encode_indices(singles, lo, hi)]
+    return np.concatenate([*parts, np.zeros(-sum(map(len, parts)) % ALIGNMENT, dtype=np.uint8)])
 
 
 def unpack(backend: Any, payload: Bytes, lo: int, hi: int, count: int) -> tuple[Ints, int]:
@@ -33,6 +38,7 @@ def unpack(backend: Any, payload: Bytes, lo: int, hi: int, count: int) -> tuple[
         raise _damaged()
     index: Ints = np.empty(count, dtype=np.int64)
     at += _decode(backend, payload[at:], lo, hi, index[:singles])
+    at += -at % ALIGNMENT
     if not stretches:
         return index, at
     before = np.cumsum(lengths) - lengths
