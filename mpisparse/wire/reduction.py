@@ -267,20 +267,20 @@ class Divided(NamedTuple):
 
 @dataclass(frozen=True)
 class Whole(Reducer):
-    """The whole vector by one Allreduce into `target()`; nothing is left over."""
+    """The whole vector by one Allreduce in `target()`; nothing is left over.
+
+    Summands are divided first, wherever they come from, so that the bits are the same.
+    """
 
     target: Callable[[], torch.Tensor]
 
     def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
-        if isinstance(values, Divided):
-            return Reduced(index, exchange.allreduce_(values.vector), None)
-        total = backend.array_of(self.target())
-        exchange.allreduce(values, total)
-        *_, bad = backend.select(total, 0, len(total), float("inf"))
-        if bad >= 0:
-            raise Overflow(bad)
-        backend.divide(total, exchange.size)
-        return Reduced(index, total, None)
+        if not isinstance(values, Divided):
+            total = backend.array_of(self.target())
+            total[:] = values
+            backend.divide(total, exchange.size)
+            values = Divided(total)
+        return Reduced(index, exchange.allreduce_(values.vector), None)
 
 
 def check_finite(exchange: Exchange, backend: Backend, index: Any, mean: Any) -> None:
