@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from mpisparse.arrays import Floats, Ints, State
+from mpisparse.arrays import Floats, Ints
 from mpisparse.comm.agreement import Notice
 from mpisparse.select.candidates import NONE
-from mpisparse.select.plans import Agreed, Outcome, pack_agreed, unpack_agreed
+from mpisparse.select.everything import Everything
+from mpisparse.select.plans import Agreed
 from mpisparse.select.search import share_counts
 from mpisparse.select.view import Live, View
 
@@ -73,42 +74,13 @@ class ChunkPlan(NamedTuple):
         return agreed
 
 
-class ChunkSelection:
+class ChunkSelection(Everything):
     """The largest of each chunk, from step to step."""
 
     def __init__(self, n: int, stretches: Sequence[Chunks]) -> None:
-        self.n = n
+        super().__init__(n)
         self.stretches = stretches
-        self.step = 0
 
-    def plan(self, k: int) -> ChunkPlan:
+    def plan(self, k: int) -> ChunkPlan:  # type: ignore[override]  # another kind of plan
         """The coming step."""
         return ChunkPlan(self.stretches, k / self.n, self.n)
-
-    def learn(self, agreed: Agreed, outcome: Outcome) -> None:
-        """Go on to the next step."""
-        self.step += 1
-
-    def state(self) -> State:
-        """What the next step depends on."""
-        return {"step": self.step}
-
-    def check(self, state: State) -> None:
-        """Raise unless load() could take the state."""
-        int(state["step"])
-
-    def load(self, state: State) -> None:
-        """Take what state() gave."""
-        self.step = int(state["step"])
-
-    def resize(self, states: Sequence[State]) -> State:
-        """All ranks have done the same steps."""
-        return {"step": states[0]["step"]}
-
-    def packed(self, agreed: Agreed) -> State:
-        """An agreement in flight as plain values."""
-        return pack_agreed(agreed)
-
-    def unpacked(self, state: State) -> Agreed:
-        """What packed() was given."""
-        return unpack_agreed(state)

@@ -234,7 +234,10 @@ class SelectedAtOwners(AtFixedOwners):
         start, stop = spans[exchange.rank]
         places = place_in_error(index[order[start:stop]], exchange.size)
         left = np.empty(stop - start, dtype=np.float32)
-        arrived = self._exchange(exchange, backend, own, self.error[places], left)
+        try:
+            arrived = self._exchange(exchange, backend, own, self.error[places], left)
+        except Overflow as overflow:
+            raise Overflow(int(index[order[overflow.args[0]]])) from None
         mean, sent = np.empty((2, len(index)), dtype=np.float32)
         mean[order], sent[order] = arrived.decoded(backend), own.decoded(backend)
         return Reduced(index, mean, None, own=sent, error=(places, left))

@@ -193,6 +193,48 @@ def test_weights_that_are_not_finite_are_refused_on_all_ranks(comm: MPI.Intracom
     run.sync.close()
 
 
+@pytest.mark.parametrize("options", [{"density": 0.3}, {"density": 0.3, "by": "groups"}, {"density": 1.0, "every": 3}])
+def test_a_sum_beyond_float32_names_its_weight(comm: MPI.Intracomm, options: dict[str, Any]) -> None:
+    run = Training(comm, torch.optim.SGD, codec="bf16", rate=4.0, **options)
+    before, last = run.shared(), list(run.model.parameters())[2]
+    with torch.no_grad():
+        last[-1] = 3e38
+    error = None
+    for _ in range(3):  # one of them has the part in it
+        try:
+            run.sync.step()
+        except mpisparse.NonFiniteGradientError as caught:
+            error = str(caught)
+            break
+        before = run.shared()
+    assert everywhere(comm, error is not None and "beyond what float32 holds in 2.weight" in error), error
+    assert everywhere(comm, torch.equal(run.shared(), before))
+    run.sync.close()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_to_exchange(comm: MPI.Intracomm, case: str) -> None:
+    """At a learning rate of 0 all stays where it is."""
+    run = Training(comm, torch.optim.SGD, **CASES[case])
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.0
+    before = run.own
+    for _ in range(4):
+        run.step()
+    assert everywhere(comm, torch.equal(run.own, before) and not run.sync.residual.any())
+    run.sync.close()
+
+
+def test_a_density_that_falls_goes_with_groups(comm: MPI.Intracomm) -> None:
+    run = Training(comm, density=0.4, by="groups")
+    for density in (1.0, 1.0, 0.7, 0.4):
+        run.sync.density = density
+        run.step()
+        assert everywhere(comm, abs(run.sync.stats.density - density) <= 512 / 2570)
+        assert alike(comm, [run.shared()])
+    run.sync.close()
+
+
 def test_other_types_need_a_remainder(comm: MPI.Intracomm) -> None:
     said = raised(
         comm, mpisparse.ConfigurationError, lambda: mpisparse.GradientSync(small().bfloat16(), scheme="drift", codec="int8")
