@@ -44,8 +44,8 @@ class Drift(Options):
 
     The exchange comes after optimizer.step(). density: 1 exchanges all elements.
     every: optimizer steps from one exchange to the next. With density 1 each step exchanges another every-th part of the
-    elements instead, which trains better; spread=False exchanges all in every every-th step. "5, 200:40" is every 5, and
-    from step 200 on every 40: what is exchanged early counts more.
+    elements instead, so that traffic is even; spread=False exchanges all in every every-th step. "5, 200:40" is every 5,
+    and from step 200 on every 40.
     by: what is selected, single "elements" or "groups" of 512 neighbours by the norm of their drift, which cost hardly any
     indices; for densities of some percent with few bits.
     rate: the factor on the mean drift by which G moves; "auto" is the square root of the number of ranks, at most 2,
