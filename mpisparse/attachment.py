@@ -29,16 +29,17 @@ class Attachment:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda *_: sync.finish()),
         )
-        scaling = LocalScaling if sync.options.of_weights else ScalerAgreement
-        self._scaler = scaling(optimizer, sync, scaler) if scaler is not None and scaler.is_enabled() else None
+        scales = scaler is not None and scaler.is_enabled()
+        kinds = (LocalScaling, ScalerAgreement) if sync.options.of_weights else (ScalerAgreement,)
+        self._scaling = [kind(optimizer, sync, scaler) for kind in kinds] if scales else []
 
     def remove(self) -> None:
         """Leave the optimizer, and the scaler, as they were."""
         for handle in self._handles:
             handle.remove()
         vars(self._optimizer).pop("add_param_group", None)
-        if self._scaler is not None:
-            self._scaler.remove()
+        for scaling in reversed(self._scaling):
+            scaling.remove()
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does, if all in it are exchanged."""
@@ -61,7 +62,7 @@ class Attachment:
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Exchange now, or after each evaluation of the closure if there is one; args begin with the optimizer."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None or self._sync.options.of_weights:
+        if closure is None or not self._sync.averages_gradients:
             self._sync.begin(self._trouble())
             return None
         wrapped = functools.partial(self._evaluate, closure)
@@ -79,7 +80,7 @@ class Attachment:
 
 
 class ScalerAgreement:
-    """Makes one GradScaler unscale before the exchange and agree on infinities over ranks.
+    """Makes one GradScaler unscale before the exchange of gradients and agree on infinities over ranks.
 
     torch does not call optimizer.step() on a rank that saw an infinity, and lets fused optimizers unscale by
     themselves; so unscale_ and step of this scaler object are wrapped: gradients are always unscaled first, and
@@ -94,13 +95,13 @@ class ScalerAgreement:
         scaler.unscale_, scaler.step = self.unscale_, self.step
 
     def remove(self) -> None:
-        """Give the scaler its own methods back."""
-        del self._scaler.unscale_, self._scaler.step
+        """Give the scaler the methods back that it had."""
+        self._scaler.unscale_, self._scaler.step = self._unscale, self._step
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale as torch does, then make every rank's found_inf the largest of all; collective."""
         self._unscale(optimizer)
-        if optimizer is not self._optimizer:
+        if optimizer is not self._optimizer or not self._sync.averages_gradients:
             return
         flags = self._flags()
         agreed = self._sync.agree_any(any(bool(flag) for flag in flags))
@@ -109,7 +110,7 @@ class ScalerAgreement:
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale first if the user has not; then step as torch does, or leave it out if the verdict is so."""
-        if optimizer is self._optimizer:
+        if optimizer is self._optimizer and self._sync.averages_gradients:
             state = self._scaler._per_optimizer_states[id(optimizer)]
             if state["stage"] is OptState.READY:
                 self._scaler.unscale_(optimizer)
@@ -135,9 +136,9 @@ class LocalScaling:
         scaler.step = self.step
 
     def remove(self) -> None:
-        """Give the scaler its own method back."""
+        """Give the scaler the method back that it had."""
         self._handle.remove()
-        del self._scaler.step
+        self._scaler.step = self._step
 
     def _note(self, *_: Any) -> None:
         self._stepped = True

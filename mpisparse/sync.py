@@ -147,12 +147,15 @@ class GradientSync:
     def begin(self, trouble: str | None = None) -> None:
         """What step() does, for attach, which also calls finish() when the optimizer is done; collective.
 
-        trouble: why this rank cannot go on, for all ranks to raise. Where weights are exchanged, that is left to finish().
+        trouble: why this rank cannot go on, for all ranks to raise. Where weights are exchanged, that is left to finish(),
+        and only the gradients of a dense start are exchanged here.
         """
         if self._options.of_weights:
             self._check_ready()
             self._trouble = trouble
             self._companion.begin()
+            if self._companion.starting:
+                self._companion.average(trouble)
         elif not self._companion.draining:
             self._exchange_now(trouble)
 
@@ -341,6 +344,11 @@ class GradientSync:
     # What it tells
 
     @property
+    def averages_gradients(self) -> bool:
+        """Whether the coming step exchanges gradients before optimizer.step(), not weights after it."""
+        return not self._options.of_weights or self._companion.starting
+
+    @property
     def observes(self) -> bool:
         """Whether observe() changes anything: whether the scheme adapts k to a metric."""
         return self._aggregator.observes
@@ -512,7 +520,7 @@ class GradientSync:
     def _rest(self) -> None:
         """The optimizer has done a step that no exchange follows: what is in flight is applied."""
         self._check_ready()
-        self._made, self._stats = None, self._idle_stats(0, 0)
+        self._made, self._stats = None, self._companion.rested(self._idle_stats(0, 0))
         clock, number = Clock(), self._aggregator.number
         try:
             for delivered in self._aggregator.arrivals():

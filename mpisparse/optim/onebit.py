@@ -25,10 +25,10 @@ from mpisparse.core.refusals import explain
 from mpisparse.core.step import share_readiness
 from mpisparse.errors import ConfigurationError, GradientError
 from mpisparse.optim.arguments import check_flags, check_group, check_settings
-from mpisparse.optim.averaging import Averaging
 from mpisparse.optim.moments import Member, Places
 from mpisparse.optim.schedule import Schedule
 from mpisparse.optim.state import FORMAT, check_state
+from mpisparse.wire.averaging import Averaging
 
 ADVICE = "nothing was changed: lower the learning rate or clip, or use a torch.amp.GradScaler, which skips such steps"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -61,11 +61,12 @@ class Companion:
     """Hooks around the steps of an aggregator; the defaults are of a scheme that needs none.
 
     draining: the companion itself calls optimizer.step(), and no exchange belongs to it. subject: what is exchanged
-    instead of gradients, after the optimizer's step.
+    instead of gradients, after the optimizer's step. starting: gradients are averaged before it for now, by average().
     """
 
     idle = True  # the hooks do nothing
     draining = False
+    starting = False
     subject: Subject | None = None
 
     def check_by_hand(self) -> None:
@@ -79,6 +80,9 @@ class Companion:
 
     def begin(self) -> None:
         """A step begins. Raise if the weights are not where they belong."""
+
+    def average(self, trouble: str | None) -> None:
+        """Replace each rank's gradients by their mean; collective. trouble: why this rank cannot go on, if so."""
 
     def published(self, delivered: Delivered | None, stats: Stats, *, sound: bool) -> Stats:
         """The mean of a delivery is published (None: of none), and the optimizer will use it.
@@ -112,6 +116,10 @@ class Companion:
         """Count one step of the optimizer; tell whether an exchange follows it."""
         return True
 
+    def rested(self, stats: Stats) -> Stats:
+        """The statistics of a step of the optimizer that no exchange followed."""
+        return stats
+
     def drift(self) -> torch.Tensor | None:
         """What this rank has and the others do not, where that is not the residual."""
         return None
@@ -141,9 +149,10 @@ class Companion:
         """Translate what an earlier version saved."""
         return state
 
-    def resize(self, states: Sequence[State]) -> State:
-        """Return the state on another number of ranks, from those taken over."""
-        return {key: states[0][key] for key in self.state()}
+    def resize(self, states: Mapping[int, State], old: int, new: int, rank: int) -> State:
+        """The state of a rank among `new` ones, from those of the `old` ranks that it takes over from."""
+        first = next(iter(states.values()))
+        return {key: first[key] for key in self.state()}
 
 
 class Scheme(NamedTuple):

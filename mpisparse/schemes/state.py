@@ -65,7 +65,7 @@ def resize_states(
     parts = {source: companion.upgraded(step_state(state)) for source, state in taken.items()}
     residuals = {source: state["residual"].cpu().numpy().copy() for source, state in taken.items()}
     merged, residual = aggregator.resize(parts, residuals, old, new, rank)
-    merged |= companion.resize(list(parts.values()))
+    merged |= companion.resize(parts, old, new, rank)
     if companion.subject is not None:
         every = (taken[source] if source in taken else states[source] for source in range(old))
         error, residual = _from_all(every, old, new, rank, aggregator, companion)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -14,8 +14,10 @@ import torch
 from mpisparse.arrays import Bools, Floats, State
 from mpisparse.backends.flat import checksum
 from mpisparse.core.aggregator import Aggregator
+from mpisparse.core.records import Stats
 from mpisparse.errors import ConfigurationError, GradientError
 from mpisparse.schemes.companion import Companion, Site
+from mpisparse.schemes.drift.start import DenseStart
 from mpisparse.schemes.drift.weights import OwnWeights
 from mpisparse.schemes.optimizers import holds_copies, is_adaptive
 from mpisparse.select.rotating import Pace
@@ -25,14 +27,15 @@ from mpisparse.wire.feedback import AtFixedOwners
 class Drifting(Companion):
     """Counts the optimizer's steps, and has the shared weights in the model for a while.
 
-    adaptive_rate: the rate if the attached optimizer is adaptive; None: as it is set.
+    adaptive_rate: the rate if the attached optimizer is adaptive; None: as it is set. start: averages gradients in the
+    first steps; None: there are none such.
     """
 
     idle = False
 
     def __init__(
         self, aggregator: Aggregator, site: Site, weights: OwnWeights, *, every: int | str, buffers: str,
-        adaptive_rate: float | None = None,
+        adaptive_rate: float | None = None, start: DenseStart | None = None,
     ) -> None:  # fmt: skip
         self.aggregator = aggregator
         self.exchange = aggregator.parts.exchange
@@ -43,6 +46,7 @@ class Drifting(Companion):
         self.pace = Pace.of(every)
         self.buffers = buffers
         self.adaptive_rate = adaptive_rate
+        self.start = start
         self.done = 0
         self.optimizer: torch.optim.Optimizer | None = None
         self._loaded: dict[str, torch.Tensor] = {}
@@ -69,6 +73,8 @@ class Drifting(Companion):
 
     def check_by_hand(self) -> None:
         """Raise on all ranks if nothing has moved before the first exchange: it goes after optimizer.step()."""
+        if self.starting:
+            raise ConfigurationError("dense_steps averages gradients before optimizer.step(): attach() the optimizer")
         if self.done:
             return
         still = self._written() == self._versions and torch.equal(self.weights.flat(), self.shared)
@@ -91,11 +97,47 @@ class Drifting(Companion):
                 "global_weights(), or the last one did not end"
             )
 
+    @property
+    def starting(self) -> bool:  # type: ignore[override]  # not for all steps
+        """Whether gradients are averaged in the coming step."""
+        return self.start is not None and self.done < self.start.steps
+
+    def average(self, trouble: str | None) -> None:
+        assert self.start is not None
+        self.start.average(self.done, trouble)
+
     def is_due(self) -> bool:
-        """Count one step of the optimizer; tell whether an exchange follows it."""
-        every, before = self.pace.at(self.done)
+        """Count one step of the optimizer; tell whether an exchange follows it. Collective at the end of a dense start."""
         self.done += 1
+        late = self.done - (0 if self.start is None else self.start.steps)  # steps since the start
+        if late <= 0:
+            self.shared.copy_(self.weights.flat())
+            if late == 0:
+                self._end_start()
+            return False
+        every, before = self.pace.at(late - 1)
         return (before + 1) % every == 0
+
+    def _end_start(self) -> None:
+        """From now on ranks have weights of their own. Raise on all ranks unless they begin with the same."""
+        assert self.start is not None
+        self.start.end()
+        if len(set(self.exchange.gather_texts(str(checksum([self.shared]))))) > 1:
+            raise GradientError(
+                f"r{self.exchange.rank} | the ranks' weights differ after {self.start.steps} dense steps with the same "
+                "gradients: their optimizers differ in settings or state; construct them alike on all ranks"
+            )
+
+    def rested(self, stats: Stats) -> Stats:
+        """Of a step in which gradients were averaged, what that took."""
+        if self.start is None or self.done > self.start.steps:
+            return stats
+        sent, received = self.start.moved
+        n = len(self.shared)
+        return replace(
+            stats, step=self.done - 1, density=1.0, set_density=1.0, selected=n, sent_density=1.0, bytes_sent=sent,
+            bytes_received=received, control_bytes=0,
+        )  # fmt: skip
 
     # Beside the steps
 
@@ -187,10 +229,12 @@ class Drifting(Companion):
         if self.weights.remainders:
             state["remainder"] = self.weights.remainder().numpy()
             state["shared_remainder"] = self.weights.remainder_of(self.shared).numpy()
-        return state
+        return state if self.start is None else {**state, **self.start.state()}
 
     def check(self, state: State) -> None:
-        int(state["done"])
+        done = int(state["done"])
+        if self.start is not None:
+            self.start.check(state, done)
         count = len(self.weights.remainder())
         for name in ("remainder", "shared_remainder") if count else ():
             if state[name].shape != (count,) or not np.isfinite(state[name]).all():
@@ -205,6 +249,8 @@ class Drifting(Companion):
             )
         self.exchange.raise_together(error)
         self.done = int(state["done"])
+        if self.start is not None:
+            self.start.load(state, self.done)
         self._loaded = {name: torch.as_tensor(state[name]) for name in ("remainder", "shared_remainder") if name in state}
 
     def kept(self) -> torch.Tensor:
@@ -223,7 +269,9 @@ class Drifting(Companion):
         whole: Floats = self.weights.with_remainder(weights, torch.as_tensor(state.get("remainder", []))).numpy()
         return whole
 
-    def resize(self, states: Sequence[State]) -> State:
+    def resize(self, states: Mapping[int, State], old: int, new: int, rank: int) -> State:
         """A new rank has no remainder yet: its weights are rounded when they are loaded."""
-        remainders = {"remainder": np.zeros_like(states[0]["remainder"])} if self.weights.remainders else {}
-        return {**{key: states[0][key] for key in self.state()}, **remainders}
+        merged = super().resize(states, old, new, rank)
+        if self.weights.remainders:
+            merged["remainder"] = np.zeros_like(merged["remainder"])
+        return merged if self.start is None else {**merged, **self.start.resize(states, old, new, rank)}

@@ -18,6 +18,7 @@ from mpisparse.errors import ConfigurationError, check_choice
 from mpisparse.schemes.companion import Scheme, Site
 from mpisparse.schemes.drift.apart import Distance, Following, GroupDistance
 from mpisparse.schemes.drift.companion import Drifting
+from mpisparse.schemes.drift.start import DenseStart
 from mpisparse.schemes.drift.weights import OwnWeights
 from mpisparse.schemes.options import Options, check_flag, check_positive, check_whole
 from mpisparse.select.everything import Everything
@@ -43,6 +44,8 @@ class Drift(Options):
     """Every rank trains on its own weights W with its own optimizer; G is shared, and the largest |W - G| are exchanged.
 
     The exchange comes after optimizer.step(). density: 1 exchanges all elements.
+    dense_steps: so many steps first average gradients before optimizer.step(), all elements in `dense_codec`, the last in
+    float32; for attached optimizers. They help most for their bytes, because early steps count most.
     every: optimizer steps from one exchange to the next. With density 1 each step exchanges another every-th part of the
     elements instead, so that traffic is even; spread=False exchanges all in every every-th step. "5, 200:40" is every 5,
     and from step 200 on every 40.
@@ -60,6 +63,8 @@ class Drift(Options):
     of_weights = True
     density: float = 0.01
     codec: str = "int4"
+    dense_steps: int = 0
+    dense_codec: str = "int4"
     every: int | str = 1
     spread: bool = True
     by: str = "elements"
@@ -80,6 +85,8 @@ class Drift(Options):
                 f'every must be a whole number >= 1, or a text such as "5, 200:40" (every 5, from step 200 on every 40), '
                 f"got {self.every!r}"
             ) from None
+        check_whole("dense_steps", self.dense_steps, 0)
+        check_choice("dense_codec", self.dense_codec, codec_names(blended=False))
         check_flag("spread", self.spread)
         check_choice("by", self.by, ("elements", "groups"))
         if self.by == "groups" and self.staleness:
@@ -119,6 +126,8 @@ class Drift(Options):
         idle = super().without_effect()
         if self.density < 1.0 or Pace.of(self.every) == Pace.of(1):
             idle["spread"] = "it is for density 1 and every > 1; choose those"
+        if not self.dense_steps:
+            idle["dense_codec"] = "there are no dense steps; set dense_steps"
         if self.density == 1.0:
             nothing = "density 1 selects nothing; choose a lower one"
             idle |= dict.fromkeys(("by", "controller", "partitioner", "blocks"), nothing)
@@ -155,7 +164,10 @@ class Drift(Options):
         every = 1 if self.in_parts else self.every
         single = self.rate == "auto" and self.density < 1.0 and not self.in_groups
         rate = min(2.0, math.sqrt(parts.exchange.size)) if single else None
-        companion = Drifting(aggregator, site, weights, every=every, buffers=self.buffers, adaptive_rate=rate)
+        start = DenseStart(site.places, parts.exchange, self.dense_steps, self.dense_codec) if self.dense_steps else None
+        companion = Drifting(
+            aggregator, site, weights, every=every, buffers=self.buffers, adaptive_rate=rate, start=start
+        )  # fmt: skip
         return Scheme(aggregator, companion)
 
     def _selection(self, parts: Parts) -> Any:

@@ -1,0 +1,144 @@
+"""A dense start: in the first steps gradients are averaged before the optimizer's step, so that all ranks stay together.
+
+All elements are sent through the owners in few bits, with error feedback both ways. The last of these steps is in float32,
+so that nothing waits when the ranks begin to train on weights of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpisparse.arrays import Bools, Floats, State
+from mpisparse.comm.agreement import BROKEN, NO_BACKWARD, Notice, Refusal
+from mpisparse.comm.exchange import Exchange
+from mpisparse.comm.regions import even_regions
+from mpisparse.core.refusals import explain
+from mpisparse.core.state import merge_residuals
+from mpisparse.core.step import share_readiness
+from mpisparse.errors import ConfigurationError, GradientError
+from mpisparse.schemes.companion import Places
+from mpisparse.wire.averaging import Averaging
+
+ADVICE = "nothing was changed: lower the learning rate or clip, or pass a GradScaler to attach(), which skips such steps"
+NOTHING: Floats = np.empty(0, dtype=np.float32)
+
+
+class DenseStart:
+    """Replaces each rank's gradients by their mean in the first `steps` steps of the optimizer.
+
+    averaging: what waits for the next exchange; None when the start is over.
+    """
+
+    def __init__(self, places: Places, exchange: Exchange, steps: int, codec: str) -> None:
+        self.places = places
+        self.exchange = exchange
+        self.steps = steps
+        self.codec = codec
+        self.averaging: Averaging | None = Averaging(places.size, exchange)
+        self.moved = (0, 0)  # bytes sent and received in the last step
+        self.damaged = ""
+
+    def average(self, step: int, trouble: str | None) -> None:
+        """Replace p.grad by the mean over ranks; collective. What one rank cannot do is raised on all of them.
+
+        trouble: why this rank cannot go on, if so.
+        """
+        assert self.averaging is not None
+        exchange = self.exchange
+        if self.damaged:
+            raise GradientError(f"r{exchange.rank} | {self.damaged}; load a saved state")
+        exchange.reset_counters()
+        try:
+            used = self._agree(trouble)
+            self.damaged = "a step was refused after its gradients were added"
+            self.averaging.average_(self.codec if step + 1 < self.steps else "fp32")
+        except Refusal as refusal:
+            raise explain(refusal, exchange, self._name_at, "", advice=ADVICE)[0] from refusal.__cause__
+        self._publish(self.averaging, used)
+        self.damaged = ""
+        self.moved = exchange.nbytes_sent, exchange.nbytes_received
+
+    def _agree(self, trouble: str | None) -> Bools | None:
+        """Read the gradients; returns which parameters have one on some rank, None: all."""
+        assert self.averaging is not None
+        work, grads = self.averaging.work, [p.grad for p in self.places.params]
+        unused = np.array([grad is None for grad in grads])
+        notice = Notice(0, unused, NO_BACKWARD if unused.all() else 0)
+        if trouble := trouble or self.places.misfit(grads) or self._sparse(grads):
+            notice = notice._replace(status=BROKEN, trouble=trouble)
+        else:
+            for slot, grad in zip(self.places.slots, grads, strict=True):
+                slot.view(work).zero_() if grad is None else slot.view(work).copy_(grad)
+            *_, bad = self.averaging.backend.select(work.numpy(), 0, len(work), float("inf"))
+            notice = notice.nonfinite(bad)
+        return share_readiness(self.exchange, notice)
+
+    def _sparse(self, grads: list[torch.Tensor | None]) -> str:
+        """Which gradient cannot be averaged as one of many elements, in words."""
+        pairs = zip(self.places.slots, grads, strict=True)
+        name = next((slot.name for slot, g in pairs if g is not None and g.layout is not torch.strided), None)
+        return "" if name is None else f"dense_steps cannot average the sparse gradient of parameter {name}; leave it out"
+
+    @torch.no_grad()
+    def _publish(self, averaging: Averaging, used: Bools | None) -> None:
+        """Write the mean where the optimizer reads it. What a parameter's type cannot hold of it waits, on all ranks."""
+        for i, (slot, p) in enumerate(zip(self.places.slots, self.places.params, strict=True)):
+            if used is not None and not used[i]:
+                averaging.give_back_(slot.begin, slot.end, None)
+                continue
+            mean = slot.view(averaging.work)
+            if p.grad is None:
+                p.grad = torch.empty_like(p)
+            p.grad.copy_(mean)
+            if p.dtype is not torch.float32:
+                slot.view(averaging.residual).add_(mean - p.grad.float())
+
+    def _name_at(self, index: int) -> str:
+        return next(slot.name for slot in self.places.slots if index < slot.end)
+
+    def end(self) -> None:
+        """Free the memory: ranks train on weights of their own from now on."""
+        self.averaging = None
+
+    # State
+
+    def state(self) -> State:
+        """What waits: as given by this rank, and at this owner; empty when the start is over."""
+        if self.averaging is None:
+            return {"start_residual": NOTHING, "start_error": NOTHING}
+        return {"start_residual": self.averaging.residual.numpy(), "start_error": self.averaging.error.numpy()}
+
+    def check(self, state: State, done: int) -> None:
+        """Raise ConfigurationError unless load() could take the state of so many steps."""
+        region = even_regions(self.places.size, self.exchange.size)[self.exchange.rank]
+        counts = (self.places.size, region.hi - region.lo) if done < self.steps else (0, 0)
+        for name, count in zip(("start_residual", "start_error"), counts, strict=True):
+            if state[name].shape != (count,) or not np.isfinite(state[name]).all():
+                raise ConfigurationError(f"the {name} in the state must be {count} finite numbers")
+
+    def load(self, state: State, done: int) -> None:
+        """Take what state() gave after so many steps."""
+        self.damaged = ""
+        if done >= self.steps:
+            self.end()
+            return
+        self.averaging = self.averaging or Averaging(self.places.size, self.exchange)
+        self.averaging.residual.copy_(torch.as_tensor(state["start_residual"]))
+        self.averaging.error.copy_(torch.as_tensor(state["start_error"]))
+
+    def resize(self, states: Mapping[int, State], old: int, new: int, rank: int) -> State:
+        """What waits on a rank among `new` ones; what owners remember joins the residuals before these are merged."""
+        if not any(len(state["start_residual"]) for state in states.values()):
+            return {"start_residual": NOTHING, "start_error": NOTHING}
+        residuals: dict[int, Any] = {}
+        for source, state in states.items():
+            own, region = np.array(state["start_residual"]), even_regions(self.places.size, old)[source]
+            own[region.lo : region.hi] += np.asarray(state["start_error"]) * np.float32(old)
+            residuals[source] = own
+        region = even_regions(self.places.size, new)[rank]
+        error = np.zeros(region.hi - region.lo, dtype=np.float32)
+        return {"start_residual": merge_residuals(residuals, old, new, rank), "start_error": error}
