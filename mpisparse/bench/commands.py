@@ -132,6 +132,11 @@ def _add_converge(converge: argparse.ArgumentParser) -> None:
     converge.add_argument("--rates", type=count, default=3, help="learning rates to begin with (default %(default)s)")
     converge.add_argument("--most-rates", type=count, default=12, help="rates of a case at most (default %(default)s)")
     converge.add_argument(
+        "--give-up", type=float, default=0.0, metavar="SHARE",
+        help="run no further seeds of a learning rate whose validation loss is worse than the best by this share, as in "
+        "0.03 (default: run all)",
+    )  # fmt: skip
+    converge.add_argument(
         "--eval-examples", type=count, default=1024, help="validation and test examples at the end (default %(default)s)"
     )
     converge.add_argument("--out", type=Path, default=Path("runs/converge"), help="results (default %(default)s)")
@@ -234,7 +239,7 @@ def _converge(args: argparse.Namespace) -> int:
             settings, all_cases(args.case_texts, args.case_file),
             Grid(settings.lr, args.lr_factor, args.rates, max(args.rates, args.most_rates)), args.out, args.seeds,
             min(args.tuning_seeds or args.seeds, args.seeds), args.workers or bench_converge.workers_here(),
-            args.eval_examples, args.jobs, as_json=args.json,
+            args.eval_examples, args.jobs, args.give_up, as_json=args.json,
         )
     )  # fmt: skip
 

@@ -187,6 +187,24 @@ def test_few_seeds_may_pick_the_rate(tmp_path: Path) -> None:
                                   [(0.5, 7), (1.0, 7), (2.0, 7), (1.0, 8), (1.0, 9)])  # fmt: skip
 
 
+def test_a_rate_that_is_far_behind_is_given_up(tmp_path: Path) -> None:
+    """Its other seeds are not run, and it is never the best, whatever they would have given."""
+    todo, done = plan(tmp_path, give_up=0.5), dict[tuple[str, float, int], dict[str, Any]]()
+
+    def loss(rate: float, seed: int) -> float:
+        return {0.5: 2.0, 1.0: 1.0, 2.0: 1.2}[rate] * (0.1 if rate == 0.5 and seed == 8 else 1.0)
+
+    while missing := todo.missing(done):  # one after the other, as a bench with one job does
+        _, rate, seed = missing[0].key
+        done[missing[0].key] = result(loss(rate, seed), lr=rate)
+    assert ("x", 0.5, 7) in done
+    assert ("x", 0.5, 8) not in done
+    assert ("x", 2.0, 8) in done
+    assert best_rate(todo.scores(Case("x", {"scheme": "topk"}), done)) == 1.0
+    with pytest.raises(ConfigurationError, match="--give-up must be a share of at least 0, got -1"):
+        plan(tmp_path, give_up=-1.0)
+
+
 def test_a_case_that_always_diverges_is_told(tmp_path: Path) -> None:
     todo = plan(tmp_path)
     done = do_all(todo, lambda name, rate, seed: math.inf if name == "x" else rate + 1 / rate)

@@ -46,6 +46,7 @@ class ConvergePlan:
     """Cases x learning rates x seeds on a workload.
 
     tuning_seeds: how many of the seeds pick the learning rate; the others are run only at the rate that was picked.
+    give_up: leave further seeds of a rate out once its validation loss is worse than the best by this share; 0 never does.
     """
 
     settings: Settings
@@ -57,9 +58,12 @@ class ConvergePlan:
     workers: int = 4
     eval_examples: int = 1024
     jobs: int = 1
+    give_up: float = 0.0
     as_json: bool = False
 
     def __post_init__(self) -> None:
+        if not 0.0 <= self.give_up < math.inf:
+            raise ConfigurationError(f"--give-up must be a share of at least 0, got {self.give_up:g}; 0 never gives up")
         usual = Settings()
         unused = [name for name in UNUSED if getattr(self.settings, name) != getattr(usual, name)]
         if unused:
@@ -85,8 +89,12 @@ class ConvergePlan:
     def _missing(self, case: Case, done: Mapping[tuple[str, float, int], Record]) -> Iterator[Run]:
         scores = self.scores(case, done)
         rates = self.grid.wanted(scores, case.rates)
-        for rate in rates:
-            yield from (run for run in self._tuning(case, rate) if run.key not in done)
+        by_seed = zip(*(self._tuning(case, rate) for rate in rates), strict=True)
+        first = [run for run in next(by_seed, ()) if run.key not in done]
+        yield from first or sorted(
+            (run for runs in by_seed for run in runs if run.key not in done),
+            key=lambda run: done[self.run(case, run.settings.lr, 0).key].get("validation", math.inf),
+        )  # the most promising rates first: others may be given up
         best = best_rate(scores)
         if not rates and best is not None:
             runs = (self.run(case, best, seed) for seed in range(self.seeds))
@@ -96,13 +104,18 @@ class ConvergePlan:
         return [self.run(case, rate, seed) for seed in range(min(self.tuning_seeds, self.seeds))]
 
     def scores(self, case: Case, done: Mapping[tuple[str, float, int], Record]) -> dict[float, float]:
-        """Return the mean validation loss of every learning rate that is decided; infinite if one seed diverged."""
-        scores = {}
+        """Return the mean validation loss of every learning rate that is decided; infinite if one seed diverged.
+
+        A rate that was given up has the mean of the seeds that were run.
+        """
+        scores, begun = dict[float, float](), dict[float, float]()
         for rate in sorted({rate for name, rate, _ in done if name == case.name}):
             records = [done.get(run.key) for run in self._tuning(case, rate)]
             losses = [math.inf if record["diverged"] else record["validation"] for record in records if record is not None]
             if math.inf in losses:
                 scores[rate] = math.inf
-            elif len(losses) == len(records):
-                scores[rate] = statistics.fmean(losses)
-        return scores
+            elif losses:
+                (scores if len(losses) == len(records) else begun)[rate] = statistics.fmean(losses)
+        least = min(scores.values(), default=math.inf)
+        given_up = {rate: loss for rate, loss in begun.items() if self.give_up and loss > least * (1 + self.give_up)}
+        return scores | given_up
