@@ -32,6 +32,7 @@ class Attachment:
         scales = scaler is not None and scaler.is_enabled()
         kinds = (LocalScaling, ScalerAgreement) if sync.options.of_weights else (ScalerAgreement,)
         self._scaling = [kind(optimizer, sync, scaler) for kind in kinds] if scales else []
+        self._alarm = None if scales else ScalerAlarm(optimizer, sync)
 
     def remove(self) -> None:
         """Leave the optimizer, and the scaler, as they were."""
@@ -40,6 +41,9 @@ class Attachment:
         vars(self._optimizer).pop("add_param_group", None)
         for scaling in reversed(self._scaling):
             scaling.remove()
+        if self._alarm is not None:
+            self._alarm.remove()
+        self._sync._companion.release()
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does, if all in it are exchanged."""
@@ -61,6 +65,8 @@ class Attachment:
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Exchange now, or after each evaluation of the closure if there is one; args begin with the optimizer."""
+        if self._alarm is not None:
+            self._alarm.check()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None or not self._sync.averages_gradients:
             self._sync.begin(self._trouble())
@@ -150,6 +156,37 @@ class LocalScaling:
         if optimizer is self._optimizer and not self._stepped:
             self._sync.finish()
         return result
+
+
+class ScalerAlarm:
+    """Refuses a GradScaler that attach() was not given: a rank that skips a step alone would leave the others waiting.
+
+    torch then calls no hook on that rank. So the optimizer claims to unscale by itself: the scaler calls its step() in any
+    case, and all ranks raise in their first one. Where weights are exchanged, an optimizer that does unscale may go on.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, sync: GradientSync) -> None:
+        self._optimizer: Any = optimizer
+        self._sync = sync
+        self._claims = not getattr(optimizer, "_step_supports_amp_scaling", False)
+        if self._claims:
+            self._optimizer._step_supports_amp_scaling = True
+
+    def remove(self) -> None:
+        """Leave the optimizer as it was."""
+        if self._claims:
+            vars(self._optimizer).pop("_step_supports_amp_scaling", None)
+
+    def check(self) -> None:
+        """Raise if a scaler has called step(); local, but all ranks come here in the same step."""
+        unscales = not self._claims and not self._sync.averages_gradients
+        if unscales or not hasattr(self._optimizer, "found_inf"):
+            return
+        del self._optimizer.grad_scale, self._optimizer.found_inf  # the scaler would do that after step()
+        raise ConfigurationError(
+            f"r{self._sync.rank} | a GradScaler is used that attach() does not know: a rank that skips a step alone would "
+            "leave the others waiting; pass it, as in attach(optimizer, sync, scaler)"
+        )
 
 
 def strangers(groups: list[dict[str, Any]], sync: GradientSync) -> list[torch.nn.Parameter]:

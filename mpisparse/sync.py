@@ -195,6 +195,7 @@ class GradientSync:
         """The attached optimizer has done its step; local, unless weights are exchanged now or have arrived."""
         if self._options.of_weights:
             trouble, self._trouble = self._trouble, None
+            self._companion.begin()
             if self._companion.is_due():
                 self._exchange_now(trouble)
             else:
@@ -395,7 +396,7 @@ class GradientSync:
 
     @density.setter
     def density(self, value: float) -> None:
-        self._density = float(dataclasses.replace(self._options, density=check_density(value)).density)
+        self._density = self._options.changed_density(check_density(value))
 
     @property
     def k(self) -> int:

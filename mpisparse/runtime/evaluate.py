@@ -21,14 +21,14 @@ def evaluate(model: torch.nn.Module, examples: Examples, task: Task, sync: Gradi
     """Return loss and metric on these examples, the same on all ranks; leave the model as it was. Collective."""
     own = [buffer.clone() for buffer in model.buffers()]
     sync.broadcast_(list(model.buffers()))
-    training = model.training
+    training, device = model.training, sync._layout.device
     model.eval()
     sums = np.zeros(4)
     with torch.no_grad():
         for start in range(sync.rank * EVAL_BATCH, len(examples), EVAL_BATCH * sync.size):
             indices = np.arange(start, min(start + EVAL_BATCH, len(examples)))
             inputs, targets = examples.batch(indices, seed=seed, epoch=0, train=False)
-            inputs, targets = inputs.to(sync.residual.device), targets.to(sync.residual.device)
+            inputs, targets = inputs.to(device), targets.to(device)
             outputs = model(inputs)
             loss, (measured, count) = task.loss(outputs, targets), task.measure(outputs, targets)
             sums += (float(loss) * len(indices), len(indices), measured, count)

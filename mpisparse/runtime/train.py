@@ -69,6 +69,7 @@ class Trainer:
         self.losses.rank, self.losses.size = self.sync.rank, self.sync.size
         self.rows = StepRows(self.sync.gather_floats, self.sync._exchange.gather_texts)
         self.density = self.sync.density  # the final one, after density warm-up
+        self.device, self.elements = self.sync._layout.device, self.sync._layout.size  # drift computes sync.residual
         self.optimizer = make_optimizer(self.model, settings)
         mpisparse.attach(self.optimizer, self.sync)
         self.order = Order(len(self.data.train), settings.seed)
@@ -169,7 +170,7 @@ class Trainer:
         return self.state.step < self.total and not self.done
 
     def _announce(self) -> None:
-        what = f"{self.sync.size} ranks, {self.sync.residual.numel():,} parameters"
+        what = f"{self.sync.size} ranks, {self.elements:,} parameters"
         self._event("start" if self.resumed is None else "resume", what)
         if self.resumed is not None and self._unfinished():
             for change in self.resumed.new_changes:
@@ -212,7 +213,7 @@ class Trainer:
 
     def _accumulate(self, clock: Clock) -> float:
         """Run forward and backward over this step's micro-batches; return their mean loss."""
-        settings, sync, device = self.settings, self.sync, self.sync.residual.device
+        settings, sync, device = self.settings, self.sync, self.device
         self.optimizer.zero_grad()
         total = 0.0
         examples, epoch = self.order.take(self.state.position, self._share, sync.rank, sync.size)
@@ -262,7 +263,7 @@ class Trainer:
         by_rank = self.rows.gather(numbers, seconds)
         if bool((by_rank[:, 0] > 1).any()):
             self.checkpoints.check_lock()
-        dense = 2 * 4 * self.sync.residual.numel() * (self.sync.size - 1) // self.sync.size
+        dense = 2 * 4 * self.elements * (self.sync.size - 1) // self.sync.size
         state.seconds += float(by_rank[:, len(numbers) :].sum(axis=1).max())
         state.received += float(by_rank[:, 4].mean())
         state.dense += dense

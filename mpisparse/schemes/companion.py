@@ -75,6 +75,9 @@ class Companion:
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer was attached."""
 
+    def release(self) -> None:
+        """The optimizer is attached no more."""
+
     def note_loss(self, loss: float) -> None:
         """Note this rank's loss of the coming step."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from mpisparse.core.aggregator import Aggregator
@@ -109,6 +109,16 @@ class Options:
         blends = any(name.startswith(BLENDED) for name in self.codecs())
         wanted = 'a momentum codec, such as "momentum-int8"' if blends else "a scheme with a momentum codec"
         return {"beta": f'codec "{self.codec}" does not blend what is sent with what was sent before; choose {wanted}'}
+
+    def changed_density(self, density: float) -> float:
+        """Return a density that an exchange with these options may be set to between steps; raise for others."""
+        return float(replace(self, density=density).density)
+
+    def check_saved(self, saved: Mapping[str, Any]) -> None:
+        """Raise ConfigurationError if an exchange with these options cannot take the state of one with others.
+
+        That all options but FREE_OPTIONS are the same is checked elsewhere.
+        """
 
     def build(self, parts: Parts, site: Site | None = None) -> Scheme:
         """Put the scheme together. `site` is None where a plain vector is averaged, with no model around it."""

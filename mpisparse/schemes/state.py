@@ -103,6 +103,7 @@ def _check_options(text: Any, options: Options) -> None:
     for key in here:
         if key not in free and saved.get(key) != here[key]:
             raise ConfigurationError(f"the state was saved with {key}={saved.get(key)!r}, this is {key}={here[key]!r}")
+    options.check_saved(saved)
 
 
 def _check_kinds(state: dict[str, Any], here: dict[str, Any]) -> None:

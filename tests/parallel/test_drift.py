@@ -308,6 +308,62 @@ def test_a_scaler_may_skip_a_step_on_one_rank(comm: MPI.Intracomm) -> None:
     sync.close()
 
 
+@pytest.mark.parametrize("options", [{"scheme": "drift"}, {"scheme": "exdyna", "density": 0.1}], ids=str)
+def test_a_scaler_that_attach_does_not_know_is_refused(comm: MPI.Intracomm, options: dict[str, Any]) -> None:
+    """A rank that skips a step alone calls no hook: the others would wait for it."""
+    model = small()
+    sync = mpisparse.GradientSync(model, **options)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu", init_scale=2.0)
+    handle = mpisparse.attach(optimizer, sync)
+    scaler.scale(loss_of(model, seeded(comm.rank, 0)) * (float("inf") if comm.rank == 0 else 1.0)).backward()
+    said = raised(comm, mpisparse.ConfigurationError, lambda: scaler.step(optimizer))
+    assert "attach(optimizer, sync, scaler)" in said
+    handle.remove()
+    assert not {"_step_supports_amp_scaling", "found_inf", "grad_scale"} & vars(optimizer).keys()
+    sync.close()
+
+
+def test_one_optimizer_is_attached_at_a_time(comm: MPI.Intracomm) -> None:
+    """Another may follow, whose kind then says the rate."""
+    model = small()
+    sync = mpisparse.GradientSync(model, scheme="drift")
+    handle = mpisparse.attach(first := torch.optim.AdamW(model.parameters()), sync)
+    assert "remove()" in raised(comm, mpisparse.ConfigurationError, lambda: mpisparse.attach(first, sync))
+    handle.remove()
+    mpisparse.attach(torch.optim.SGD(model.parameters(), lr=0.1), sync)
+    reducer: Any = sync._aggregator.works.reducer
+    assert everywhere(comm, reducer.rate == 1.0)
+    sync.close()
+
+
+def test_all_elements_cannot_become_some(comm: MPI.Intracomm) -> None:
+    """Neither a density below 1 nor a state with one goes with an exchange of all elements, whose owners are others."""
+    run, other = Training(comm, density=1.0), Training(comm, density=0.1)
+    with pytest.raises(mpisparse.ConfigurationError, match=r"cannot change to 0\.1"):
+        run.sync.density = 0.1
+    for each in (run, other):
+        each.step()
+    state = other.sync.state_dict()
+    with other.sync.global_weights():
+        run.model.load_state_dict(other.model.state_dict())
+    said = raised(comm, mpisparse.ConfigurationError, lambda: run.sync.load_state_dict(state))
+    assert "density=0.1, this is density=1.0" in said
+    run.sync.close()
+    other.sync.close()
+
+
+def test_no_step_inside_global_weights(comm: MPI.Intracomm) -> None:
+    """Not even one without an exchange, in which what is in flight is applied."""
+    run = Training(comm, density=0.1, staleness=1, every=2)
+    for _ in range(4):
+        run.step()
+    with run.sync.global_weights():
+        assert "global_weights()" in raised(comm, RuntimeError, run.sync.step)
+    run.step()
+    assert alike(comm, [run.shared()])
+    run.sync.close()
+
+
 def test_a_closure_is_local(comm: MPI.Intracomm) -> None:
     model = small()
     sync = mpisparse.GradientSync(model, scheme="drift", codec="int8")

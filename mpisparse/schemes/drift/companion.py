@@ -61,15 +61,24 @@ class Drifting(Companion):
                 f'scheme "{self.weights.scheme}" moves weights behind the optimizer\'s back, and {type(optimizer).__name__} '
                 "keeps copies of weights in its state; choose another optimizer, or another scheme"
             )
-        if self.optimizer not in (None, optimizer):
+        if self.optimizer is not None:
             raise ConfigurationError(
-                f'scheme "{self.weights.scheme}" exchanges after the step of one optimizer; another is attached already'
+                f'scheme "{self.weights.scheme}" exchanges after the step of one optimizer, and one is attached already; '
+                "call remove() on what attach() returned first"
             )
         self.optimizer = optimizer
-        works = self.aggregator.works
         if self.adaptive_rate is not None and is_adaptive(optimizer):
-            assert isinstance(works.reducer, AtFixedOwners)
-            works.reducer = replace(works.reducer, rate=self.adaptive_rate)
+            self._set_rate(self.adaptive_rate)
+
+    def release(self) -> None:
+        self.optimizer = None
+        if self.adaptive_rate is not None:
+            self._set_rate(1.0)
+
+    def _set_rate(self, rate: float) -> None:
+        works = self.aggregator.works
+        assert isinstance(works.reducer, AtFixedOwners)
+        works.reducer = replace(works.reducer, rate=rate)
 
     def check_by_hand(self) -> None:
         """Raise on all ranks if nothing has moved before the first exchange: it goes after optimizer.step()."""

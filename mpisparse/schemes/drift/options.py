@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,6 +132,21 @@ class Drift(Options):
             nothing = "density 1 selects nothing; choose a lower one"
             idle |= dict.fromkeys(("by", "controller", "partitioner", "blocks"), nothing)
         return idle
+
+    def changed_density(self, density: float) -> float:
+        if self.density == 1.0 and density != 1.0:
+            raise ConfigurationError(
+                f'scheme "drift" was constructed with density 1, which selects nothing: it cannot change to {density:g}; '
+                "construct it with a density below 1, which may be set to 1 for some steps"
+            )
+        return super().changed_density(density)
+
+    def check_saved(self, saved: Mapping[str, Any]) -> None:
+        if (saved.get("density") == 1.0) != (self.density == 1.0):
+            raise ConfigurationError(
+                f"the state was saved with density={saved.get('density')!r}, this is density={self.density!r}: with density "
+                "1 elements have other owners; construct it as it was saved"
+            )
 
     @property
     def in_parts(self) -> bool:
