@@ -180,6 +180,17 @@ def test_divide_into(native: Any, n: int, by: int, nonfinite: bool) -> None:
     assert_agree(native, "divide_into", np.full(n, 7, dtype=np.float32), *flat, by, writes=(0,))
 
 
+@pytest.mark.parametrize("bad", [None, 0, 3, 2_500_001, (1 << 22) + 12])
+def test_divide_into_memory_that_no_cache_holds(native: Any, bad: int | None) -> None:
+    n = (1 << 22) + 13
+    source = np.resize(values(np.random.default_rng(1), 4099, nonfinite=False), n)
+    if bad is not None:
+        source[bad] = -np.inf
+    flat, _alive = gradients(source, [5, 2_500_002], [FP32, FP32, FP32])
+    for by in (2, 3):
+        assert_agree(native, "divide_into", np.full(n, 7, dtype=np.float32), *flat, by, writes=(0,))
+
+
 def test_keys_rank_by_score_then_by_magnitude() -> None:
     acc = np.array([1.0, -2.0, 1.0, 0.0, -1e-42, 5.0], dtype=np.float32)
     scores = np.array([3, 3, 4, 4, 0, 0], dtype=np.uint8)
