@@ -1,6 +1,7 @@
 // Weights against a flat reference of the same elements: how far apart they are, in pieces that stay in cache.
 #pragma once
 #include "passes.hpp"
+#include "scatter.hpp"
 
 namespace {
 
@@ -40,6 +41,12 @@ void check_floats(const Array<const uint8_t>& kinds) {
         if (kinds.data()[i] != FP32) throw std::invalid_argument("weights must be float32");
 }
 
+// Collects all elements of [begin, end), which have no weights: a distance of 0 reaches a floor of 0.
+void select_equal(Found& found, int64_t begin, int64_t end) {
+    float zeros[CHUNK] = {};
+    for (; begin < end; begin += CHUNK) isa.scan({zeros, nullptr, FP32, std::min(CHUNK, end - begin), begin, 0, &found});
+}
+
 // Collects the elements of [lo, hi) that are at least `floor` apart, and watches all for non-finite differences.
 nb::tuple select_apart(Array<const uint64_t> pointers, Array<const int64_t> ends, Array<const uint8_t> kinds,
                        Array<const float> reference, int64_t lo, int64_t hi, float floor) {
@@ -54,14 +61,22 @@ nb::tuple select_apart(Array<const uint64_t> pointers, Array<const int64_t> ends
         std::vector<Found> found(threads);
         std::vector<int64_t> bad(threads, -1);
         in_parts(0, size, threads, [&](int part, int64_t begin, int64_t end) {
-            each_difference(weights, reference.data(), begin, end, [&](float* tile, int64_t from, int64_t to) {
+            weights.each(begin, end, [&](const char* source, Kind, int64_t from, int64_t to) {
                 const int64_t inner = std::min(std::max(lo, from), to), outer = std::max(std::min(hi, to), inner);
                 const int64_t bounds[4] = {from, inner, outer, to};
                 for (int i = 0; i < 3; ++i) {
                     const int64_t a = bounds[i], b = bounds[i + 1];
                     if (a == b) continue;
-                    const int32_t top = isa.scan({tile + (a - from), nullptr, FP32, b - a, a, bits, i == 1 ? &found[part] : nullptr});
-                    if (top >= INFINITE && bad[part] < 0) bad[part] = a + first_nonfinite_of(tile + (a - from), 0, b - a);
+                    if (!source) {
+                        if (i == 1 && bits == 0) select_equal(found[part], a, b);
+                        continue;
+                    }
+                    const float *own = reinterpret_cast<const float*>(source) + (a - from), *other = reference.data() + a;
+                    Piece piece{const_cast<float*>(own), nullptr, FP32, b - a, a, bits, i == 1 ? &found[part] : nullptr};  // only read
+                    piece.reference = other;
+                    if (isa.scan(piece) < INFINITE || bad[part] >= 0) continue;
+                    for (int64_t j = 0; j < b - a && bad[part] < 0; ++j)
+                        if (!std::isfinite(own[j] - other[j])) bad[part] = a + j;
                 }
             });
         });
@@ -139,18 +154,55 @@ void subtract_apart(Array<const uint64_t> pointers, Array<const int64_t> ends, A
     });
 }
 
-// Adds to weights at ascending indices.
-void scatter_add(Array<const uint64_t> pointers, Array<const int64_t> ends, Array<const uint8_t> kinds, Array<const int64_t> index,
-                 Array<const float> values) {
-    check_floats(kinds);
-    nb::gil_scoped_release released;
-    size_t parameter = 0;
-    for (size_t i = 0; i < index.size(); ++i) {
-        const int64_t at = index.data()[i];
-        while (at >= ends.data()[parameter]) ++parameter;
-        auto* target = reinterpret_cast<float*>(pointers.data()[parameter]);
-        if (target) target[at - (parameter ? ends.data()[parameter - 1] : 0)] += values.data()[i];
+// Calls visit(weights or null, begin, end) for the share [begin, end) of ascending indices that each parameter has. The weights
+// are shifted, so that flat indices fit.
+template <class Visit>
+void each_share(const Gradients& weights, const Array<const int64_t>& index, Visit visit) {
+    const int64_t *first = index.data(), *last = first + index.size(), *at = first;
+    for (int64_t i = 0, begin = 0; i < weights.count && at < last; begin = weights.ends[i++]) {
+        const int64_t* stop = std::lower_bound(at, last, weights.ends[i]);
+        const uint64_t address = weights.pointers[i];
+        if (at < stop) visit(address ? reinterpret_cast<float*>(address - uint64_t(begin) * sizeof(float)) : nullptr, at - first, stop - first);
+        at = stop;
     }
+}
+
+// Returns the differences at ascending indices.
+NumPy<float> values_apart(Array<const uint64_t> pointers, Array<const int64_t> ends, Array<const uint8_t> kinds,
+                          Array<const float> reference, Array<const int64_t> index) {
+    check_floats(kinds);
+    std::vector<float> values(index.size());
+    {
+        nb::gil_scoped_release released;
+        const Gradients weights{pointers.data(), ends.data(), kinds.data(), int64_t(pointers.size())};
+        each_share(weights, index, [&](const float* own, int64_t begin, int64_t end) {
+            for (int64_t i = begin; own && i < end; ++i) {
+                const int64_t at = index.data()[i], next = index.data()[std::min(i + AHEAD, end - 1)];
+                prefetch(own + next);
+                prefetch(reference.data() + next);
+                values[i] = own[at] - reference.data()[at];
+            }
+        });
+    }
+    return to_numpy(std::move(values));
+}
+
+// Adds the mean to the reference at ascending indices, and mean - own to the weights.
+void move_apart(Array<const uint64_t> pointers, Array<const int64_t> ends, Array<const uint8_t> kinds, Array<float> reference,
+                Array<const int64_t> index, Array<const float> mean, Array<const float> own) {
+    check_floats(kinds);
+    if (mean.size() != index.size() || own.size() != index.size()) throw std::invalid_argument("there must be a mean for each index");
+    nb::gil_scoped_release released;
+    const Gradients weights{pointers.data(), ends.data(), kinds.data(), int64_t(pointers.size())};
+    each_share(weights, index, [&](float* target, int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+            const int64_t at = index.data()[i], next = index.data()[std::min(i + AHEAD, end - 1)];
+            prefetch(reference.data() + next);
+            if (target) prefetch(target + next);
+            reference.data()[at] += mean.data()[i];
+            if (target) target[at] += mean.data()[i] - own.data()[i];
+        }
+    });
 }
 
 // Adds a stretch of values to the weights of [lo, lo + values.size()).
@@ -165,6 +217,32 @@ void add_stretch(Array<const uint64_t> pointers, Array<const int64_t> ends, Arra
     });
 }
 
+constexpr int64_t BEYOND_CACHE = 1 << 22;  // elements of a vector that no cache holds until it is read again
+
+// As multiply_floats, past the caches: lines of `out` need not be read first, a third of the traffic. False if a product is not finite.
+bool stream_multiplied(const float* source, float by, int64_t count, float* out) {
+    float watched = 0.0f;  // not a number from the first product on that is not finite
+    int64_t i = 0;
+#ifdef MPISPARSE_X86
+    const auto one = [&] { out[i] = source[i] * by; watched += out[i] * 0.0f; };
+    for (; i < count && reinterpret_cast<uintptr_t>(out + i) % 16; ++i) one();
+    __m128 sums = _mm_setzero_ps();
+    for (; i + 4 <= count; i += 4) {
+        const __m128 x = _mm_mul_ps(_mm_loadu_ps(source + i), _mm_set1_ps(by));
+        sums = _mm_add_ps(sums, _mm_mul_ps(x, _mm_setzero_ps()));
+        _mm_stream_ps(out + i, x);
+    }
+    for (; i < count; ++i) one();
+    _mm_sfence();
+    float lanes[4];
+    _mm_storeu_ps(lanes, sums);
+    for (float lane : lanes) watched += lane;
+#else
+    for (; i < count; ++i) { out[i] = source[i] * by; watched += out[i] * 0.0f; }
+#endif
+    return watched == 0.0f;
+}
+
 // Writes the gradients divided by a number, zeros where there is none; returns the first non-finite index or -1.
 int64_t divide_into(Array<float> out, Array<const uint64_t> pointers, Array<const int64_t> ends, Array<const uint8_t> kinds, float by) {
     nb::gil_scoped_release released;
@@ -176,6 +254,11 @@ int64_t divide_into(Array<float> out, Array<const uint64_t> pointers, Array<cons
     std::vector<int64_t> bad(threads, -1);
     in_parts(0, size, threads, [&](int part, int64_t begin, int64_t end) {
         grads.each(begin, end, [&](const char* source, Kind kind, int64_t from, int64_t to) {
+            if (source && kind == FP32 && exact && size >= BEYOND_CACHE) {
+                if (!stream_multiplied(reinterpret_cast<const float*>(source), inverse, to - from, out.data() + from) && bad[part] < 0)
+                    bad[part] = first_nonfinite_of(out.data(), from, to);
+                return;
+            }
             for (int64_t a = from; a < to; a += TILE) {
                 const int64_t b = std::min(a + TILE, to);
                 float* target = out.data() + a;

@@ -111,7 +111,9 @@ NB_MODULE(_cpu, m) {
     m.def("group_norms", &group_norms);
     m.def("histogram_apart", &histogram_apart);
     m.def("subtract_apart", &subtract_apart);
-    m.def("scatter_add", &scatter_add);
+    m.def("values_apart", &values_apart);
+    m.def("move_apart", &move_apart);
+    m.def("by_owner", &by_owner);
     m.def("add_stretch", &add_stretch);
     m.def("divide_into", &divide_into);
     m.def("predict", [](Array<const uint16_t> history, Array<const float> nets, Array<const float> inverse, Array<const int64_t> ends,

@@ -69,7 +69,8 @@ inline int32_t key_of(Key key, float x, uint8_t score) {
 }
 
 // Arguments of a pass over acc[0, count): grad may be null; selected elements go to `found`, if given, with indices from `base`
-// on; scores belong to acc[0, count) and may be null if the key is the magnitude.
+// on; scores belong to acc[0, count) and may be null if the key is the magnitude. With a reference, instead of a grad, the pass
+// compares |acc - reference| and writes nothing.
 struct Piece {
     float* acc;
     const void* grad;
@@ -79,6 +80,7 @@ struct Piece {
     Found* found;
     Key key = MAGNITUDES;
     const uint8_t* scores = nullptr;
+    const float* reference = nullptr;
 };
 
 namespace generic {

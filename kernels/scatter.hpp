@@ -5,13 +5,17 @@
 
 namespace {
 
-constexpr int64_t AHEAD = 24;  // indices are far apart: prefetch the cache line, and with it the page
+constexpr int64_t AHEAD = 128;  // indices are far apart: prefetch the cache line, and with it the page
+
+// Into the second-level cache, which waits for more lines at once than the first: half the time.
+template <class T>
+void prefetch(const T* data) { __builtin_prefetch(data, 0, 1); }
 
 template <class T, class Visit>
 void each_at(T* data, const Array<const int64_t>& index, Visit visit) {
     const int64_t n = int64_t(index.size());
     for (int64_t i = 0; i < n; ++i) {
-        if (i + AHEAD < n) __builtin_prefetch(data + index.data()[i + AHEAD], 1);
+        if (i + AHEAD < n) prefetch(data + index.data()[i + AHEAD]);
         visit(i, data[index.data()[i]]);
     }
 }
@@ -38,6 +42,31 @@ void put(Array<float> acc, Array<const int64_t> index, Array<const float> values
 void add_at(Array<float> acc, Array<const int64_t> index, Array<const float> values) {
     nb::gil_scoped_release released;
     each_at(acc.data(), index, [&](int64_t i, float& x) { x += values.data()[i]; });
+}
+
+// Deals an ascending index out to `size` owners, block by block in turn. Returns the places of the index in the order of owners,
+// how many each has, and where `rank` keeps its own ones: its blocks one behind the other.
+nb::tuple by_owner(Array<const int64_t> index, int64_t block, int64_t size, int64_t rank) {
+    if (block < 1 || (block & (block - 1)) || size < 1) throw std::invalid_argument("blocks must be a power of two long");
+    const int64_t n = int64_t(index.size());
+    std::vector<int64_t> order(n), counts(size, 0), places;
+    {
+        nb::gil_scoped_release released;
+        const int shift = __builtin_ctzll(uint64_t(block));
+        const bool fast = (size & (size - 1)) == 0;
+        const auto owner = [&](int64_t i) { const int64_t b = index.data()[i] >> shift; return fast ? b & (size - 1) : b % size; };
+        for (int64_t i = 0; i < n; ++i) ++counts[owner(i)];
+        std::vector<int64_t> next(size, 0);
+        for (int64_t r = 1; r < size; ++r) next[r] = next[r - 1] + counts[r - 1];
+        const int64_t mine = next[rank];
+        for (int64_t i = 0; i < n; ++i) order[next[owner(i)]++] = i;
+        places.resize(counts[rank]);
+        for (int64_t i = 0; i < counts[rank]; ++i) {
+            const int64_t at = index.data()[order[mine + i]];
+            places[i] = (at >> shift) / size * block + (at & (block - 1));
+        }
+    }
+    return nb::make_tuple(to_numpy(std::move(order)), to_numpy(std::move(counts)), to_numpy(std::move(places)));
 }
 
 MPISPARSE_CLONES
@@ -135,7 +164,7 @@ nb::tuple drop_decayed(Array<float> acc, Array<const int64_t> index, Array<const
     {
         nb::gil_scoped_release released;
         for (int64_t i = 0; i < n; ++i) {
-            if (i + AHEAD < n) __builtin_prefetch(acc.data() + index.data()[i + AHEAD], 1);
+            if (i + AHEAD < n) prefetch(acc.data() + index.data()[i + AHEAD]);
             const bool decayed = !selected.data()[i] && mean.data()[i] == 0.0f;
             if (decayed) left.data()[i] += pending * values.data()[i];
             acc.data()[index.data()[i]] += left.data()[i];

@@ -77,13 +77,27 @@ def histogram_apart(pointers: Pointers, ends: Ints, kinds: Bytes, reference: Flo
     return np.bincount(bins, minlength=2048).astype(np.int64)
 
 
-def scatter_add(pointers: Pointers, ends: Ints, kinds: Bytes, index: Ints, values: Floats) -> None:
-    """Add to weights at ascending indices."""
+def values_apart(pointers: Pointers, ends: Ints, kinds: Bytes, reference: Floats, index: Ints) -> Floats:
+    """Return weights minus reference at ascending indices; a missing weight counts as equal."""
     _check(kinds)
-    for begin, end, own in _pieces(pointers, ends, 0, int(ends[-1]) if len(ends) else 0):
+    values: Floats = np.zeros(len(index), dtype=np.float32)
+    for begin, end, own in _pieces(pointers, ends, 0, len(reference)):
         a, b = np.searchsorted(index, (begin, end)).tolist()
         if own is not None:
-            own[index[a:b] - begin] += values[a:b]
+            values[a:b] = own[index[a:b] - begin] - reference[index[a:b]]
+    return values
+
+
+def move_apart(
+    pointers: Pointers, ends: Ints, kinds: Bytes, reference: Floats, index: Ints, mean: Floats, own: Floats
+) -> None:
+    """Add the mean to the reference at ascending indices, and mean - own to the weights."""
+    _check(kinds)
+    reference[index] += mean
+    for begin, end, weights in _pieces(pointers, ends, 0, len(reference)):
+        a, b = np.searchsorted(index, (begin, end)).tolist()
+        if weights is not None:
+            weights[index[a:b] - begin] += mean[a:b] - own[a:b]
 
 
 def add_stretch(pointers: Pointers, ends: Ints, kinds: Bytes, lo: int, values: Floats) -> None:

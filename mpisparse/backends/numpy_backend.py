@@ -25,9 +25,10 @@ from mpisparse.backends.numpy_apart import add_stretch as add_stretch
 from mpisparse.backends.numpy_apart import divide_into as divide_into
 from mpisparse.backends.numpy_apart import group_norms as group_norms
 from mpisparse.backends.numpy_apart import histogram_apart as histogram_apart
-from mpisparse.backends.numpy_apart import scatter_add as scatter_add
+from mpisparse.backends.numpy_apart import move_apart as move_apart
 from mpisparse.backends.numpy_apart import select_apart as select_apart
 from mpisparse.backends.numpy_apart import subtract_apart as subtract_apart
+from mpisparse.backends.numpy_apart import values_apart as values_apart
 from mpisparse.backends.numpy_few_bits import add_int2 as add_int2
 from mpisparse.backends.numpy_few_bits import add_int4 as add_int4
 from mpisparse.backends.numpy_few_bits import add_sign as add_sign
@@ -46,6 +47,7 @@ from mpisparse.backends.numpy_few_bits import settle_sign as settle_sign
 from mpisparse.backends.numpy_few_bits import subtract_int2 as subtract_int2
 from mpisparse.backends.numpy_few_bits import subtract_int4 as subtract_int4
 from mpisparse.backends.numpy_few_bits import subtract_sign as subtract_sign
+from mpisparse.backends.numpy_indices import by_owner as by_owner
 from mpisparse.backends.numpy_indices import decode_indices as decode_indices
 from mpisparse.backends.numpy_indices import encode_indices as encode_indices
 from mpisparse.backends.numpy_indices import reaching as reaching

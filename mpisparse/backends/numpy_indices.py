@@ -116,3 +116,11 @@ def decode_indices(payload: Bytes, lo: int, hi: int, out: Ints) -> int:
 def reaching(index: Ints, magnitude: Floats, threshold: float) -> Ints:
     """The candidates that reach a threshold."""
     return index[magnitude >= np.float32(threshold)]
+
+
+def by_owner(index: Ints, block: int, size: int, rank: int) -> tuple[Ints, Ints, Ints]:
+    """The places of an index in the order of their owners, how many each owner has, and where `rank` keeps its own ones."""
+    owner = index // block % size
+    order, counts = np.argsort(owner, kind="stable"), np.bincount(owner, minlength=size)
+    mine = index[owner == rank]
+    return order, counts, mine // (block * size) * block + mine % block

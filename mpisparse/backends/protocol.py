@@ -344,8 +344,14 @@ class HostBackend(Backend, Protocol):
         """Write weights minus reference of [lo, lo + len(out))."""
         ...
 
-    def scatter_add(self, pointers: Pointers, ends: Ends, kinds: Kinds, index: Ints, values: Floats, /) -> None:
-        """Add to the weights at ascending indices."""
+    def values_apart(self, pointers: Pointers, ends: Ends, kinds: Kinds, reference: Floats, index: Ints, /) -> Floats:
+        """Return weights minus reference at ascending indices."""
+        ...
+
+    def move_apart(
+        self, pointers: Pointers, ends: Ends, kinds: Kinds, reference: Floats, index: Ints, mean: Floats, own: Floats, /
+    ) -> None:
+        """Add the mean to the reference at ascending indices, and mean - own to the weights."""
         ...
 
     def add_stretch(self, pointers: Pointers, ends: Ends, kinds: Kinds, lo: int, values: Floats, /) -> None:
@@ -369,6 +375,14 @@ class HostBackend(Backend, Protocol):
 
     def reaching(self, index: Ints, magnitude: Floats, threshold: float, /) -> Ints:
         """Return the candidates that reach a threshold."""
+        ...
+
+    def by_owner(self, index: Ints, block: int, size: int, rank: int, /) -> tuple[Ints, Ints, Ints]:
+        """Deal an ascending index out to `size` owners: each has every size-th block of `block` elements, a power of two.
+
+        Returns the places of the index in the order of their owners, how many each owner has, and where `rank` keeps its
+        elements: its blocks one behind the other.
+        """
         ...
 
     def fletcher32(self, data: Bytes, /) -> int:

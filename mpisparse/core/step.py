@@ -140,7 +140,7 @@ def settle(works: Works, delivered: Arrived | None, clock: Clock) -> Delivered |
             backend.add_at(works.acc, reduced.kept_index, reduced.kept)
     works.stages = tuple([s.settle(backend, works.acc, due.union, sent, reduced) for s in works.stages])
     if reduced.error is not None:
-        works.reducer = works.reducer.after(reduced)
+        works.reducer = works.reducer.after(backend, reduced)
     if delivered.tags is not None:
         works.scorer.received(due.union, delivered.tags)
     if works.scorer.follows:

@@ -60,8 +60,8 @@ class Encoded(NamedTuple):
     def decoded(self, backend: Backend) -> Any:
         """All values, in the order of the spans."""
         out, at = backend.empty(sum(stop - start for start, stop in self.spans), np.float32), 0
-        for start, stop, values in self.values(backend):
-            out[at : at + stop - start] = values
+        for start, stop, part in self.parts():
+            self.codec.decode(backend, part, out[at : at + stop - start])
             at += stop - start
         return out
 

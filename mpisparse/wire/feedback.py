@@ -152,7 +152,7 @@ class WholeAtOwners(AtFixedOwners):
         arrived.write(backend, mean)
         return Reduced(index, mean, None, own=own, error=left)
 
-    def after(self, reduced: Reduced) -> Reducer:
+    def after(self, backend: Backend, reduced: Reduced) -> Reducer:
         return replace(self, error=reduced.error, spare=self.error)
 
     def packed(self, reduced: Reduced) -> State:
@@ -194,7 +194,7 @@ class PartAtOwners(AtFixedOwners):
             raise Overflow(int(index.index(at, at + 1)[0])) from None
         return Reduced(index, arrived, None, own=own, error=(places, left))
 
-    def after(self, reduced: Reduced) -> Reducer:
+    def after(self, backend: Backend, reduced: Reduced) -> Reducer:
         places, left = reduced.error
         self.error[places] = left
         return self
@@ -229,22 +229,23 @@ class SelectedAtOwners(AtFixedOwners):
     """The same selected elements of all ranks; every rank owns every size-th block."""
 
     def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
-        order, spans = by_owner(index, exchange.size)
-        own = encode(self.codec, backend, values[order], spans)
-        start, stop = spans[exchange.rank]
-        places = place_in_error(index[order[start:stop]], exchange.size)
-        left = np.empty(stop - start, dtype=np.float32)
+        kernels: Any = backend
+        order, counts, places = kernels.by_owner(index, BLOCK, exchange.size, exchange.rank)
+        ends = np.cumsum(counts).tolist()
+        spans = list(zip([0, *ends[:-1]], ends, strict=True))
+        own = encode(self.codec, backend, backend.values_at(values, order), spans)
+        left = np.empty(len(places), dtype=np.float32)
         try:
-            arrived = self._exchange(exchange, backend, own, self.error[places], left)
+            arrived = self._exchange(exchange, backend, own, backend.values_at(self.error, places), left)
         except Overflow as overflow:
             raise Overflow(int(index[order[overflow.args[0]]])) from None
         mean, sent = np.empty((2, len(index)), dtype=np.float32)
-        mean[order], sent[order] = arrived.decoded(backend), own.decoded(backend)
+        backend.put(mean, order, arrived.decoded(backend))
+        backend.put(sent, order, own.decoded(backend))
         return Reduced(index, mean, None, own=sent, error=(places, left))
 
-    def after(self, reduced: Reduced) -> Reducer:
-        places, left = reduced.error
-        self.error[places] = left
+    def after(self, backend: Backend, reduced: Reduced) -> Reducer:
+        backend.put(self.error, *reduced.error)
         return self
 
     def packed(self, reduced: Reduced) -> State:
@@ -277,16 +278,3 @@ def owned_count(n: int, size: int, rank: int) -> int:
     """How many of n elements a rank owns where elements are selected."""
     whole, rest = divmod(n, BLOCK * size)
     return whole * BLOCK + min(BLOCK, max(0, rest - rank * BLOCK))
-
-
-def by_owner(index: Ints, size: int) -> tuple[Ints, list[Span]]:
-    """The places of an ascending index in the order of their owners, and each owner's span of them."""
-    owner = (index // BLOCK % size).astype(np.uint16)
-    ends = np.cumsum(np.bincount(owner, minlength=size)).tolist()
-    return np.argsort(owner, kind="stable"), list(zip([0, *ends[:-1]], ends, strict=True))
-
-
-def place_in_error(index: Ints, size: int) -> Ints:
-    """Where an owner keeps the errors of its elements."""
-    places: Ints = index // (BLOCK * size) * BLOCK + index % BLOCK
-    return places

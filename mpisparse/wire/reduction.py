@@ -58,7 +58,7 @@ class Reducer:
         """Exchange values, which may be overwritten unless they are read-only; collective."""
         raise NotImplementedError
 
-    def after(self, reduced: Reduced) -> Reducer:
+    def after(self, backend: Backend, reduced: Reduced) -> Reducer:
         """Return the reducer of the next step."""
         return self
 

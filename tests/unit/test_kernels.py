@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -134,20 +135,32 @@ def test_weights_against_a_reference(native: Any, n: int, nonfinite: bool) -> No
         assert_agree(native, "subtract_apart", *flat, reference, lo, np.empty(hi - lo, dtype=np.float32), writes=(5,))
         for floor in FLOORS[::2]:
             assert_agree(native, "select_apart", *flat, reference, lo, hi, floor)
+        index = np.arange(lo, hi, 3)
+        assert_agree(native, "values_apart", *flat, reference, index)
         before = [own.clone() for own in alive]
         for kernel, more in (
-            ("scatter_add", (np.arange(lo, hi, 3), values(rng, len(range(lo, hi, 3))))),
+            ("move_apart", (reference, index, values(rng, len(index)), values(rng, len(index)))),
             ("add_stretch", (lo, values(rng, hi - lo))),
         ):
             moved = []
             for backend in (native, numpy_backend):
                 for own, old in zip(alive, before, strict=True):
                     own.copy_(old)
+                copies = [copy.copy(argument) for argument in more]
                 with np.errstate(all="ignore"):
-                    getattr(backend, kernel)(*flat, *more)
-                moved.append([own.numpy().copy() for own in alive])
+                    getattr(backend, kernel)(*flat, *copies)
+                moved.append([*(own.numpy().copy() for own in alive), np.asarray(copies[0])])
             for here, there in zip(*moved, strict=True):
                 assert_same(here, there)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8])
+def test_elements_are_dealt_out_to_owners(native: Any, size: int) -> None:
+    rng = np.random.default_rng(size)
+    for n in SIZES:
+        index = np.flatnonzero(rng.random(n) < 0.3)
+        for rank in range(size):
+            assert_agree(native, "by_owner", index, 64, size, rank)
 
 
 def test_weights_of_other_types_are_refused(native: Any) -> None:
@@ -165,6 +178,17 @@ def test_divide_into(native: Any, n: int, by: int, nonfinite: bool) -> None:
     cuts = sorted([*rng.integers(0, n + 1, 3).tolist(), n // 2])
     flat, _alive = gradients(values(rng, n, nonfinite=nonfinite), cuts, [FP32, FP16, None, BF16, FP32])
     assert_agree(native, "divide_into", np.full(n, 7, dtype=np.float32), *flat, by, writes=(0,))
+
+
+@pytest.mark.parametrize("bad", [None, 0, 3, 2_500_001, (1 << 22) + 12])
+def test_divide_into_memory_that_no_cache_holds(native: Any, bad: int | None) -> None:
+    n = (1 << 22) + 13
+    source = np.resize(values(np.random.default_rng(1), 4099, nonfinite=False), n)
+    if bad is not None:
+        source[bad] = -np.inf
+    flat, _alive = gradients(source, [5, 2_500_002], [FP32, FP32, FP32])
+    for by in (2, 3):
+        assert_agree(native, "divide_into", np.full(n, 7, dtype=np.float32), *flat, by, writes=(0,))
 
 
 def test_keys_rank_by_score_then_by_magnitude() -> None:

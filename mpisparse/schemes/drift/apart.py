@@ -48,9 +48,7 @@ class Difference(NamedTuple):
 
     def at(self, index: Ints) -> Floats:
         """The values at an ascending index."""
-        values = np.empty(len(index), dtype=np.float32)
-        self.backend.gather(*self.weights.dense, index, values)
-        values -= self.backend.values_at(self.shared, index)
+        values: Floats = self.backend.values_apart(*self.weights.dense, self.shared, index)
         return values
 
     def _values(self, lo: int, hi: int) -> Floats:
@@ -104,11 +102,10 @@ class Distance(Scorer):
         return values
 
     def _values_at(self, index: Ints) -> Floats:
-        values, pieces = np.zeros(len(index), dtype=np.float32), self.where()
-        if pieces is not None:  # else the step is refused
-            self.backend.gather(*pieces.dense, index, values)
-            values -= self.backend.values_at(self.acc, index)
-        return values
+        pieces = self.where()
+        if pieces is None:  # the step is refused
+            return np.zeros(len(index), dtype=np.float32)
+        return Difference(self.backend, pieces, self.acc).at(index)
 
 
 class GroupDistance(Distance):
@@ -140,19 +137,22 @@ class Following(Stage):
     def settle(self, backend: Any, acc: Any, union: Any, sent: Sent, reduced: Reduced) -> Stage:
         weights = self.where()
         if not isinstance(reduced.mean, Encoded):
-            backend.add_at(acc, union, reduced.mean)
-            if weights is not None:
-                backend.scatter_add(*weights.dense, union, reduced.mean - reduced.own)
+            _move(backend, acc, weights, union, reduced.mean, reduced.own)
             return self
         pairs = zip(reduced.mean.values(backend), reduced.own.values(backend), strict=True)
         for (start, stop, mean), (_, _, own) in pairs:
             if isinstance(union, Part | Groups):
-                index = union.index(start, stop)
-                backend.add_at(acc, index, mean)
-                if weights is not None:
-                    backend.scatter_add(*weights.dense, index, mean - own)
+                _move(backend, acc, weights, union.index(start, stop), mean, own)
                 continue
             backend.add(acc[start:stop], mean)
             if weights is not None:
                 backend.add_stretch(*weights.dense, start, mean - own)
         return self
+
+
+def _move(backend: Any, shared: Floats, weights: Pieces | None, index: Ints, mean: Floats, own: Floats) -> None:
+    """Add the mean to the shared weights, and mean - own to this rank's, where they are still what they were."""
+    if weights is None:
+        backend.add_at(shared, index, mean)
+    else:
+        backend.move_apart(*weights.dense, shared, index, mean, own)

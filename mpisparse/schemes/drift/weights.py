@@ -87,7 +87,8 @@ class OwnWeights:
         trouble = trouble or self.missed or self._misfit()
         if trouble:
             return None, Notice(k, unused, BROKEN, trouble=trouble)
-        return self.where(), Notice(k, unused)
+        self._pieces = self.pieces()
+        return self._pieces, Notice(k, unused)
 
     def where(self) -> Pieces | None:
         """Where the weights lie, in float32, until publish(); None if they are not what they were at construction."""
