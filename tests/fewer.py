@@ -48,7 +48,7 @@ def left_out(items: Sequence[pytest.Item], size: int) -> Iterator[pytest.Item]:
         marked = next((together for name, together in TOGETHER.items() if item.get_closest_marker(name)), 0)
         if here and size and size not in here.args:
             yield item
-        elif marked and not 0 < size < least:  # pytest-mpi skips it: it shows nothing
+        elif marked and not 0 < size < least and not item.get_closest_marker("slow"):  # what is skipped shows nothing
             families.setdefault((item.nodeid.split("[")[0], marked), []).append(item)
     for (_, together), family in families.items():
         taken = covering([item.callspec.indices for item in family], together, size)  # type: ignore[attr-defined]

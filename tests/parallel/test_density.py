@@ -104,6 +104,7 @@ def train(
 
 @all_problems
 @both_paths
+@pytest.mark.singles
 def test_the_density_is_held(comm: MPI.Intracomm, problem: str, path: str) -> None:
     every = list(train(comm, problem, path, [0.001] * 30))
     ratios = np.array([stats.density / stats.set_density for stats in every])[2:]
@@ -149,6 +150,7 @@ def accuracy_after(comm: MPI.Intracomm, seed: int, epochs: int, scheme: str, **o
     return float(right.float().mean())
 
 
+@pytest.mark.ranks(3)
 def test_convergence_on_digits(comm: MPI.Intracomm) -> None:
     """300 steps: at density 0.01 an element waits about 100 steps, so half as many would measure the delay.
 

@@ -115,6 +115,7 @@ class Twin:
 @pytest.mark.parametrize(
     "options", [{}, {"mask": "gradient"}, {"compensate": False, "mask": "average"}, {"compensate": False}], ids=str
 )
+@pytest.mark.singles
 def test_the_whole_step_against_numpy(comm: MPI.Intracomm, path: str, options: dict[str, Any]) -> None:
     model = small()
     sync = mpisparse.GradientSync(model, scheme="momentum", percentile="exact", accumulate=path, **options)
@@ -150,6 +151,7 @@ def test_the_whole_step_against_numpy(comm: MPI.Intracomm, path: str, options: d
     ],
     ids=str,
 )  # fmt: skip
+@pytest.mark.singles
 def test_nothing_is_lost_and_replicas_are_equal(comm: MPI.Intracomm, path: str, options: dict[str, Any]) -> None:
     model = small()
     sync = mpisparse.GradientSync(model, accumulate=path, **{"scheme": "momentum", **options})
@@ -355,6 +357,7 @@ def test_a_state_of_another_kind_is_refused(comm: MPI.Intracomm) -> None:
 # As it is used
 
 
+@pytest.mark.ranks(2)
 def test_adam_with_a_schedule(comm: MPI.Intracomm) -> None:
     """On digits, compared with dense Adam with the same schedule, batches and seeds."""
     from sklearn.datasets import load_digits
