@@ -10,7 +10,7 @@ import torch
 from mpi4py import MPI
 from numpy.typing import NDArray
 from oracle import by_group, int8
-from ranks import PATHS, Ledger, alike, bits, everywhere, held, loss_of, raised, seeded, small, total, train_lawfully
+from ranks import PATHS, Ledger, alike, bits, digits, everywhere, held, loss_of, raised, seeded, small, total, train_lawfully
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -360,11 +360,7 @@ def test_a_state_of_another_kind_is_refused(comm: MPI.Intracomm) -> None:
 @pytest.mark.ranks(2)
 def test_adam_with_a_schedule(comm: MPI.Intracomm) -> None:
     """On digits, compared with dense Adam with the same schedule, batches and seeds."""
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    images = torch.tensor(data.images[:, None] / 16.0, dtype=torch.float32)
-    labels = torch.tensor(data.target)
+    images, labels = digits()
     mixed = torch.randperm(len(labels), generator=torch.Generator().manual_seed(9))
     images, labels = images[mixed], labels[mixed]
     share = 48 // comm.size
