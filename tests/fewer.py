@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 
-Case = Mapping[str, int]  # which value each parameter has
+Case = Mapping[str, Hashable]  # which value each parameter has
 TOGETHER = {"singles": 1, "pairs": 2}  # marks, and how many values each of which must be seen together
 
 
@@ -22,7 +23,7 @@ def covering(cases: Sequence[Case], together: int, turn: int = 0) -> set[int]:
     missing = set(itertools.chain.from_iterable(shown(case, together) for case in cases))
     first = turn * len(cases) // 5
     order = [*range(first, len(cases)), *range(first)]
-    seen: Counter[tuple[str, int]] = Counter()
+    seen: Counter[tuple[str, Hashable]] = Counter()
     taken: set[int] = set()
     while missing:
         news = {i: len(missing & shown(cases[i], together)) for i in order}
@@ -33,10 +34,20 @@ def covering(cases: Sequence[Case], together: int, turn: int = 0) -> set[int]:
     return taken
 
 
-def shown(case: Case, together: int) -> set[tuple[tuple[str, int], ...]]:
+def shown(case: Case, together: int) -> set[tuple[tuple[str, Hashable], ...]]:
     """All that a case shows: single values and, if so many count together, pairs; a case without values shows itself."""
-    values = sorted(case.items())
+    values = sorted(case.items(), key=lambda value: value[0])
     return {found for count in range(together + 1) for found in itertools.combinations(values, count)}
+
+
+def case_of(item: Any) -> Case:
+    """The values of a test's parameters, by identity: not all are hashable. Those of one parametrize() are one value."""
+    params = dict(item.callspec.params) if hasattr(item, "callspec") else {}
+    case: dict[str, Hashable] = {}
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0] if not isinstance(mark.args[0], str) else mark.args[0].replace(" ", "").split(",")
+        case[",".join(names)] = tuple(id(params.pop(name)) for name in names)
+    return case | {name: id(value) for name, value in params.items()}  # of fixtures
 
 
 def left_out(items: Sequence[pytest.Item], size: int) -> Iterator[pytest.Item]:
@@ -51,5 +62,5 @@ def left_out(items: Sequence[pytest.Item], size: int) -> Iterator[pytest.Item]:
         elif marked and not 0 < size < least and not item.get_closest_marker("slow"):  # what is skipped shows nothing
             families.setdefault((item.nodeid.split("[")[0], marked), []).append(item)
     for (_, together), family in families.items():
-        taken = covering([item.callspec.indices for item in family], together, size)  # type: ignore[attr-defined]
+        taken = covering([case_of(item) for item in family], together, size)
         yield from (item for i, item in enumerate(family) if i not in taken)

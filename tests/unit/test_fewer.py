@@ -50,15 +50,16 @@ def test_other_numbers_of_ranks_take_other_cases() -> None:
 class Item:
     """As much of a test as left_out() looks at."""
 
-    def __init__(self, name: str, marks: dict[str, tuple[int, ...]], least: int = 0, **indices: int) -> None:
-        self.nodeid, self.marks, self.least = f"test_some.py::{name}[{indices}]", marks, least
-        self.callspec = SimpleNamespace(indices=indices)
+    def __init__(self, name: str, marks: dict[str, tuple[int, ...]], least: int = 0, **params: int) -> None:
+        self.nodeid, self.marks, self.least = f"test_some.py::{name}[{params}]", marks, least
+        self.callspec = SimpleNamespace(params=params)
 
     def get_closest_marker(self, name: str) -> Any:
         return SimpleNamespace(args=self.marks[name]) if name in self.marks else None
 
     def iter_markers(self, name: str) -> Any:
-        assert name == "mpi"
+        if name == "parametrize":
+            return iter([SimpleNamespace(args=(name,)) for name in self.callspec.params])
         return iter([SimpleNamespace(kwargs={}), SimpleNamespace(kwargs={"min_size": self.least})])
 
 
@@ -77,6 +78,37 @@ def test_what_needs_more_ranks_shows_nothing() -> None:
     items: list[Any] = [Item("test_a", {"singles": ()}, least=case["a"] + 1, **case) for case in product(4, 3)]
     for size in (1, 2, 3, 4):
         missed = list(left_out(items, size))
-        shown = [i.callspec.indices for i in items if i not in missed and i.least <= size]
+        shown = [i.callspec.params for i in items if i not in missed and i.least <= size]
         assert {(case["a"]) for case in shown} == set(range(size))
         assert {(case["b"]) for case in shown} == {0, 1, 2}
+
+
+# Tests as pytest collects them: these do nothing, and the last one looks which of them run
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("a", [{}, {"x": 1}, {"x": 2}])
+@pytest.mark.parametrize(("b", "c"), [(1, 1.0), (1, 2.0), (2, 1.0)])
+@pytest.mark.parametrize("d", [None, len, "text"])
+def test_of_pairs(a: Any, b: int, c: float, d: Any) -> None:
+    pass
+
+
+@pytest.mark.singles
+@pytest.mark.parametrize("a", [{}, {"x": 1}, {"x": 2}])
+@pytest.mark.parametrize("b, c", [(1, 1.0), (1, 2.0), (2, 1.0), (2, 2.0)])  # noqa: PT006 - may be written so, too
+def test_of_singles(a: Any, b: int, c: float) -> None:
+    pass
+
+
+@pytest.mark.parametrize(("name", "least", "most", "whole"), [("test_of_pairs", 9, 12, 27), ("test_of_singles", 4, 4, 12)])
+def test_collected_tests_are_left_out(request: pytest.FixtureRequest, name: str, least: int, most: int, whole: int) -> None:
+    family: list[Any] = [item for item in request.session.items if getattr(item, "originalname", "") == name]
+    if len(family) < whole:
+        pytest.skip("not all of them were asked for")
+    run = [item for item in family if not item.get_closest_marker("skip")]
+    if request.config.getoption("--all"):
+        least = most = whole
+    assert least <= len(run) <= most
+    together = {(item.callspec.params["b"], item.callspec.params["c"]) for item in run}
+    assert together == {(item.callspec.params["b"], item.callspec.params["c"]) for item in family}
