@@ -1,4 +1,4 @@
-"""Marks of all suites: slow tests run only with --all, those marked cuda only if torch finds a GPU."""
+"""Marks of all suites: what only --all runs (slow; singles, pairs and ranks in part), and cuda, which needs a GPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks and workers share the cor
 
 import pytest
 import torch
+from fewer import left_out
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -17,6 +18,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    for mark in (
+        "singles: of a product of parameters only cases that have every value once; all with --all",
+        "pairs: of a product of parameters only cases that have every pair of values; all with --all",
+        "ranks(*numbers): under mpirun only on these numbers of ranks; on all with --all",
+    ):
+        config.addinivalue_line("markers", mark)
     if config.getoption("--with-mpi") or config.getoption("--only-mpi"):
         from lockstep import Lockstep
 
@@ -27,12 +34,19 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     slow = pytest.mark.skip(reason="slow: run bin/test --all")
     no_gpu = pytest.mark.skip(reason="cuda: torch finds no GPU here")
+    if not config.getoption("--all"):
+        for item in [*(i for i in items if i.get_closest_marker("slow")), *left_out(items, ranks_of(config))]:
+            item.add_marker(slow)
     for item in items:
         if not item.get_closest_marker("mpi"):
             if item.path.parent.name == "parallel":
                 raise pytest.UsageError(f"{item.nodeid} has no mark mpi; write pytestmark = pytest.mark.mpi in its file")
             item.add_marker("mpi_skip")  # a test of one process, which may start mpirun itself
-        if item.get_closest_marker("slow") and not config.getoption("--all"):
-            item.add_marker(slow)
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
+
+
+def ranks_of(config: pytest.Config) -> int:
+    """The number of ranks; 0 if these are tests of one process."""
+    lockstep = config.pluginmanager.get_plugin("lockstep")
+    return lockstep.comm.size if lockstep else 0

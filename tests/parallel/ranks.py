@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from mpi4py import MPI
 from torch import nn
@@ -35,6 +38,16 @@ def loss_of(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
     """Return a loss: the net learns the sine of its inputs."""
     x = torch.randn(8, 30, generator=generator)
     return (model(x) - x[:, :20].sin()).square().mean()
+
+
+@functools.cache
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scikit-learn's images of digits, in [0, 1], and their labels; importing it would take longer than a test."""
+    spec = importlib.util.find_spec("sklearn")
+    assert spec is not None, "the extra examples is not installed"
+    assert spec.origin is not None
+    table = np.loadtxt(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",", dtype=np.float32)
+    return torch.from_numpy(table[:, :64] / 16).reshape(-1, 1, 8, 8), torch.from_numpy(table[:, 64].astype(np.int64))
 
 
 def everywhere(comm: MPI.Intracomm, flag: object) -> bool:

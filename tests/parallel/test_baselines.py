@@ -99,6 +99,7 @@ class Twin:
 @both_paths
 @every_baseline
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
+@pytest.mark.pairs
 def test_the_whole_step_against_numpy(comm: MPI.Intracomm, scheme: str, path: str, codec: str) -> None:
     model = small()
     sync = mpisparse.GradientSync(model, scheme=scheme, density=0.03, codec=codec, accumulate=path)
@@ -126,6 +127,7 @@ def test_the_whole_step_against_numpy(comm: MPI.Intracomm, scheme: str, path: st
 @pytest.mark.parametrize(
     "options", [{}, {"accumulate": "backward"}, {"codec": "int8"}, {"codec": "momentum-int8"}, {"density": 1.0}], ids=str
 )
+@pytest.mark.singles
 def test_nothing_is_lost_and_replicas_are_equal(comm: MPI.Intracomm, scheme: str, options: dict[str, Any]) -> None:
     model = small()
     gradient_adds_up = {"factor": 0.0} if scheme == "dgc" else {}

@@ -124,6 +124,7 @@ def finished(comm: MPI.Intracomm, first: int = 0, last: int = STEPS, **options: 
 
 @pytest.mark.parametrize(("optimizer", "background"), [("sgd", False), ("adamw", True)], ids=["sgd", "adamw-background"])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: "-".join(str(v) for v in s.values()))
+@pytest.mark.singles
 def test_resume_to_the_last_bit(
     comm: MPI.Intracomm, directory: Path, scheme: dict[str, Any], optimizer: str, background: bool
 ) -> None:
@@ -435,6 +436,7 @@ def averages(run: Run) -> torch.Tensor:
 )  # fmt: skip
 @pytest.mark.parametrize("fewer", [pytest.param(n, marks=pytest.mark.mpi(min_size=n + 1)) for n in (1, 2, 3)])
 @pytest.mark.parametrize("grow", [False, True], ids=["shrink", "grow"])
+@pytest.mark.pairs
 def test_another_number_of_ranks(
     comm: MPI.Intracomm, directory: Path, fewer: int, grow: bool, options: dict[str, Any]
 ) -> None:

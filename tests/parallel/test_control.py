@@ -59,6 +59,7 @@ def bytes_of_steps(comm: MPI.Intracomm, n: int, **options: Any) -> tuple[float, 
     ids=lambda options: "-".join(options.values()),
 )
 @pytest.mark.parametrize(("n", "density"), [(20_000, 0.001), (60_000, 0.01), (60_000, 0.1)])
+@pytest.mark.singles
 def test_control_is_a_quarter_of_the_rest_and_a_kilobyte_for_each_other_rank(
     comm: MPI.Intracomm, n: int, density: float, options: dict[str, Any]
 ) -> None:

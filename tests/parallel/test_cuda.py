@@ -120,6 +120,7 @@ NAMES = ["-".join(map(str, case.values())) for case in CASES]
         for i, (case, name) in enumerate(zip(CASES, NAMES, strict=True))
     ],
 )
+@pytest.mark.singles
 def test_the_same_bits_as_on_the_cpu(
     comm: MPI.Intracomm, device: Emulator, monkeypatch: pytest.MonkeyPatch, accumulate: str, options: dict[str, Any]
 ) -> None:

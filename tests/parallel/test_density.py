@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
-from ranks import PATHS, alike, seeded
-from sklearn.datasets import load_digits
+from ranks import PATHS, alike, digits, seeded
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -25,12 +24,11 @@ Loss = Callable[[nn.Module, torch.Generator], torch.Tensor]
 
 
 @functools.cache
-def digits() -> tuple[torch.Tensor, torch.Tensor]:
+def shuffled() -> tuple[torch.Tensor, torch.Tensor]:
     """Return images and labels in a shuffled order."""
-    data = load_digits()
-    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
-    return images[order], torch.tensor(data.target)[order]
+    images, labels = digits()
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    return images[order], labels[order]
 
 
 def convolutional(channels: int, hidden: int) -> nn.Module:
@@ -42,7 +40,7 @@ def convolutional(channels: int, hidden: int) -> nn.Module:
 
 
 def digits_loss(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
-    images, labels = digits()
+    images, labels = shuffled()
     batch = torch.randint(0, len(labels), (8,), generator=generator)
     return cross_entropy(model(images[batch]), labels[batch])
 
@@ -104,6 +102,7 @@ def train(
 
 @all_problems
 @both_paths
+@pytest.mark.singles
 def test_the_density_is_held(comm: MPI.Intracomm, problem: str, path: str) -> None:
     every = list(train(comm, problem, path, [0.001] * 30))
     ratios = np.array([stats.density / stats.set_density for stats in every])[2:]
@@ -129,7 +128,7 @@ TRAINING = 1440
 
 def accuracy_after(comm: MPI.Intracomm, seed: int, epochs: int, scheme: str, **options: object) -> float:
     """Train on digits, with the same batches on any number of ranks; returns the test accuracy."""
-    images, labels = digits()
+    images, labels = shuffled()
     torch.manual_seed(seed)
     model = convolutional(16, 64)
     sync = mpisparse.GradientSync(model, scheme=scheme, **options)
@@ -149,6 +148,7 @@ def accuracy_after(comm: MPI.Intracomm, seed: int, epochs: int, scheme: str, **o
     return float(right.float().mean())
 
 
+@pytest.mark.ranks(3)
 def test_convergence_on_digits(comm: MPI.Intracomm) -> None:
     """300 steps: at density 0.01 an element waits about 100 steps, so half as many would measure the delay.
 

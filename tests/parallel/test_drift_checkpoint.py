@@ -233,6 +233,7 @@ def test_malformed_objects_of_a_rank_are_found(
 @pytest.mark.parametrize("case", ["sparse", "whole in flight", "in flight, every third"])
 @pytest.mark.parametrize("fewer", [pytest.param(n, marks=pytest.mark.mpi(min_size=n + 1)) for n in (1, 2, 3)])
 @pytest.mark.parametrize("grow", [False, True], ids=["shrink", "grow"])
+@pytest.mark.pairs
 def test_another_number_of_ranks(comm: MPI.Intracomm, directory: Path, fewer: int, grow: bool, case: str) -> None:
     """The shared weights are the same bits, the mean of all weights plus e stays, and an optimizer is that of the source."""
     part = comm.Split(0 if comm.rank < fewer else MPI.UNDEFINED, comm.rank)

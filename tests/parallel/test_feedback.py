@@ -18,6 +18,7 @@ LOSSY = [name for name in codec_names(blended=False) if name != "fp32"]
 
 @pytest.mark.parametrize("path", ["step", "backward"])
 @pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.singles
 def test_conservation_and_replicas(comm: MPI.Intracomm, codec: str, path: str) -> None:
     model = small()
     sync = mpisparse.GradientSync(model, scheme="dense", codec=codec, accumulate=path)

@@ -54,6 +54,7 @@ def all_equal(comm: MPI.Intracomm, values: torch.Tensor) -> bool:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("options", [{}, {"controller": "paper", "partitioner": "paper"}], ids=["best", "paper"])
+@pytest.mark.pairs
 def test_conservation_and_replicas(comm: MPI.Intracomm, codec: str, path: str, options: dict[str, str]) -> None:
     model = small_model()
     sync = mpisparse.GradientSync(model, density=0.03, codec=codec, accumulate=path, **options)
@@ -128,6 +129,7 @@ def test_dense_scheme_is_the_dense_mean(comm: MPI.Intracomm) -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.singles
 def test_same_seed_same_bits_and_resume(comm: MPI.Intracomm, codec: str, path: str) -> None:
     def run(interrupt: int | None) -> torch.Tensor:
         torch.manual_seed(7)
@@ -170,6 +172,7 @@ class Few(nn.Module):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 64, 65, 1000])
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.singles
 def test_few_elements_and_empty_selections(comm: MPI.Intracomm, count: int, path: str) -> None:
     model = Few(count)
     sync = mpisparse.GradientSync(model, density=0.3, accumulate=path)

@@ -117,6 +117,7 @@ def test_tied_weights(comm: MPI.Intracomm, path: str) -> None:
 @both_paths
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(("scheme", "density"), [("exdyna", 0.1), ("dense", None)])
+@pytest.mark.pairs
 def test_parameters_of_another_type(
     comm: MPI.Intracomm, path: str, dtype: torch.dtype, scheme: str, density: float | None
 ) -> None:
@@ -146,6 +147,7 @@ class Weight(nn.Module):
 @both_paths
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("scheme", "density"), [("exdyna", 1.0), ("exdyna", 0.5), ("dense", None)])
+@pytest.mark.pairs
 def test_rounding_is_fed_back(
     comm: MPI.Intracomm, path: str, dtype: torch.dtype, scheme: str, density: float | None
 ) -> None:
@@ -169,6 +171,7 @@ def test_rounding_is_fed_back(
 @both_paths
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("scheme", "density"), [("exdyna", 0.5), ("exdyna", 1.0), ("dense", None)])
+@pytest.mark.pairs
 def test_huge_values_are_clamped_and_the_rest_is_sent_later(
     comm: MPI.Intracomm, path: str, dtype: torch.dtype, scheme: str, density: float | None
 ) -> None:
@@ -208,6 +211,7 @@ class Mixed(nn.Module):
 
 @both_paths
 @pytest.mark.parametrize(("scheme", "density"), [("exdyna", 0.1), ("exdyna", 1.0), ("dense", None)])
+@pytest.mark.singles
 def test_mixed_types(comm: MPI.Intracomm, path: str, scheme: str, density: float | None) -> None:
     model = Mixed()
     sync = mpisparse.GradientSync(model, scheme=scheme, density=density, accumulate=path)

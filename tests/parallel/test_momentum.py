@@ -10,7 +10,7 @@ import torch
 from mpi4py import MPI
 from numpy.typing import NDArray
 from oracle import by_group, int8
-from ranks import PATHS, Ledger, alike, bits, everywhere, held, loss_of, raised, seeded, small, total, train_lawfully
+from ranks import PATHS, Ledger, alike, bits, digits, everywhere, held, loss_of, raised, seeded, small, total, train_lawfully
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -115,6 +115,7 @@ class Twin:
 @pytest.mark.parametrize(
     "options", [{}, {"mask": "gradient"}, {"compensate": False, "mask": "average"}, {"compensate": False}], ids=str
 )
+@pytest.mark.singles
 def test_the_whole_step_against_numpy(comm: MPI.Intracomm, path: str, options: dict[str, Any]) -> None:
     model = small()
     sync = mpisparse.GradientSync(model, scheme="momentum", percentile="exact", accumulate=path, **options)
@@ -150,6 +151,7 @@ def test_the_whole_step_against_numpy(comm: MPI.Intracomm, path: str, options: d
     ],
     ids=str,
 )  # fmt: skip
+@pytest.mark.singles
 def test_nothing_is_lost_and_replicas_are_equal(comm: MPI.Intracomm, path: str, options: dict[str, Any]) -> None:
     model = small()
     sync = mpisparse.GradientSync(model, accumulate=path, **{"scheme": "momentum", **options})
@@ -355,13 +357,10 @@ def test_a_state_of_another_kind_is_refused(comm: MPI.Intracomm) -> None:
 # As it is used
 
 
+@pytest.mark.ranks(2)
 def test_adam_with_a_schedule(comm: MPI.Intracomm) -> None:
     """On digits, compared with dense Adam with the same schedule, batches and seeds."""
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    images = torch.tensor(data.images[:, None] / 16.0, dtype=torch.float32)
-    labels = torch.tensor(data.target)
+    images, labels = digits()
     mixed = torch.randperm(len(labels), generator=torch.Generator().manual_seed(9))
     images, labels = images[mixed], labels[mixed]
     share = 48 // comm.size

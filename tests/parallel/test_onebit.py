@@ -392,6 +392,7 @@ def test_other_types_are_kept_in_float32(comm: MPI.Intracomm, start: Start) -> N
     assert everywhere(comm, optimizer.state[next(iter(model.parameters()))]["exp_avg"].dtype is torch.float32)
 
 
+@pytest.mark.ranks(3)
 def test_it_learns_as_adamw_does(comm: MPI.Intracomm, start: Start) -> None:
     """A net learns a noisy function: near to dense AdamW, and better than alone."""
 

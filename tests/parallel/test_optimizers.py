@@ -57,6 +57,7 @@ def assert_trained_alike(model: nn.Module, plain: nn.Module) -> None:
 @both_paths
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.pairs
 def test_density_one_trains_as_one_process_on_the_mean(comm: MPI.Intracomm, name: str, how: str, path: str) -> None:
     model = convolutional()
     plain = copy.deepcopy(model)
@@ -77,6 +78,7 @@ def test_density_one_trains_as_one_process_on_the_mean(comm: MPI.Intracomm, name
 @both_paths
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.pairs
 def test_nothing_is_lost_at_a_low_density(comm: MPI.Intracomm, name: str, how: str, path: str) -> None:
     """Outside the union the published gradient is zero, whatever an optimizer wrote into it: otherwise sums would be off."""
     model = convolutional()
@@ -112,6 +114,7 @@ def test_foreach_nesterov_writes_into_the_gradient_and_the_next_step_clears_it(
 
 @both_paths
 @pytest.mark.parametrize("how", HOW)
+@pytest.mark.singles
 def test_zeroing_in_place_trains_bitwise_as_setting_to_none(comm: MPI.Intracomm, how: str, path: str) -> None:
     trained = []
     for set_to_none in (True, False):
@@ -294,6 +297,7 @@ FORGETFUL: dict[str, Make] = {
         if make is convolutional or "foreach" not in name
     ],
 )
+@pytest.mark.singles
 def test_a_backward_without_zero_grad_is_refused(
     comm: MPI.Intracomm, path: str, name: str, make: Callable[[], nn.Module]
 ) -> None:
@@ -355,6 +359,7 @@ class Generator(nn.Module):
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("how", ["plain", "foreach"])
 @pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.pairs
 def test_another_backward_before_zero_grad_does_no_harm(
     comm: MPI.Intracomm, set_to_none: bool, how: str, whole: bool
 ) -> None:
@@ -425,6 +430,7 @@ def test_a_closure_is_evaluated_exchanged_and_its_loss_averaged(comm: MPI.Intrac
 @both_paths
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
 @pytest.mark.parametrize("density", [1.0, 0.3])
+@pytest.mark.pairs
 def test_lbfgs_on_different_data(comm: MPI.Intracomm, path: str, search: str | None, density: float) -> None:
     """L-BFGS evaluates the closure several times; ranks must see the same losses or they diverge."""
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))

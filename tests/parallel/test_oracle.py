@@ -149,6 +149,7 @@ def check(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Check:
 @pytest.mark.parametrize("codec", ["fp32", "fp16", "bf16", "int8"])
 @both_paths
 @best_and_paper
+@pytest.mark.pairs
 def test_codecs(check: Check, backend: str, settings: Settings, accumulate: str, codec: str, density: float) -> None:
     check(backend, Problem(), dataclasses.replace(settings, density=density, codec=codec, accumulate=accumulate))
 
@@ -156,12 +157,14 @@ def test_codecs(check: Check, backend: str, settings: Settings, accumulate: str,
 @both_backends
 @pytest.mark.parametrize("density", [0.05, 1.0])
 @pytest.mark.parametrize("codec", ["int4", "int2", "sign"])
+@pytest.mark.pairs
 def test_codecs_of_few_bits(check: Check, backend: str, codec: str, density: float) -> None:
     check(backend, Problem(), Settings(density=density, codec=codec))
 
 
 @pytest.mark.parametrize("density", [0.0001, 0.005, 0.02, 0.3, 0.7, 0.999])
 @both_paths
+@pytest.mark.singles
 def test_densities(check: Check, accumulate: str, density: float) -> None:
     check("native", Problem(), Settings(density=density, codec="int8", accumulate=accumulate))
 
@@ -169,6 +172,7 @@ def test_densities(check: Check, accumulate: str, density: float) -> None:
 @both_paths
 @pytest.mark.parametrize(("controller", "partitioner"), [("tail", "paper"), ("paper", "best")])
 @pytest.mark.parametrize("blocks", [None, 7])
+@pytest.mark.pairs
 def test_mixed_settings(check: Check, accumulate: str, controller: str, partitioner: str, blocks: int | None) -> None:
     check("native", Problem(), Settings(0.02, "fp16", accumulate, controller, partitioner, blocks))
 
@@ -185,6 +189,7 @@ def test_mixed_settings(check: Check, accumulate: str, controller: str, partitio
     ],
     ids=["types", "tied", "absent", "warm-up"],
 )
+@pytest.mark.pairs
 def test_problems(check: Check, backend: str, accumulate: str, problem: Problem) -> None:
     check(backend, problem, Settings(0.03, "int8", accumulate))
 
@@ -192,11 +197,13 @@ def test_problems(check: Check, backend: str, accumulate: str, problem: Problem)
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 33])
 @both_paths
 @best_and_paper
+@pytest.mark.pairs
 def test_few_elements(check: Check, settings: Settings, accumulate: str, count: int) -> None:
     check("native", Problem(((1, count, 1.0),)), dataclasses.replace(settings, density=0.4, accumulate=accumulate))
 
 
 @both_backends
 @both_paths
+@pytest.mark.singles
 def test_regions_longer_than_a_row_of_indices(check: Check, backend: str, accumulate: str) -> None:
     check(backend, Problem(((300, 301, 0.1), (1, 77, 3.0), (500, 401, 0.2))), Settings(0.01, "bf16", accumulate))

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.mpi
 @pytest.mark.parametrize("path", ["step", "backward"])
 @pytest.mark.parametrize("codec", ["upper16", "momentum-upper16", "bitmap", "momentum-bitmap", "momentum-fp16"])
 @pytest.mark.parametrize("scheme", ["census", "exdyna", "momentum", "topk"])
+@pytest.mark.pairs
 def test_nothing_is_lost_and_replicas_are_equal(comm: MPI.Intracomm, scheme: str, codec: str, path: str) -> None:
     model = small()
     sync = mpisparse.GradientSync(model, scheme=scheme, codec=codec, density=0.02, accumulate=path)

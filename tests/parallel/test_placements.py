@@ -136,6 +136,7 @@ def test_what_never_scores_high_is_sent_too(comm: MPI.Intracomm, scheme: str, pa
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.singles
 def test_states_load_at_any_step(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, scheme: str, path: str) -> None:
     """Also to and from a run at a step with fixed partitions."""
     monkeypatch.setattr(selector, "SWEEP", 16)
@@ -167,6 +168,7 @@ def held(pairs: list[tuple[int, int]]) -> bool:
 @all_placements
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.pairs
 def test_the_density_is_held(comm: MPI.Intracomm, scheme: str, path: str, placement: str) -> None:
     mask = PLACEMENTS[placement](comm.rank, comm.size)
     for density, tied in ((0.02, False), (0.4, False), (0.02, True))[: 3 if scheme == "exdyna" else 1]:
@@ -179,6 +181,7 @@ def test_the_density_is_held(comm: MPI.Intracomm, scheme: str, path: str, placem
 
 @all_placements
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.singles
 def test_many_ranks_hold_the_density(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, path: str, placement: str
 ) -> None:
@@ -213,6 +216,7 @@ def test_the_density_is_held_wherever_gradients_lie(
 
 @all_placements
 @pytest.mark.parametrize(("scheme", "path"), [("exdyna", "step"), ("exdyna", "backward"), ("momentum", "step")])
+@pytest.mark.singles
 def test_every_element_is_sent_and_training_converges(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, scheme: str, path: str, placement: str
 ) -> None:
@@ -243,6 +247,7 @@ def test_every_element_is_sent_and_training_converges(
 
 @pytest.mark.parametrize(("path", "tied"), [("step", False), ("step", True), ("backward", False)])
 @all_placements
+@pytest.mark.singles
 def test_steps_equal_the_oracle(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, placement: str, path: str, tied: bool
 ) -> None:

@@ -44,6 +44,7 @@ def train(comm: MPI.Intracomm, model: nn.Module, sync: mpisparse.GradientSync, s
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.singles
 def test_nothing_is_lost_and_replicas_stay_equal(comm: MPI.Intracomm, rule: str, path: str) -> None:
     model = small()
     sync = make(model, rule=rule, accumulate=path)
@@ -201,6 +202,7 @@ def test_threads_end(comm: MPI.Intracomm) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("middle", [5, 6, 7, 8])
+@pytest.mark.singles
 def test_resume_to_the_last_bit(comm: MPI.Intracomm, directory: Path, middle: int, path: str) -> None:
     """Stopped while gradients are recorded, in the step of a lesson, and with results in flight."""
 

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.filterwarnings('ignore:scheme "predictive" without vali
 
 SPARSE = tuple(scheme for scheme in SCHEMES if scheme != "dense")
 OF_WEIGHTS = tuple(scheme for scheme in SCHEMES if SCHEMES[scheme].of_weights)
+SPARSE_MODELS = ("pruned", "embeddings", "experts")
 SHORT = ("--seeds", "1", "--steps", "3", "--batch-size", "4")
 
 
@@ -56,10 +57,18 @@ def test_train_runs_every_scheme(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [r["case"] for r in records] == list(SCHEMES)
 
 
-@pytest.mark.parametrize("model", ["pruned", "embeddings", "experts"])
-def test_sparse_models_run_every_scheme(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str) -> None:
-    records = bench(capsys, "sparse-models", "--models", model, "--cases", *SCHEMES, *SHORT, "--out", tmp_path)
-    assert [r["case"] for r in records[:-1]] == list(SCHEMES)
+@pytest.mark.parametrize(
+    ("model", "schemes"),
+    [
+        *((model, tuple(SCHEMES)[i::3]) for i, model in enumerate(SPARSE_MODELS)),
+        *(pytest.param(model, tuple(SCHEMES), marks=pytest.mark.slow) for model in SPARSE_MODELS),
+    ],
+)
+def test_sparse_models_run_every_scheme(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, schemes: tuple[str, ...]
+) -> None:
+    records = bench(capsys, "sparse-models", "--models", model, "--cases", *schemes, *SHORT, "--out", tmp_path)
+    assert [r["case"] for r in records[:-1]] == list(schemes)
 
 
 def test_ddp_runs_every_scheme(capsys: pytest.CaptureFixture[str]) -> None:

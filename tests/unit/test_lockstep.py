@@ -61,6 +61,11 @@ def test_shares_a_directory(mpi_tmp_path):
 def test_needs_three():
     raise AssertionError
 
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 4)
+def test_of_one_and_of_four():
+    raise AssertionError
+
 @pytest.mark.mpi_skip
 def test_of_one_process():
     raise AssertionError
@@ -79,7 +84,7 @@ def test_fails_on_rank_1_while_rank_0_waits():
 
 def run(folder: Path, source: str, *before: str, options: tuple[str, ...] = (), **variables: str) -> tuple[int, str]:
     """Exit code and output of pytest on one file with the plugin of this suite."""
-    for name in ("conftest.py", "lockstep.py"):
+    for name in ("conftest.py", "fewer.py", "lockstep.py"):
         shutil.copy(TESTS / name, folder)
     (folder / "test_some.py").write_text(source)
     (folder / "scratch").mkdir()
@@ -100,7 +105,7 @@ ON_TWO = (str(MPIRUN), "-n", "2")
 def test_what_fails_on_one_rank_fails_and_is_shown_once(tmp_path: Path) -> None:
     code, told = run(tmp_path, SOME_FAIL, *ON_TWO, options=("--with-mpi", "--junitxml=junit.xml"))
     assert code == pytest.ExitCode.TESTS_FAILED, told
-    assert "2 failed, 3 passed, 2 skipped, 2 errors" in told, told
+    assert "2 failed, 3 passed, 3 skipped, 2 errors" in told, told
     for message in ("wrong here", "cannot be made here", "cannot be ended here", "seen on 1"):
         assert message in told, told
     for phase, outcome in (("call", "failed"), ("setup", "failed"), ("teardown", "failed"), ("call", "skipped")):
@@ -132,5 +137,5 @@ def test_a_test_that_hangs_is_ended_and_shows_where(tmp_path: Path) -> None:
 def test_without_with_mpi_tests_are_skipped_and_say_why(tmp_path: Path) -> None:
     code, told = run(tmp_path, SOME_FAIL.replace("def test_of_one_process", "def _unused"))
     assert code == 0, told
-    assert "7 skipped" in told, told
+    assert "8 skipped" in told, told
     assert "need --with-mpi option to run" in told, told

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ELEMENTS = 24_000_000
+ELEMENTS = 12_000_000
 PROGRAM = """
 import sys
 from pathlib import Path

@@ -42,85 +42,6 @@ OPTIONS = [
     *("--clip", "1.0", "--bf16", "--eval-every", "30", "--weight-decay", "0.01"),
 ]
 
-TINY = '''
-import os, random, signal
-import numpy as np
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    """Draws from all three global generators when it trains, and has statistics of its own on every rank."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(12, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2))
-        self.head = nn.Linear(width, 4)
-
-    def forward(self, x):
-        if self.training:
-            x = x + 0.01 * (random.random() + float(np.random.rand()))
-        return self.head(self.body(x))
-
-class Noisy(torch.utils.data.Dataset):
-    """Draws its noise from torch's global generator."""
-
-    def __init__(self, count):
-        self.inputs = torch.randn(count, 12, generator=torch.Generator().manual_seed(count))
-        self.targets = self.inputs[:, :4].argmax(1)
-
-    def __len__(self):
-        return len(self.inputs)
-
-    def __getitem__(self, index):
-        return self.inputs[index] + 0.1 * torch.randn(12), self.targets[index]
-
-class Failing(Noisy):
-    asked = 0
-
-    def __getitem__(self, index):
-        self.asked += 1
-        if self.asked > 60 and os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
-            raise OSError("the data of rank 1 is gone")
-        return super().__getitem__(index)
-
-class Stopping(Noisy):
-    asked = 0
-
-    def __getitem__(self, index):
-        self.asked += 1
-        if self.asked > 60 and os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "0":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return super().__getitem__(index)
-
-def model():
-    return Net(16)
-
-def wide():
-    return Net(17)
-
-def data():
-    return Noisy(200), Noisy(50)
-
-def failing():
-    return Failing(200), Noisy(50)
-
-def stopping():
-    return Stopping(200), Noisy(50)
-
-def no_data_on_rank_1(error=FileNotFoundError):
-    if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
-        raise error("rank 1 sees no file")
-    return data()
-
-def more_on_rank_1():
-    rank_1 = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1"
-    return Noisy(240 if rank_1 else 200), Noisy(50)
-
-def refused_on_rank_1():
-    from mpisparse import ConfigurationError
-    return no_data_on_rank_1(ConfigurationError)
-'''
-
 ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -270,7 +191,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     if not mpirun().exists():
         pytest.skip(f"there is no mpirun beside {sys.executable}")
     place = tmp_path_factory.mktemp("runs")
-    (place / "tiny.py").write_text(TINY)
+    shutil.copy(Path(__file__).parents[1] / "tiny.py", place)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(place))
         patch.setenv("MPISPARSE_PROGRESS", "plain")
@@ -439,15 +360,14 @@ def test_signals_stop_after_a_checkpoint_and_the_same_command_goes_on(home: Path
     [
         ("failing", "OSError: the data of rank 1 is gone"),
         ("no_data_on_rank_1", "FileNotFoundError: rank 1 sees no file"),
-        ("refused_on_rank_1", "rank 1 sees no file"),
-        ("more_on_rank_1", "rank 0 has 180, 20, 50 examples, this rank 216, 24, 50"),
     ],
 )
 def test_an_error_on_one_rank_ends_all_and_is_shown(home: Path, data: str, says: str) -> None:
+    """What all ranks agree to refuse ends no job by force: tests/parallel/test_train.py."""
     job = Job(home, home / data, *OPTIONS, "--data", f"tiny:{data}", "--steps", "1000000")
     assert job.wait() not in (0, 85), job.output
     assert says in job.output
-    assert "Traceback (most recent call last)" in job.output or data in ("refused_on_rank_1", "more_on_rank_1")
+    assert "Traceback (most recent call last)" in job.output
 
 
 # A full disk
@@ -832,28 +752,6 @@ def test_resume_of_speculation_and_what_its_metrics_tell(home: Path, tmp_path: P
     assert len({a["probe_loss"] for a in ahead}) == 6
     assert len({a["fine"] for a in ahead}) > 1
     assert [line["density"] > 0 for line in steps] == [False] + [True] * 23
-
-
-def test_prediction_on_two_ranks_and_what_its_metrics_tell(home: Path, tmp_path: Path) -> None:
-    """Before the first lesson there is no ranking; accuracies move k, which the metrics show."""
-    out = tmp_path / "predictive"
-    options = ["--model", "tiny:model", "--data", "tiny:data", "--batch-size", "8", "--scheme", "predictive"]
-    options += ["--density", "0.1", "--option", "validate_every=6", "--eval-every", "8", "--steps", "48"]
-    job = Job(home, out, *options)
-    assert job.wait() == 0, job.output
-    lines = metrics(out)
-    steps = [line for line in lines if line["kind"] == "step"]
-    rankings = [line["details"]["ranking"] for line in steps]
-    assert rankings[:9] == [None] * 9  # the lesson of step 6 is published four steps later
-    assert all(0 <= ranking <= 1 for ranking in rankings[9:])
-    said = [(line["step"], line["text"]) for line in lines if line["kind"] == "event" and line["event"] == "k"]
-    assert said
-    for step, text in said[:-1] if said[-1][0] == 48 else said:
-        before, after = steps[step - 1], steps[step]
-        raised = after["set_density"] > before["set_density"]
-        assert text.startswith("raised from" if raised else "lowered from")
-        assert after["details"]["k_scale"] != before["details"]["k_scale"]
-    assert len(read_runs([out])[0].steps) == 48
 
 
 def test_what_is_not_finite_is_null_in_metrics(tmp_path: Path) -> None:

@@ -1,0 +1,66 @@
+"""Which cases of a test the short run leaves to `bin/test --all`: marks singles, pairs and ranks.
+
+`@pytest.mark.singles` on a test with several parametrizations: of their product only as many cases run as have every value
+once; `@pytest.mark.pairs`: every pair of values together. Other numbers of ranks run other cases.
+`@pytest.mark.ranks(2, 4)`: under mpirun it runs on two and on four ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+Case = Mapping[str, Hashable]  # which value each parameter has
+TOGETHER = {"singles": 1, "pairs": 2}  # marks, and how many values each of which must be seen together
+
+
+def covering(cases: Sequence[Case], together: int, turn: int = 0) -> set[int]:
+    """Positions of a few cases that have all that any case has of so many values together; other cases each turn."""
+    missing = set(itertools.chain.from_iterable(shown(case, together) for case in cases))
+    first = turn * len(cases) // 5
+    order = [*range(first, len(cases)), *range(first)]
+    seen: Counter[tuple[str, Hashable]] = Counter()
+    taken: set[int] = set()
+    while missing:
+        news = {i: len(missing & shown(cases[i], together)) for i in order}
+        best = max(order, key=lambda i: (news[i], -sum(seen[value] for value in cases[i].items())))
+        taken.add(best)
+        seen.update(cases[best].items())
+        missing -= shown(cases[best], together)
+    return taken
+
+
+def shown(case: Case, together: int) -> set[tuple[tuple[str, Hashable], ...]]:
+    """All that a case shows: single values and, if so many count together, pairs; a case without values shows itself."""
+    values = sorted(case.items(), key=lambda value: value[0])
+    return {found for count in range(together + 1) for found in itertools.combinations(values, count)}
+
+
+def case_of(item: Any) -> Case:
+    """The values of a test's parameters, by identity: not all are hashable. Those of one parametrize() are one value."""
+    params = dict(item.callspec.params) if hasattr(item, "callspec") else {}
+    case: dict[str, Hashable] = {}
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0] if not isinstance(mark.args[0], str) else mark.args[0].replace(" ", "").split(",")
+        case[",".join(names)] = tuple(id(params.pop(name)) for name in names)
+    return case | {name: id(value) for name, value in params.items()}  # of fixtures
+
+
+def left_out(items: Sequence[pytest.Item], size: int) -> Iterator[pytest.Item]:
+    """Tests that so many ranks do not run; 0: not under mpirun."""
+    families: dict[tuple[str, int], list[pytest.Item]] = {}
+    for item in items:
+        here = item.get_closest_marker("ranks")
+        least = max((mark.kwargs.get("min_size", 0) for mark in item.iter_markers("mpi")), default=0)
+        marked = next((together for name, together in TOGETHER.items() if item.get_closest_marker(name)), 0)
+        if here and size and size not in here.args:
+            yield item
+        elif marked and not 0 < size < least and not item.get_closest_marker("slow"):  # what is skipped shows nothing
+            families.setdefault((item.nodeid.split("[")[0], marked), []).append(item)
+    for (_, together), family in families.items():
+        taken = covering([case_of(item) for item in family], together, size)
+        yield from (item for i, item in enumerate(family) if i not in taken)

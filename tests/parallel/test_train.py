@@ -1,0 +1,72 @@
+"""Runs of `mpisparse train` on two ranks that end by themselves; those that are killed or die: tests/unit/test_runs.py."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import tiny  # noqa: F401 - on the path, as `--model tiny:model` needs it
+from mpi4py import MPI
+
+from mpisparse.runtime.cli import main
+from mpisparse.runtime.report.read import read_runs
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.ranks(2)]
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPISPARSE_PROGRESS", "plain")
+
+
+def train(comm: MPI.Intracomm, out: Path, *options: str) -> tuple[int, str]:
+    """Run on all ranks; returns the exit code, which must be the same on all, and what all printed. Collective."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), warnings.catch_warnings():
+        warnings.simplefilter("default")
+        code = main(["train", "--out", str(out), *options])
+    ended = comm.allgather((code, printed.getvalue()))
+    told = "".join(text for _, text in ended)
+    assert len({code for code, _ in ended}) == 1, ended
+    return code, told
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ("refused_on_rank_1", "rank 1 sees no file"),
+        ("more_on_rank_1", "rank 0 has 180, 20, 50 examples, this rank 216, 24, 50"),
+    ],
+)
+def test_what_one_rank_refuses_all_refuse(comm: MPI.Intracomm, directory: Path, data: str, says: str) -> None:
+    options = ("--model", "tiny:model", "--data", f"tiny:{data}", "--batch-size", "4", "--steps", "1000000")
+    code, told = train(comm, directory / data, *options)
+    assert code not in (0, 85), told
+    assert says in told
+    assert "Traceback" not in told
+
+
+def test_prediction_on_two_ranks_and_what_its_metrics_tell(comm: MPI.Intracomm, directory: Path) -> None:
+    """Before the first lesson there is no ranking; accuracies move k, which the metrics show."""
+    out = directory / "predictive"
+    options = ["--model", "tiny:model", "--data", "tiny:data", "--batch-size", "8", "--scheme", "predictive"]
+    options += ["--density", "0.1", "--option", "validate_every=6", "--eval-every", "8", "--steps", "48"]
+    code, told = train(comm, out, *options)
+    assert code == 0, told
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "step"]
+    rankings = [line["details"]["ranking"] for line in steps]
+    assert rankings[:9] == [None] * 9  # the lesson of step 6 is published four steps later
+    assert all(0 <= ranking <= 1 for ranking in rankings[9:])
+    said = [(line["step"], line["text"]) for line in lines if line["kind"] == "event" and line["event"] == "k"]
+    assert said
+    for step, text in said[:-1] if said[-1][0] == 48 else said:
+        before, after = steps[step - 1], steps[step]
+        raised = after["set_density"] > before["set_density"]
+        assert text.startswith("raised from" if raised else "lowered from")
+        assert after["details"]["k_scale"] != before["details"]["k_scale"]
+    assert len(read_runs([out])[0].steps) == 48
