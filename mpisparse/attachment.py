@@ -163,8 +163,8 @@ class ScalerAlarm:
     case, and all ranks raise in their first one. Where weights are exchanged, an optimizer that does unscale may go on.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, sync: GradientSync) -> None:
-        self._optimizer: Any = optimizer
+    def __init__(self, optimizer: Any, sync: GradientSync) -> None:
+        self._optimizer = optimizer
         self._sync = sync
         self._claims = not getattr(optimizer, "_step_supports_amp_scaling", False)
         if self._claims:
