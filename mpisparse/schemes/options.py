@@ -43,9 +43,11 @@ def check_flag(name: str, value: object, words: Mapping[str, bool] | None = None
     raise ConfigurationError(f"{name} must be True or False, got {value!r}{hint}")
 
 
-def check_positive(name: str, value: object) -> None:
-    """Raise unless value is None or a finite number above 0."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf):
+def check_positive(name: str, value: object, *, optional: bool = True) -> None:
+    """Raise unless value is a finite number above 0, or None where that is allowed."""
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ConfigurationError(f"{name} must be a number above 0, got {value!r}")
 
 
@@ -136,3 +138,19 @@ class Options:
     def values(self) -> dict[str, Any]:
         """Return the options as plain values, to compare ranks and saved states; a callable counts as True."""
         return {key: True if callable(value) else value for key, value in vars(self).items()}
+
+
+def check_of_weights(scheme: str, options: Options) -> None:
+    """Raise ConfigurationError for options that an exchange of weights cannot have."""
+    if options.accumulate != "step":
+        raise ConfigurationError(f'scheme "{scheme}" exchanges weights, not gradients: leave accumulate out')
+    if options.nonfinite != "raise":
+        raise ConfigurationError(
+            f'scheme "{scheme}" cannot skip a step that the optimizer has done: leave nonfinite out, and keep the weights '
+            "finite (clip, or a GradScaler)"
+        )
+    if CODECS[options.codec].blended:
+        raise ConfigurationError(
+            f'scheme "{scheme}" sends differences of weights, which codec {options.codec!r} cannot blend with earlier ones; '
+            "choose it without momentum-"
+        )

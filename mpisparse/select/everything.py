@@ -1,14 +1,16 @@
-"""Select everything: the whole vector in every step."""
+"""Select everything: the whole vector in every step, or a part of it that all ranks know."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mpisparse.arrays import Floats, Ints, State
 from mpisparse.comm.agreement import FINE, Notice
+from mpisparse.comm.regions import Subset
 from mpisparse.select.candidates import NONE
 from mpisparse.select.plans import Agreed, Outcome
 from mpisparse.select.search import share_counts
@@ -21,31 +23,52 @@ if TYPE_CHECKING:
 NO_VALUES: Floats = np.empty(0, dtype=np.float32)
 
 
-def everything(n: int) -> Agreed:
-    """The agreement to send all elements: nobody has selected any."""
-    return Agreed(NONE, 0.0, np.zeros(1, dtype=np.int64), [], union=range(n))
+def everything(n: int, part: Subset | None = None) -> Agreed:
+    """The agreement to send all elements, or all of a part: nobody has selected any."""
+    nobody = np.zeros(1, dtype=np.int64)
+    if part is None:
+        return Agreed(NONE, 0.0, nobody, [], union=range(n))
+    return Agreed(NONE, 0.0, nobody, [], union=part, k=len(part))
+
+
+@dataclass(frozen=True)
+class PartValues:
+    """A part of a vector as a vector of its own, which is read slice by slice."""
+
+    vector: Any
+    part: Subset
+
+    def __getitem__(self, at: Any) -> Floats:
+        start, stop, _ = at.indices(len(self.part))
+        values: Floats = self.vector.at(self.part.index(start, stop))
+        return values
+
+    def copy(self) -> Floats:
+        """All values."""
+        return self[0 : len(self.part)]
 
 
 class EverythingPlan(NamedTuple):
-    """One step in which all is sent; `own` in flight."""
+    """One step in which all is sent, or all of a part; `own` in flight."""
 
     n: int
+    part: Subset | None = None
     own: bool = False
     looks: bool = True
     scope: tuple[int, int] = (0, 0)  # no candidates are collected in the pass
     floor: float = 0.0
 
     def look(self, live: Live, notice: Notice) -> View:
-        """All that the scorer compares by; a copy in flight."""
-        if not self.own:
-            return live._replace(take=lambda _: live.keys.vector)
-        values = live.keys.vector.copy() if notice.status == FINE else NO_VALUES  # which is refused before it is read
+        """All that the scorer compares by, or the part of it; a copy in flight."""
+        values: Any = live.keys.vector if self.part is None else PartValues(live.keys.vector, self.part)
+        if self.own:
+            values = values.copy() if notice.status == FINE else NO_VALUES  # which is refused before it is read
         return live._replace(take=lambda _: values)
 
     def agree(self, exchange: Exchange, backend: Backend, notice: Notice, view: View) -> Agreed:
         """Agree that all values are finite; collective."""
         share_counts(exchange, notice, NONE.index, self.n)
-        return everything(self.n)
+        return everything(self.n, self.part)
 
     def united(self, agreed: Agreed, union: Ints) -> Agreed:
         """There is nothing to unite."""

@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
-from mpisparse.arrays import Floats, Ints, State
-from mpisparse.comm.agreement import FINE, Notice
-from mpisparse.comm.regions import Part, Subset
-from mpisparse.select.candidates import NONE
-from mpisparse.select.everything import NO_VALUES, Everything
+from mpisparse.arrays import State
+from mpisparse.comm.regions import Part
+from mpisparse.select.everything import Everything, EverythingPlan, everything
 from mpisparse.select.plans import Agreed
-from mpisparse.select.search import share_counts
-from mpisparse.select.view import Live, View
-
-if TYPE_CHECKING:
-    from mpisparse.backends.protocol import Backend
-    from mpisparse.comm.exchange import Exchange
 
 
 @dataclass(frozen=True)
@@ -45,49 +34,6 @@ class Pace:
         return every, step - start
 
 
-@dataclass(frozen=True)
-class PartValues:
-    """A part of a vector as a vector of its own, which is read slice by slice."""
-
-    vector: Any
-    part: Subset
-
-    def __getitem__(self, at: Any) -> Floats:
-        start, stop, _ = at.indices(len(self.part))
-        values: Floats = self.vector.at(self.part.index(start, stop))
-        return values
-
-    def copy(self) -> Floats:
-        """All values."""
-        return self[0 : len(self.part)]
-
-
-class RotatingPlan(NamedTuple):
-    """One step in which a part is sent; `own` in flight."""
-
-    part: Part
-    own: bool = False
-    looks: bool = True
-    scope: tuple[int, int] = (0, 0)  # no candidates are collected in the pass
-    floor: float = 0.0
-
-    def look(self, live: Live, notice: Notice) -> View:
-        """The part's values; a copy in flight."""
-        values: Any = PartValues(live.keys.vector, self.part)
-        if self.own:
-            values = values.copy() if notice.status == FINE else NO_VALUES  # which is refused before it is read
-        return live._replace(take=lambda _: values)
-
-    def agree(self, exchange: Exchange, backend: Backend, notice: Notice, view: View) -> Agreed:
-        """Agree that all values are finite; collective."""
-        share_counts(exchange, notice, NONE.index, self.part.n)
-        return _agreement(self.part)
-
-    def united(self, agreed: Agreed, union: Ints) -> Agreed:
-        """There is nothing to unite."""
-        return agreed
-
-
 class Rotating(Everything):
     """Every so-many-th block, from step to step. late: deliver gets a copy of their values."""
 
@@ -95,10 +41,10 @@ class Rotating(Everything):
         super().__init__(n, late=late)
         self.pace = pace
 
-    def plan(self, k: int) -> RotatingPlan:  # type: ignore[override]  # another kind of plan
+    def plan(self, k: int) -> EverythingPlan:
         """The coming step."""
         every, done = self.pace.at(self.step)
-        return RotatingPlan(Part(self.n, every, done % every), own=self.late)
+        return EverythingPlan(self.n, Part(self.n, every, done % every), own=self.late)
 
     def packed(self, agreed: Agreed) -> State:
         """An agreement in flight as plain values."""
@@ -109,8 +55,4 @@ class Rotating(Everything):
         every, phase = int(state["every"]), int(state["phase"])
         if not 0 <= phase < every:
             raise ValueError(f"there is no part {phase} of {every}")
-        return _agreement(Part(self.n, every, phase))
-
-
-def _agreement(part: Part) -> Agreed:
-    return Agreed(NONE, 0.0, np.zeros(1, dtype=np.int64), [], union=part, k=len(part))
+        return everything(self.n, Part(self.n, every, phase))

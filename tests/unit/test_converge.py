@@ -252,9 +252,10 @@ def test_results_of_a_case_that_has_changed_are_refused(tmp_path: Path) -> None:
     assert not Store(plan(tmp_path, cases=todo.cases[:2])).read(), "cases that are not asked for stay out"
 
 
-def test_what_is_no_result_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ['{"case"', "[]", '{"case": "alone"}'])
+def test_what_is_no_result_is_told(tmp_path: Path, text: str) -> None:
     store = Store(plan(tmp_path))
-    (store.runs / "x.json").write_text('{"case"')
+    (store.runs / "x.json").write_text(text)
     with pytest.raises(ConfigurationError, match=r"expected what bench converge wrote in .*x\.json"):
         store.read()
 

@@ -43,3 +43,9 @@ def test_the_pace_may_change() -> None:
 def test_bad_paces(every: object) -> None:
     with pytest.raises(ConfigurationError, match='every must be a whole number >= 1, or a text such as "5, 200:40"'):
         configure("drift", every=every)
+
+
+@pytest.mark.parametrize(("scheme", "name"), [("drift", "rate"), ("diloco", "outer_rate"), ("sparseloco", "outer_rate")])
+def test_a_rate_is_a_number(scheme: str, name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name} must be a number above 0, got None"):
+        configure(scheme, **{name: None})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from mpisparse.bench.converge.plan import ConvergePlan, Record, Run
 from mpisparse.errors import ConfigurationError
 
 SETTINGS, RUNS = "settings.json", "runs"
+NEEDED = ("case", "definition", "lr", "seed", "diverged")  # of the record of a run
 
 
 class Store:
@@ -44,7 +46,7 @@ class Store:
         cases = {case.name: json.loads(json.dumps(case.definition())) for case in self.plan.cases}
         done = {}
         for file in sorted(self.runs.glob("*.json")):
-            record = _read(file)
+            record = _read(file, NEEDED)
             name = record["case"]
             if name not in cases:
                 continue
@@ -63,12 +65,12 @@ class Store:
         write_whole(self.runs / f"{label}-lr-{lr:g}-seed-{seed}.json", json.dumps(record) + "\n")
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path, needed: Sequence[str] = ()) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(found, dict):
+        if isinstance(found, dict) and not set(needed) - found.keys():
             return found
-        why = "no JSON object"
+        why = f"it has no {min(set(needed) - found.keys())!r}" if isinstance(found, dict) else "no JSON object"
     except (OSError, ValueError) as error:
         why = str(error)
     raise ConfigurationError(f"expected what bench converge wrote in {file}: {why}; remove it, or choose another --out")

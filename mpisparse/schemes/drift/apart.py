@@ -18,8 +18,8 @@ from mpisparse.backends.protocol import GROUP_OF_WEIGHTS, Backend
 from mpisparse.comm.regions import Groups, Part
 from mpisparse.core.stages import Sent, Stage
 from mpisparse.select.candidates import NONE, Candidates
+from mpisparse.select.everything import PartValues
 from mpisparse.select.grouped import count_of
-from mpisparse.select.rotating import PartValues
 from mpisparse.select.scorers import Scorer
 from mpisparse.select.view import VectorKeys, read_only
 from mpisparse.wire.encoded import Encoded

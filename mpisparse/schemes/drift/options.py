@@ -20,7 +20,7 @@ from mpisparse.schemes.drift.apart import Distance, Following, GroupDistance
 from mpisparse.schemes.drift.companion import Drifting
 from mpisparse.schemes.drift.start import DenseStart
 from mpisparse.schemes.drift.weights import OwnWeights
-from mpisparse.schemes.options import Options, check_flag, check_positive, check_whole
+from mpisparse.schemes.options import Options, check_flag, check_of_weights, check_positive, check_whole
 from mpisparse.select.everything import Everything
 from mpisparse.select.exclusive import ExclusiveSelection, Rules
 from mpisparse.select.grouped import GroupSelection, count_of
@@ -94,7 +94,7 @@ class Drift(Options):
         if isinstance(self.rate, str):
             check_choice("rate", self.rate, ("auto",))
         else:
-            check_positive("rate", self.rate)
+            check_positive("rate", self.rate, optional=False)
         check_whole("staleness", self.staleness, 0)
         if self.staleness > 1:
             raise ConfigurationError(
@@ -106,18 +106,7 @@ class Drift(Options):
         check_choice("partitioner", self.partitioner, PARTITIONERS)
         if self.blocks is not None:
             check_whole("blocks", self.blocks, 1)
-        if self.accumulate != "step":
-            raise ConfigurationError('scheme "drift" exchanges weights, not gradients: leave accumulate out')
-        if self.nonfinite != "raise":
-            raise ConfigurationError(
-                'scheme "drift" cannot skip a step that the optimizer has done: leave nonfinite out, and keep the weights '
-                "finite (clip, or a GradScaler)"
-            )
-        if CODECS[self.codec].blended:
-            raise ConfigurationError(
-                f'scheme "drift" sends differences of weights, which codec {self.codec!r} cannot blend with earlier ones; '
-                "choose it without momentum-"
-            )
+        check_of_weights("drift", self)
 
     def codecs(self) -> Sequence[str]:
         return codec_names(blended=False)

@@ -20,7 +20,7 @@ from mpisparse.schemes.drift.options import BUFFERS
 from mpisparse.schemes.drift.weights import OwnWeights
 from mpisparse.schemes.local.companion import LocalSteps
 from mpisparse.schemes.local.outer import Deferred, Nesterov, Plain
-from mpisparse.schemes.options import Options, check_positive, check_whole
+from mpisparse.schemes.options import Options, check_of_weights, check_positive, check_whole
 from mpisparse.select.chunks import ChunkSelection, cut
 from mpisparse.select.everything import Everything
 from mpisparse.wire.codecs import CODECS, codec_names
@@ -44,18 +44,7 @@ class Local(Options):
         super().__post_init__()
         check_whole("every", self.every, 1)
         check_choice("buffers", self.buffers, BUFFERS)
-        if self.accumulate != "step":
-            raise ConfigurationError(f'scheme "{self.name}" exchanges weights, not gradients: leave accumulate out')
-        if self.nonfinite != "raise":
-            raise ConfigurationError(
-                f'scheme "{self.name}" cannot skip a step that the optimizer has done: leave nonfinite out, and keep the '
-                "weights finite (clip, or a GradScaler)"
-            )
-        if CODECS[self.codec].blended:
-            raise ConfigurationError(
-                f'scheme "{self.name}" sends differences of weights, which codec {self.codec!r} cannot blend with earlier '
-                "ones; choose it without momentum-"
-            )
+        check_of_weights(self.name, self)
 
     def codecs(self) -> Sequence[str]:
         return codec_names(blended=False)
@@ -83,7 +72,7 @@ class Diloco(Local):
         super().__post_init__()
         if self.density != 1.0:
             raise ConfigurationError(f'scheme "diloco" sends everything: density must be 1, got {self.density!r}')
-        check_positive("outer_rate", self.outer_rate)
+        check_positive("outer_rate", self.outer_rate, optional=False)
         check_decay("outer_momentum", self.outer_momentum)
 
     def build(self, parts: Parts, site: Site | None = None) -> Scheme:
@@ -120,7 +109,7 @@ class Sparseloco(Local):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole("chunk", self.chunk, 1)
-        check_positive("outer_rate", self.outer_rate)
+        check_positive("outer_rate", self.outer_rate, optional=False)
         if self.feedback != 1.0:
             check_decay("feedback", self.feedback)
 
