@@ -32,8 +32,8 @@ def combined(cases: list[dict[str, int]], together: int) -> set[tuple[tuple[str,
     ],
 )
 def test_all_is_shown_by_few_cases(cases: list[dict[str, int]], singles: int, pairs: int) -> None:
-    for turn, (together, most) in itertools.product(range(5), ((1, singles), (2, pairs))):
-        taken = covering(cases, together, turn)
+    for size, (together, most) in itertools.product((*range(1, 5), 9), ((1, singles), (2, pairs))):
+        taken = covering(cases, together, size)
         assert combined([cases[i] for i in taken], together) == combined(cases, together)
         assert combined([cases[i] for i in taken], 1) == combined(cases, 1)
         assert 0 < len(taken) <= most
@@ -41,10 +41,9 @@ def test_all_is_shown_by_few_cases(cases: list[dict[str, int]], singles: int, pa
 
 def test_other_numbers_of_ranks_take_other_cases() -> None:
     cases = product(2, 3, 4, 2, 2)
-    assert len(set.union(*(covering(cases, 2, turn) for turn in range(1, 5)))) > 2 * len(covering(cases, 2))
-    for second in (2, 3):
-        cases = product(8, second)
-        assert len(set.union(*(covering(cases, 1, turn) for turn in range(1, 5)))) > 1.4 * len(covering(cases, 1))
+    assert len(set.union(*(covering(cases, 2, size) for size in range(1, 5)))) > 3 * len(covering(cases, 2))
+    assert covering(product(20, 2), 1, 1) | covering(product(20, 2), 1, 3) == set(range(40))
+    assert set.union(*(covering(product(7, 4), 1, size) for size in range(1, 5))) == set(range(28))
 
 
 class Item:
