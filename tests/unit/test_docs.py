@@ -64,6 +64,8 @@ NOT_RUN = {
     "mpisparse bench converge": HOURS,
     "mpisparse bench converge --model gpt-nano --data corpus.txt --case 'few: scheme=exdyna density=0.01' --jobs 2 "
     "--out runs/converge": HOURS,
+    "mpisparse bench converge --model gpt-nano --data tinyshakespeare.txt:alphabet --cases docs/results/gpt-nano.toml "
+    "--lr 0.010125 --give-up 0.03": HOURS,
     "mpirun -n 2 mpisparse bench sparse-models": LONG,
     "mpirun -n 8 mpisparse bench scaling": LONG,
     "bin/netlab with 2 1gbit -- mpisparse bench sync": LAB,

@@ -1,0 +1,64 @@
+"""docs/choosing.md says what the records in docs/results say, and what it recommends is the best at its bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpisparse.bench.converge.cases import ALONE, DENSE, read_cases
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "choosing.md").read_text()
+BASELINES = ("diloco", "sparseloco", "demo")
+RESULTS = sorted(path.stem for path in (DOCS / "results").glob("*.jsonl"))
+
+
+def records(name: str) -> dict[str, dict[str, Any]]:
+    lines = (DOCS / "results" / f"{name}.jsonl").read_text().splitlines()
+    return {record["case"]: record for record in map(json.loads, lines)}
+
+
+def rows(name: str) -> dict[str, list[str]]:
+    """Return the cells of a table, by case, from the one that follows the name of its records."""
+    text = PAGE[PAGE.index(f"results/{name}.jsonl") :]
+    table = re.search(r"(^\|.*\n)+", text, re.MULTILINE)
+    assert table is not None
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.group(0).splitlines()[2:]]
+    return {case.strip("`"): rest for _, case, *rest in cells}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_every_figure_is_that_of_the_record(name: str) -> None:
+    found, table = records(name), rows(name)
+    assert set(table) == set(found)
+    for case, (size, loss, *share) in table.items():
+        assert float(size) == pytest.approx(found[case]["bytes"], rel=0.02), case
+        assert float(loss) == pytest.approx(found[case]["test"], abs=6e-4), case
+        if case not in (ALONE, DENSE):
+            assert float(share[0].split()[0]) == pytest.approx(found[case]["captured"], abs=6e-3), case
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_the_cases_are_those_of_the_file_that_the_command_reads(name: str) -> None:
+    cases = {case.name: json.loads(json.dumps(case.definition())) for case in read_cases(DOCS / "results" / f"{name}.toml")}
+    found = records(name)
+    assert set(cases) | {ALONE, DENSE} == set(found)
+    for case, definition in cases.items():
+        assert definition == {key: found[case][key] for key in definition}
+    assert f"results/{name}.toml" in PAGE
+
+
+def test_what_is_recommended_beats_one_worker_alone_in_every_run_and_the_baselines_at_no_more_bytes() -> None:
+    found = records("gpt-nano")
+    ours = [r for case, r in found.items() if not case.startswith((*BASELINES, ALONE, DENSE))]
+    theirs = [r for case, r in found.items() if case.startswith(BASELINES)]
+    assert len(ours) >= 4
+    assert len(theirs) >= 4
+    for record in ours:
+        assert record["beats_alone"] == record["seeds"], record["case"]
+        near = [r for r in theirs if r["bytes"] <= 1.1 * record["bytes"]]
+        assert all(record["test"] < r["test"] for r in near), record["case"]
