@@ -33,7 +33,9 @@ from mpisparse.runtime.flags import resolve
 from mpisparse.schemes import configure
 
 ROOT = Path(__file__).parents[2]
-PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TIMEOUT = 900.0  # seconds, for a job that takes a few
 
@@ -170,6 +172,8 @@ DOCS = [(page, number) for page in PAGES if page != "README.md" for number in ra
 @pytest.mark.parametrize(("page", "number"), DOCS)
 def test_python_of_docs_runs(here: Path, page: str, number: int) -> None:
     text, names = snippets(page, "python")[number], given()
+    if '"RUN' in text:
+        mpisparse.checkpoint.save("RUN/checkpoints", step=20, model=names["model"])
     ends = contextlib.nullcontext()
     if "local_device(" in text and not torch.cuda.is_available():
         ends = pytest.raises(ConfigurationError, match="finds no CUDA device")  # type: ignore[assignment]
