@@ -186,12 +186,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_python_of_the_readme_runs_from_top_to_bottom(here: Path) -> None:
     names: dict[str, Any] = {"__name__": "snippet"}
-    texts = [block.text for block in python_of("README.md")]
-    assert len(texts) >= 2
-    for text in texts:
-        execute(text, names, "README.md")
+    for block in python_of("README.md"):
+        execute(block.text, names, "README.md")
     assert names["sync"].stats.step == names["step"] == 99
-    assert (here / "checkpoints" / "step-00000099").is_dir()
     names["sync"].close()
 
 
