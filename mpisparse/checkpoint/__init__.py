@@ -8,7 +8,7 @@ For inference, without MPI:
     mpisparse.checkpoint.load_model(directory, model)
     mpisparse.checkpoint.export(directory, "model.safetensors")
 
-The directory must be on a file system that all ranks see. docs/howto/checkpoint.md describes its contents.
+The directory must be on a file system that all ranks see. docs/reference/files.md describes its contents.
 """
 
 from __future__ import annotations
