@@ -319,6 +319,15 @@ def test_the_bench_runs_and_goes_on(home: Path, capsys: pytest.CaptureFixture[st
         assert before == now, "the same bits"
 
 
+def test_the_last_delivery_in_flight_counts(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A late exchange of all elements receives what one at once does, and its last result is applied in no step."""
+    cases = [f"{name}: scheme=drift density=1 codec=fp32 staleness={late}" for name, late in (("now", 0), ("late", 1))]
+    more = ["--case", cases[0], "--case", cases[1], "--seeds", "1", "--most-rates", "3"]
+    assert main([*SMALL, *more, "--out", "out", "--json"]) == 0
+    records = {r["case"]: r for r in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert records["late"]["bytes"] == records["now"]["bytes"] > 0
+
+
 def test_jobs_side_by_side_find_the_same(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tables = []
     for jobs in ("1", "2"):

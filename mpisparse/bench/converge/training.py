@@ -156,7 +156,7 @@ class Training:
         """Return what is known of every run, diverged or not; collective."""
         done = max(1, len(self.train_losses))
         parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        received = self.sync.average(self.received)
+        received = self.sync.average(self.received + self.sync.nbytes_in_flight)  # the last delivery, if it is late
         return {
             "case": self.case.name, "lr": self.settings.lr, "seed": self.settings.seed, "workers": self.sync.size,
             "definition": self.case.definition(), "steps": len(self.train_losses), "parameters": parameters,
