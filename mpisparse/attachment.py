@@ -206,10 +206,9 @@ class ScalerAlarm:
         if not self._armed or unscales or not hasattr(self._optimizer, "found_inf"):
             return
         del self._optimizer.grad_scale, self._optimizer.found_inf  # the scaler would do that after step()
-        other = "another GradScaler is used than attach() was given" if self._known is not None else "a GradScaler is used"
         raise ConfigurationError(
-            f"r{self._sync.rank} | {other}: a rank that skips a step alone would leave the others waiting; pass the one that "
-            "steps, as in attach(optimizer, sync, scaler)"
+            f"r{self._sync.rank} | a GradScaler is used that attach() does not know: a rank that skips a step alone would "
+            "leave the others waiting; pass it, as in attach(optimizer, sync, scaler)"
         )
 
 

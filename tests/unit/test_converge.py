@@ -422,7 +422,7 @@ def test_training_that_diverges_is_no_error(home: Path, capsys: pytest.CaptureFi
     assert all(r["lr"] <= 1.0 for r in records)
 
 
-def test_a_validation_loss_that_rises_for_a_while_does_not_end_the_training(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_validation_loss_that_rises_for_a_while_ends_no_training(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with batch normalization at a high rate. The training loss tells; in the end the validation loss does."""
     losses = iter([1.0, *[50.0] * (training.LOOKS - 1), 0.5, 0.5])
     monkeypatch.setattr(training, "evaluate", lambda *_: (next(losses), 0.0))
