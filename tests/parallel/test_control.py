@@ -72,7 +72,7 @@ def test_control_is_a_quarter_of_the_rest_and_a_kilobyte_for_each_other_rank(
 
 @pytest.mark.mpi(min_size=2)
 def test_a_step_whose_threshold_is_hard_to_find_costs_at_most_three_times_that(comm: MPI.Intracomm) -> None:
-    """Gradients that repeat, of which each rank's nets learn keys of another scale: docs/design.md says why."""
+    """Gradients that repeat, of which each rank's nets learn keys of another scale: docs/explanation/design.md says why."""
     control, payload = bytes_of_steps(comm, Synthetic(60_000, comm.size), scheme="predictive", density=0.01)
     bound = payload / 4 + OTHER * (comm.size - 1)
     assert control.mean() <= 1.25 * bound.mean()
