@@ -107,7 +107,7 @@ def importers(package: str) -> set[str]:
     ("page", "package", "claim"),
     [
         ("docs/explanation/design.md", "mpi4py", r"only (`[^\n]*?) imports mpi4py; ([^,]*), (`[^`]*`)"),
-        ("docs/howto/gpu.md", "cupy", r"(`backends/cuda/binding\.py`), (the only module) that\s+imports cupy"),
+        ("docs/explanation/gpu.md", "cupy", r"(`backends/cuda/binding\.py`), (the only module) that\s+imports cupy"),
     ],
 )
 def test_a_package_is_imported_where_docs_say(page: str, package: str, claim: str) -> None:
