@@ -39,6 +39,7 @@ class Exchange:
         self.nbytes_control = 0  # of what is received, that which is neither indices nor values
         self.cuda_aware = self.comm.cuda_aware
         self.virtual = self.comm.virtual
+        self._ops = self.comm.ops
         self.place = Place()
         self.spot = self.place.spot()
 
@@ -73,7 +74,7 @@ class Exchange:
         buffer = values if isinstance(values, np.ndarray) else self._outgoing(values)
         step = max(1, self.segment_nbytes // values.itemsize)
         for start in range(0, len(values), step):
-            self._call("Allreduce", IN_PLACE, _view(buffer[start : start + step]), op=op)
+            self._call("Allreduce", IN_PLACE, _view(buffer[start : start + step]), op=self._ops[op])
         self._count_reduction(values.nbytes)
         if buffer is not values:
             values[:] = _incoming(buffer, values)
@@ -86,7 +87,7 @@ class Exchange:
             part = self._outgoing(source[start : start + step])
             staged = isinstance(part, np.ndarray) and not isinstance(result, np.ndarray)
             total = _empty(len(part), part) if staged else result[start : start + step]
-            self._call("Allreduce", _view(part), _view(total), op="sum")
+            self._call("Allreduce", _view(part), _view(total), op=self._ops["sum"])
             if staged:
                 result[start : start + step] = _incoming(total, result)
         self._count_reduction(source.nbytes)

@@ -30,7 +30,7 @@ from mpisparse.errors import ConfigurationError
 CONNECTING = timedelta(minutes=30)
 WAITING = timedelta(days=365)  # the watchdog ends what hangs; a long phase of another rank is no error
 SUMMED = (np.float32, np.float64, np.int64, np.int32, np.uint8, np.int8)  # types that gloo reduces
-OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "or": dist.ReduceOp.BOR}
+OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "or": dist.ReduceOp.BOR}
 _MADE: Counter[tuple[int, ...]] = Counter()  # groups made so far of the same ranks: the same number on all of them
 
 
@@ -90,6 +90,7 @@ def _waited(start: Callable[..., Pending]) -> Callable[..., None]:
 class GroupComm:
     """The methods of mpi4py's communicators that Exchange uses, on NumPy arrays, over gloo."""
 
+    ops = OPS
     virtual = False
     threaded = True
     cuda_aware = False
@@ -146,12 +147,12 @@ class GroupComm:
             payload = np.concatenate([payload[start : start + count] for count, start in zip(counts, starts, strict=True)])
         return self._all_to_all(payload[: sum(counts)], counts, _bytes_of(received), *received[1])
 
-    def Iallreduce(self, sent: Any, received: Any, op: str = "sum") -> Pending:  # noqa: N802
+    def Iallreduce(self, sent: Any, received: Any, op: Any = OPS["sum"]) -> Pending:  # noqa: N802
         if sent is not None:
             received[:] = sent
         wide = received if received.dtype in SUMMED else received.astype(np.int64)  # counts of fewer bytes
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(OPS[op])
+        options.reduceOp = op
         work = self._group.allreduce([torch.from_numpy(wide)], options)
         return Pending(self.rank, work, None if wide is received else lambda: np.copyto(received, wide, casting="unsafe"))
 

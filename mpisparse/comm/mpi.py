@@ -15,13 +15,14 @@ from mpi4py import MPI
 from mpisparse.comm.world import check_world
 from mpisparse.errors import check_choice
 
-OPS = {"sum": MPI.SUM, "max": MPI.MAX, "or": MPI.BOR}
+OPS: dict[str, Any] = {"sum": MPI.SUM, "max": MPI.MAX, "or": MPI.BOR}
 
 
 class Communicator(MPI.Intracomm):
-    """mpi4py's communicator with reductions by name, and what an Exchange asks of its transport."""
+    """mpi4py's communicator, and what else an Exchange asks of its transport."""
 
     virtual = False
+    ops = OPS
 
     @property
     def threaded(self) -> bool:
@@ -32,12 +33,6 @@ class Communicator(MPI.Intracomm):
     def cuda_aware(self) -> bool:
         """Tell whether device buffers may be passed."""
         return cuda_awareness().usable
-
-    def Allreduce(self, sent: Any, received: Any, op: str = "sum") -> None:  # type: ignore[override]  # noqa: N802
-        super().Allreduce(sent, received, OPS[op])
-
-    def Iallreduce(self, sent: Any, received: Any, op: str = "sum") -> MPI.Request:  # type: ignore[override]  # noqa: N802
-        return super().Iallreduce(sent, received, OPS[op])
 
     def Free(self) -> None:  # noqa: N802
         """Free the communicator, once."""

@@ -5,6 +5,7 @@ A transport has the methods of mpi4py's communicators that take buffers. Importi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NoReturn, Protocol
 
 import torch.distributed as dist
@@ -16,13 +17,16 @@ IN_PLACE = None
 
 
 class Transport(Protocol):
-    """A communicator. It also has Allgather, Allgatherv, Alltoallv, Allreduce and Bcast, and their nonblocking forms
-    Iallgather and so on, which return a request with Test().
+    """A communicator.
 
-    virtual: the ranks are threads of one process. threaded: several threads may exchange at the same time, on communicators
-    of their own. cuda_aware: buffers may be in device memory.
+    It also has Allgather, Allgatherv, Alltoallv, Allreduce and Bcast, and their nonblocking forms Iallgather and so on,
+    which return a request with Test(). ops: what Allreduce takes as op, for "sum", "max" and "or" (bitwise). virtual: the
+    ranks are threads of one process. threaded: several threads may exchange at the same time, on communicators of their
+    own. cuda_aware: buffers may be in device memory.
     """
 
+    @property
+    def ops(self) -> Mapping[str, Any]: ...
     @property
     def virtual(self) -> bool: ...
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
@@ -93,6 +93,7 @@ def _at_once(call: Callable[..., None]) -> Callable[..., Request]:
 class VirtualComm:
     """What a worker sees of a communicator: the methods of mpi4py's that Exchange uses, on NumPy arrays."""
 
+    ops: Mapping[str, str] = {name: name for name in REDUCTIONS}
     virtual = True
     threaded = False  # only one worker runs at a time
     cuda_aware = False
