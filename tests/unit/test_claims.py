@@ -132,11 +132,6 @@ def test_defaults_of_schemes_are_those_of_the_table() -> None:
         assert (cells[2].split(",")[0], float(cells[3])) == (options.codec, options.density), name
 
 
-def test_names_of_codecs_are_those_of_the_readme() -> None:
-    row = rows("README.md", "| option | values | |")["`codec`"]
-    assert re.findall(r"`([^`]+)`", row[0]) == list(CODECS)
-
-
 def going_together() -> set[tuple[str, str]]:
     """Return the documented combinations of scheme and codec."""
     pairs = set()

@@ -186,12 +186,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_python_of_the_readme_runs_from_top_to_bottom(here: Path) -> None:
     names: dict[str, Any] = {"__name__": "snippet"}
-    texts = [block.text for block in python_of("README.md")]
-    assert len(texts) >= 2
-    for text in texts:
-        execute(text, names, "README.md")
+    for block in python_of("README.md"):
+        execute(block.text, names, "README.md")
     assert names["sync"].stats.step == names["step"] == 99
-    assert (here / "checkpoints" / "step-00000099").is_dir()
     names["sync"].close()
 
 
@@ -209,6 +206,8 @@ def test_python_of_docs_runs(here: Path, page: str, number: int) -> None:
     all_blocks, names = python_of(page), given()
     first = max(at for at in range(number + 1) if all_blocks[at].mark != "goes on")
     text = "\n".join(block.text for block in all_blocks[first : number + 1])
+    if '"RUN' in text:
+        mpisparse.checkpoint.save("RUN/checkpoints", step=20, model=names["model"])
     ends = contextlib.nullcontext()
     if "local_device(" in text and not torch.cuda.is_available():
         ends = pytest.raises(ConfigurationError, match="finds no CUDA device")  # type: ignore[assignment]
