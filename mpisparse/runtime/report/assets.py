@@ -21,8 +21,8 @@ def style() -> str:
 
 
 def script() -> str:
-    """Return the script of a page of runs: uPlot, then ours, one file after the other."""
-    return "\n".join(map(asset, SCRIPTS))
+    """Return the script of a page of runs: uPlot with its licence, then ours, one file after the other."""
+    return "\n".join([f"/* uPlot:\n{asset('vendor/uplot/LICENSE')}*/", *map(asset, SCRIPTS)])
 
 
 def policy(script: str) -> str:

@@ -7,7 +7,7 @@ function linesOf(data, chart, view) {
   const own = chart.lines.filter((line) => !view.hidden.has(line.run)).map((line) => readLine(data, chart, line));
   if (chart.shape !== "lines" || own.some((line) => line.fixed)) return own;
   const lines = view.grouped ? overSeeds(data, own) : own;
-  return lines.map((line) => (line.style === "run" ? smoothed(line, view.smoothing) : line));
+  return lines.map((line) => (line.style === "run" && line.everyStep ? smoothed(line, view.smoothing) : line));
 }
 
 function readLine(data, chart, line) {
@@ -20,7 +20,7 @@ function readLine(data, chart, line) {
   const banded = line.style === "run";
   return {
     name: line.style === "run" ? line.name : `${line.name}, ${line.style}`,
-    style: line.style, run: line.run, group: data.runs[line.run].group, key: `${line.table}\n${line.y}`,
+    style: line.style, run: line.run, group: data.runs[line.run].group, everyStep: line.table === "steps", key: `${line.table}\n${line.y}`,
     fixed: line.colour, x: column(place), steps: column(table["x.steps"]), y: column(table[line.y]),
     low: banded ? column(pick("low")) : undefined, high: banded ? column(pick("high")) : undefined,
     bad: (pick("bad") || []).map((i) => place[i]).filter((x) => x !== null),

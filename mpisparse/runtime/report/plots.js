@@ -265,12 +265,14 @@ class Plot {
     this.tip.hidden = !rows.length || (!here && rows.length > BRIEF_ROWS);
     if (this.tip.hidden) return;
     const { kind, label } = this.page.data.axes[this.chart.along];
-    const head = `${label}: ${say(this.u.posToVal(left, "x"), kind === "count" ? "number" : kind)}`;
+    const x = this.u.posToVal(left, "x");
+    const head = `${label}: ${kind === "count" ? number(Math.round(x)) : say(x, kind)}`;
     const more = rows.length > TIP_ROWS ? [`… ${rows.length - TIP_ROWS} more`] : [];
     this.tip.className = here ? "tip" : "tip brief";
     this.tip.replaceChildren(...(here ? [head] : []), ...rows.slice(0, TIP_ROWS).map(tipRow), ...more);
     const beyond = left + this.tip.offsetWidth + 16 > this.u.over.clientWidth && left > this.u.over.clientWidth / 2;
-    this.tip.style.left = `${beyond ? left - this.tip.offsetWidth - 8 : left + 8}px`;
+    const edge = 4 - this.u.over.getBoundingClientRect().left; // of the window
+    this.tip.style.left = `${Math.max(edge, beyond ? left - this.tip.offsetWidth - 8 : left + 8)}px`;
     this.tip.style.top = here ? `${Math.max(0, Math.min(top + 10, this.u.over.clientHeight - this.tip.offsetHeight))}px` : "0px";
   }
 
