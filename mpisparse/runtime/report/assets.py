@@ -7,7 +7,10 @@ import hashlib
 from importlib.resources import files
 
 STYLES = ("vendor/uplot/uPlot.min.css", "colours.css", "page.css")
-SCRIPTS = ("vendor/uplot/uPlot.iife.min.js", "numbers.js", "lines.js", "plots.js", "page.js", "live.js")
+SCRIPTS = (
+    "vendor/uplot/uPlot.iife.min.js",
+    *("numbers.js", "lines.js", "draw.js", "tips.js", "plots.js", "tables.js", "page.js", "live.js"),
+)
 
 
 def asset(name: str) -> str:

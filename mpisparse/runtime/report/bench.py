@@ -216,4 +216,6 @@ def _table(bench: str, records: Sequence[BenchRecord]) -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return ""
+    if isinstance(value, dict):
+        return ", ".join(f"{escape(str(key))}: {_cell(each)}" for key, each in value.items())
     return number(value) if isinstance(value, int | float) and not isinstance(value, bool) else escape(str(value))

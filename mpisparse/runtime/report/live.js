@@ -14,18 +14,30 @@ async function refresh() {
 
 // Replace tables and figures, and give the figures their plots back; what the reader chose and opened stays.
 function takeOver(newer) {
-  const names = JSON.stringify(page.data.runs.map((run) => [run.name, run.group]));
+  const before = page.data;
   page.data = JSON.parse(newer.getElementById("data").textContent);
   const open = [...document.querySelectorAll("details")].map((details) => details.open);
   const large = [...document.querySelectorAll("figure.large")].map((figure) => figure.dataset.chart);
   const old = page.plots;
-  for (const tag of ["title", "header", "main", "footer"]) document.querySelector(tag).replaceWith(document.adoptNode(newer.querySelector(tag)));
+  for (const part of ["title", "header", "main", "footer"]) {
+    document.querySelector(part).replaceWith(document.adoptNode(newer.querySelector(part)));
+  }
   document.querySelectorAll("details").forEach((details, i) => { details.open = open[i] || false; });
-  for (const figure of document.querySelectorAll("main figure")) figure.classList.toggle("large", large.includes(figure.dataset.chart));
-  if (JSON.stringify(page.data.runs.map((run) => [run.name, run.group])) !== names) fillBar();
+  for (const figure of document.querySelectorAll("main figure")) {
+    figure.classList.toggle("large", large.includes(figure.dataset.chart));
+  }
+  followRuns(before);
   showColours();
   fillFigures(old);
   drawBars();
+}
+
+// A run that has had its first step may come before others: keep the right ones hidden, and list it.
+function followRuns(before) {
+  const hidden = [...page.view.hidden].map((i) => before.runs[i].name);
+  page.view.hidden = new Set(page.data.runs.flatMap((run, i) => (hidden.includes(run.name) ? [i] : [])));
+  const listed = ({ runs }) => JSON.stringify(runs.map((run) => [run.name, run.group]));
+  if (listed(before) !== listed(page.data)) fillBar();
 }
 
 async function watch(seconds) {

@@ -84,85 +84,6 @@ function button(label, title, action, pressed) {
   return made;
 }
 
-function download(name, text) {
-  const link = element("a", { href: URL.createObjectURL(new Blob([text], { type: "text/csv" })), download: name });
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
-}
-
-// The rows that a chart shows now.
-function shownRows(mark) {
-  if (mark === "phases") return barRows();
-  const chart = page.data.charts[mark];
-  const range = page.view.zoom[chart.along];
-  return chart.shape === "heat" ? heatRows(chart, range) : rowsOf(page.data, chart, page.view, range);
-}
-
-function heatRows(chart, range) {
-  const { stretches } = chart.heat;
-  const most = Math.max(...stretches.map(({ cells }) => cells[0].length));
-  const head = ["steps", ...Array.from({ length: most }, (_, i) => `workload ${i + 1} of ${most}`)];
-  const rows = stretches.flatMap(({ steps, cells }) => steps.map((step, i) => [step, ...cells[i].map((v) => (v === null ? "" : 1 + v))]));
-  return [head, ...rows.filter(([step]) => !range || (step >= range[0] && step <= range[1]))];
-}
-
-// The rows of all charts in one table, one value per row.
-function allRows() {
-  const rows = [["chart", "run", "axis", "place", "value"]];
-  for (const mark of document.querySelectorAll("main figure")) {
-    const title = mark.querySelector("figcaption b").textContent;
-    const owner = mark.closest(".run")?.querySelector("h3")?.textContent;
-    if (mark.offsetParent === null) continue;
-    const [head, ...body] = shownRows(mark.dataset.chart);
-    head.slice(1).forEach((name, i) => {
-      for (const row of body) if (row[i + 1] !== "" && row[i + 1] !== undefined) rows.push([owner ? `${title}: ${owner}` : title, name, head[0], row[0], row[i + 1]]);
-    });
-  }
-  return rows;
-}
-
-// Who has a bar: runs, or groups of those that differ only by their seed.
-function barOwners() {
-  const shown = page.data.runs.map((run, i) => i).filter((i) => !page.view.hidden.has(i));
-  if (!page.view.grouped) return shown.map((i) => ({ name: page.data.runs[i].name, runs: [i] }));
-  const groups = page.data.groups.map((name, g) => ({ name, runs: shown.filter((i) => page.data.runs[i].group === g) }));
-  return groups.filter(({ runs }) => runs.length);
-}
-
-function meanPhase({ runs }, row) {
-  const values = runs.map((i) => page.data.phases.values[i][row]);
-  return values.some((v) => v !== null) ? values.reduce((sum, v) => sum + (v ?? 0), 0) / runs.length : null;
-}
-
-function barRows() {
-  const owners = barOwners();
-  const rows = page.data.phases.names.map((name, row) => [name, ...owners.map((owner) => meanPhase(owner, row) ?? "")]);
-  return [["phase, seconds", ...owners.map((owner) => owner.name)], ...rows];
-}
-
-// The mean time of each phase, a bar for each run or group.
-function drawBars() {
-  const place = document.querySelector("figure[data-chart=phases] .plot");
-  if (!place) return;
-  const owners = barOwners();
-  const rows = barRows().slice(1).filter((row) => row.slice(1).some((value) => value !== ""));
-  const longest = Math.max(...rows.flatMap((row) => row.slice(1)).map(Number));
-  const table = element("table", { className: owners.length > 4 ? "bars thin" : "bars" });
-  for (const [name, ...values] of rows) {
-    const cell = element("td");
-    values.forEach((value, i) => {
-      if (value === "") return;
-      const bar = element("i", { title: `${owners[i].name}: ${say(value, "seconds")}` });
-      bar.style.setProperty("--c", `var(--c${page.place({ run: owners[i].runs[0] }) % COLOURS})`);
-      bar.style.width = `${(78 * value) / longest}%`;
-      cell.append(element("div", {}, bar, ...(owners.length > 4 ? [] : [say(value, "seconds")])));
-    });
-    const meaning = page.data.phases.meanings[page.data.phases.names.indexOf(name)];
-    table.append(element("tr", {}, element("th", { scope: "row", textContent: name, title: meaning }), cell));
-  }
-  place.replaceChildren(table);
-}
-
 // Buttons of a figure: log scale, CSV, larger.
 function addButtons(figure, plot) {
   const mark = figure.dataset.chart;
@@ -201,9 +122,10 @@ function fillFigures(old = new Map()) {
 // What can be shown and hidden: runs, or groups of those that differ only by their seed.
 function legend() {
   const list = element("nav", { id: "legend", ariaLabel: "Runs" });
-  const groups = page.view.grouped ? page.data.groups.map((name, g) => [name, page.data.runs.flatMap((run, i) => (run.group === g ? [i] : []))])
-    : page.data.runs.map((run, i) => [run.name, [i]]);
-  for (const [name, runs] of groups) {
+  const { runs: all, groups } = page.data;
+  const members = (group) => all.flatMap((run, i) => (run.group === group ? [i] : []));
+  const entries = page.view.grouped ? groups.map((name, g) => [name, members(g)]) : all.map((run, i) => [run.name, [i]]);
+  for (const [name, runs] of entries) {
     const box = element("input", { type: "checkbox", checked: runs.some((i) => !page.view.hidden.has(i)) });
     box.addEventListener("change", () => {
       for (const i of runs) page.view.hidden[box.checked ? "delete" : "add"](i);
@@ -237,7 +159,8 @@ function grouping() {
     document.getElementById("legend")?.replaceWith(legend());
     page.redraw();
   });
-  return element("label", { title: "runs that differ only by their seed as their mean, with a band from least to greatest" }, box, "Group seeds");
+  const title = "runs that differ only by their seed as their mean, with a band from least to greatest";
+  return element("label", { title }, box, "Group seeds");
 }
 
 function fillBar() {
@@ -248,7 +171,9 @@ function fillBar() {
   whole.id = "whole";
   whole.disabled = !Object.values(page.view.zoom).some(Boolean);
   const all = button("CSV of all", "download what all charts show", () => download("report.csv", csv(allRows())));
-  const controls = element("div", { id: "controls" }, smoothing(), ...(groups.length < runs.length ? [grouping()] : []), whole, all);
+  const controls = element("div", { id: "controls" }, smoothing());
+  if (groups.length < runs.length) controls.append(grouping());
+  controls.append(whole, all);
   if (live) controls.append(element("span", { id: "live", role: "status" }));
   document.getElementById("bar").replaceChildren(...(runs.length > 1 ? [legend()] : []), controls);
 }

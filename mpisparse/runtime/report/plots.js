@@ -1,29 +1,10 @@
 // One chart of the page: its uPlot, what is drawn around the lines, and the values under the cursor.
 "use strict";
 
-const FONT = '11.5px system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif';
 const DASHES = { evaluation: [5, 4], dense: [5, 4], set: [2, 3] };
 const MORE_DASHES = [undefined, [9, 3], [3, 3], [9, 3, 3, 3]]; // of runs beyond the number of colours
 const COLOURS = 8;
 const DOTTED = 40; // up to this many points are also drawn as dots
-const TIP_ROWS = 12;
-const BRIEF_ROWS = 4; // lines of a chart whose values are shown while the pointer is on another chart
-
-// A colour as the style sheet has it now, light or dark.
-function css(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-}
-
-function resolved(colour) {
-  return colour.startsWith("var(") ? css(colour.slice(4, -1)) : colour;
-}
-
-// The same colour, but translucent. A canvas turns every CSS colour into #rrggbb.
-const brush = document.createElement("canvas").getContext("2d");
-function faint(colour, alpha) {
-  brush.fillStyle = colour;
-  return brush.fillStyle + Math.round(alpha * 255).toString(16).padStart(2, "0");
-}
 
 class Plot {
   // `page` has data, view and what the plots tell it: hovered(plot), zoomed(axis, range).
@@ -121,7 +102,8 @@ class Plot {
     this.lines.forEach((line, i) => {
       below = below.map((sum, j) => sum + (line.y[j] ?? 0));
       const fill = () => this.colour(line);
-      add(line, below, { stroke: fill, width: 0.5, points: { show: line.x.length === 1, size: 8, stroke: fill, fill }, fill: i ? undefined : fill });
+      const points = { show: line.x.length === 1, size: 8, stroke: fill, fill };
+      add(line, below, { stroke: fill, width: 0.5, points, fill: i ? undefined : fill });
       if (i) bands.push({ series: [i + 1, i], fill });
     });
   }
@@ -143,6 +125,7 @@ class Plot {
     const soft = () => css("--soft");
     const grid = { stroke: () => css("--grid"), width: 1 };
     const ticks = { stroke: () => css("--grid"), width: 1, size: 4 };
+    const label = { label: along.label, labelSize: 19, labelGap: 1 };
     const axis = (kind, log) => ({
       stroke: soft, font: FONT, labelFont: FONT, ticks, incrs: increments(kind),
       values: (u, splits) => tickLabels(splits, kind, log),
@@ -156,8 +139,8 @@ class Plot {
         y: { distr: this.log ? 3 : 1, range: (u, min, max) => this.reach(min, max) },
       },
       axes: [
-        { ...axis(along.kind, along.log), scale: "x", label: along.label, labelSize: 19, labelGap: 1, size: 26, space: 62, grid: { show: false } },
-        { ...axis(chart.kind, this.log), scale: "y", space: 34, grid, size: (u, labels) => widest(u, labels) + 14 },
+        { ...axis(along.kind, along.log), scale: "x", space: 62, size: 26, grid: { show: false }, ...label },
+        { ...axis(chart.kind, this.log), scale: "y", space: 34, size: (u, labels) => widest(u, labels) + 14, grid },
       ],
       cursor: {
         y: false, drag: { x: true, y: false, setScale: false, dist: 4 }, points: { size: 6, show: chart.shape === "lines" },
@@ -165,7 +148,7 @@ class Plot {
       },
       hooks: {
         drawAxes: [(u) => this.drawBehind(u)],
-        draw: [(u) => this.drawCrosses(u)],
+        draw: [(u) => this.drawInFront(u)],
         setCursor: [() => this.cursorMoved()],
         setSelect: [(u) => this.selected(u)],
       },
@@ -210,163 +193,23 @@ class Plot {
       if (this.chart.shape === "heat") drawHeat(u, ctx, this.chart);
       for (const [value, name] of this.chart.levels) drawLevel(u, ctx, value, name, pixel);
       const runs = [...new Set(this.lines.flatMap((line) => line.members || [line.run]))];
-      for (const run of runs) this.drawEvents(u, ctx, run, pixel);
+      for (const run of runs) {
+        const line = this.lines.find((each) => (each.members || [each.run]).includes(run));
+        const colour = faint(line.fixed ? css("--soft") : this.colour(line), 0.7);
+        drawEvents(u, ctx, this.page.data.runs[run].events, this.chart.along, colour, pixel);
+      }
     });
   }
 
-  drawEvents(u, ctx, run, pixel) {
-    const line = this.lines.find((each) => (each.members || [each.run]).includes(run));
-    const { bbox } = u;
-    ctx.strokeStyle = faint(line.fixed ? css("--soft") : this.colour(line), 0.7);
-    ctx.lineWidth = pixel;
-    for (const [kind, height] of [["quiet", 6 * pixel], ["loud", bbox.height]]) {
-      ctx.setLineDash(kind === "loud" ? [2 * pixel, 2 * pixel] : []);
-      ctx.beginPath();
-      for (const value of this.page.data.runs[run].events[kind][this.chart.along]) {
-        if (value === null || value < u.scales.x.min || value > u.scales.x.max) continue;
-        const x = Math.round(u.valToPos(value, "x", true));
-        ctx.moveTo(x, bbox.top + bbox.height);
-        ctx.lineTo(x, bbox.top + bbox.height - height);
-      }
-      ctx.stroke();
-    }
-  }
-
-  // A cross at the top wherever a value is not finite.
-  drawCrosses(u) {
+  drawInFront(u) {
     this.inside(u, (ctx, box, pixel) => {
-      for (const line of this.lines.filter((each) => each.bad.length)) {
-        ctx.strokeStyle = this.colour(line);
-        ctx.lineWidth = 1.4 * pixel;
-        ctx.beginPath();
-        for (const value of line.bad) {
-          const [x, y, arm] = [u.valToPos(value, "x", true), box.top + 6 * pixel, 3 * pixel];
-          ctx.moveTo(x - arm, y - arm);
-          ctx.lineTo(x + arm, y + arm);
-          ctx.moveTo(x + arm, y - arm);
-          ctx.lineTo(x - arm, y + arm);
-        }
-        ctx.stroke();
-      }
+      for (const line of this.lines) drawCrosses(u, ctx, line.bad, this.colour(line), pixel);
     });
   }
 
   cursorMoved() {
     if (!this.tip) return; // uPlot is still being built
-    this.showTip();
+    showTip(this, this.page.pointer === this);
     this.page.cursorMoved(this);
   }
-
-  // The values at the cursor: with names where the pointer is, and briefly in the other charts.
-  showTip() {
-    const { left, top } = this.u.cursor;
-    const here = this.page.pointer === this;
-    const rows = left >= 0 ? this.values(left, top) : [];
-    this.tip.hidden = !rows.length || (!here && rows.length > BRIEF_ROWS);
-    if (this.tip.hidden) return;
-    const { kind, label } = this.page.data.axes[this.chart.along];
-    const x = this.u.posToVal(left, "x");
-    const head = `${label}: ${kind === "count" ? number(Math.round(x)) : say(x, kind)}`;
-    const more = rows.length > TIP_ROWS ? [`… ${rows.length - TIP_ROWS} more`] : [];
-    this.tip.className = here ? "tip" : "tip brief";
-    this.tip.replaceChildren(...(here ? [head] : []), ...rows.slice(0, TIP_ROWS).map(tipRow), ...more);
-    const beyond = left + this.tip.offsetWidth + 16 > this.u.over.clientWidth && left > this.u.over.clientWidth / 2;
-    const edge = 4 - this.u.over.getBoundingClientRect().left; // of the window
-    this.tip.style.left = `${Math.max(edge, beyond ? left - this.tip.offsetWidth - 8 : left + 8)}px`;
-    this.tip.style.top = here ? `${Math.max(0, Math.min(top + 10, this.u.over.clientHeight - this.tip.offsetHeight))}px` : "0px";
-  }
-
-  // Rows of the tip: [colour, name, value as text], greatest first.
-  values(left, top) {
-    if (this.chart.shape === "heat") return heatValue(this.u, this.chart, left, top);
-    const [x, near] = [this.u.posToVal(left, "x"), Math.abs(this.u.posToVal(left + 20, "x") - this.u.posToVal(left, "x"))];
-    const rows = [];
-    for (const line of this.lines) {
-      const i = nearest(line.x, x);
-      if (i < 0 || line.y[i] === null || x < line.x[0] - near || x > line.x[line.x.length - 1] + near) continue;
-      if (this.chart.shape === "edges" && (line === this.lines[0] || line === this.lines[this.lines.length - 1])) continue;
-      rows.push([this.colour(line), line.name, line.y[i]]);
-    }
-    if (this.chart.shape === "stack" || this.chart.shape === "edges") rows.reverse();
-    else rows.sort((a, b) => b[2] - a[2]);
-    return rows.map(([colour, name, value]) => [colour, name, say(value, this.chart.kind)]);
-  }
-}
-
-function tipRow([colour, name, value]) {
-  const [row, swatch, label, number] = ["div", "i", "span", "b"].map((tag) => document.createElement(tag));
-  swatch.className = "swatch";
-  swatch.style.background = colour;
-  label.textContent = name;
-  number.textContent = value;
-  row.append(swatch, label, number);
-  return row;
-}
-
-// The index of the value nearest to x in an ascending list; -1 if it is empty.
-function nearest(list, x) {
-  let [low, high] = [0, list.length - 1];
-  while (high - low > 1) {
-    const middle = (low + high) >> 1;
-    if (list[middle] <= x) low = middle;
-    else high = middle;
-  }
-  return high < 0 ? -1 : x - list[low] <= list[high] - x ? low : high;
-}
-
-// The width of the widest label, so that none is cut off.
-function widest(u, labels) {
-  u.ctx.save();
-  u.ctx.font = FONT;
-  const width = Math.max(16, ...(labels || []).map((label) => (label ? u.ctx.measureText(label).width : 0)));
-  u.ctx.restore();
-  return Math.ceil(width);
-}
-
-function drawLevel(u, ctx, value, name, pixel) {
-  const y = Math.round(u.valToPos(value, "y", true));
-  if (!Number.isFinite(y)) return;
-  const { bbox } = u;
-  ctx.strokeStyle = css("--soft");
-  ctx.lineWidth = pixel;
-  ctx.setLineDash([5 * pixel, 4 * pixel]);
-  ctx.beginPath();
-  ctx.moveTo(bbox.left, y);
-  ctx.lineTo(bbox.left + bbox.width, y);
-  ctx.stroke();
-  ctx.setLineDash([]);
-  ctx.fillStyle = css("--soft");
-  ctx.font = FONT.replace("11.5px", `${10.5 * pixel}px`);
-  ctx.textAlign = "right";
-  const above = y - bbox.top > 16 * pixel;
-  ctx.textBaseline = above ? "bottom" : "top";
-  ctx.fillText(name, bbox.left + bbox.width - 3 * pixel, above ? y - 2 * pixel : y + 3 * pixel);
-}
-
-// A heat map: a column for each stretch of steps, a row for each partition; orange above the mean, blue below.
-function drawHeat(u, ctx, chart) {
-  for (const { steps, count, cells } of chart.heat.stretches) {
-    const edges = steps.map((step) => u.valToPos(step, "x", true));
-    cells.forEach((column, i) => {
-      const right = edges[i];
-      const left = i ? edges[i - 1] : right - (edges.length > 1 ? edges[1] - edges[0] : 6);
-      column.forEach((value, j) => {
-        if (value === null) return;
-        const [top, bottom] = [j + 1, j].map((edge) => u.valToPos((edge * count) / column.length, "y", true));
-        const opacity = Math.min(1, Math.abs(value) / chart.heat.limit) * 0.92 + 0.04;
-        ctx.fillStyle = value > 0 ? `rgb(222 107 20 / ${opacity})` : `rgb(37 110 214 / ${opacity})`;
-        ctx.fillRect(Math.floor(left), Math.floor(top), Math.ceil(right) - Math.floor(left), Math.ceil(bottom) - Math.floor(top));
-      });
-    });
-  }
-}
-
-function heatValue(u, chart, left, top) {
-  const [step, row] = [u.posToVal(left, "x"), u.posToVal(top, "y")];
-  const stretch = chart.heat.stretches.find(({ steps }) => step <= steps[steps.length - 1]);
-  if (!stretch || row < 0 || row >= stretch.count) return [];
-  const column = stretch.cells[stretch.steps.findIndex((each) => step <= each)];
-  const value = column[Math.floor((row * column.length) / stretch.count)];
-  if (value === null) return [];
-  return [[value > 0 ? "rgb(222 107 20)" : "rgb(37 110 214)", `partition ${Math.floor(row) + 1}`, say(1 + value, "percent")]];
 }

@@ -24,7 +24,9 @@ def tables(runs: Sequence[Run], groups: Sequence[Group]) -> str:
     shown = [("Summary", "summary", _table(_run_heads(runs), rows))]
     if any(len(group.runs) > 1 for group in groups):
         means = [(label, [_data(c) for c in cells], False) for label, cells in summary.over_seeds(runs, groups)]
-        shown.insert(0, ("Means over seeds", "seeds", _table([(f"r{group.runs[0]}", group.name) for group in groups], means)))
+        shown.insert(
+            0, ("Means over seeds", "seeds", _table([(f"r{group.runs[0]}", group.name) for group in groups], means))
+        )
     if first or rest:
         heads = _run_heads(runs)
         more = f"<details><summary>All settings</summary>{_table(heads, _settings(runs, rest))}</details>" if rest else ""
