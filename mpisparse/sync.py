@@ -381,6 +381,11 @@ class GradientSync:
         return self._stats
 
     @property
+    def nbytes_in_flight(self) -> int:
+        """Bytes that this rank received for later steps, whose statistics will count them; waits for them to arrive."""
+        return self._aggregator.nbytes_in_flight
+
+    @property
     def residual(self) -> torch.Tensor:
         """What this rank has not sent: one flat float32 tensor in the order of model.parameters() that require gradients.
 
