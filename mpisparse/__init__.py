@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mpisparse.attachment import attach
     from mpisparse.backends import device
     from mpisparse.comm import exchange
+    from mpisparse.comm.stop_together import should_stop
     from mpisparse.core.records import Stats
     from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError
     from mpisparse.schemes import register_scheme
@@ -33,6 +34,7 @@ _HOMES = {
     "attach": "attachment",
     "register_codec": "wire.codecs",
     "register_scheme": "schemes",
+    "should_stop": "comm.stop_together",
 }
 
 _MODULES = {
@@ -63,6 +65,7 @@ __all__ = [
     "register_codec",
     "register_scheme",
     "schemes",
+    "should_stop",
 ]
 
 
