@@ -19,7 +19,8 @@ import torch
 
 from mpisparse.arrays import Bools
 from mpisparse.comm.agreement import BROKEN, FINE, NONFINITE, FrozenDiffers, Notice, Refusal, StepRefused
-from mpisparse.comm.exchange import Exchange, end_job_on_uncaught_exception
+from mpisparse.comm.exchange import Exchange
+from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.core.records import Stats
 from mpisparse.core.refusals import explain
 from mpisparse.core.step import share_readiness
@@ -56,7 +57,7 @@ class OneBitAdamW(torch.optim.Optimizer):
         capturable: bool = False, differentiable: bool = False, fused: bool | None = None, comm: Any = None,
         warmup: int = 100, refresh: int | None = None, codec: str = "sign", warmup_codec: str = "int4",
     ) -> None:  # fmt: skip
-        end_job_on_uncaught_exception()
+        end_job_on_uncaught_exception(comm)
         self._exchange = Exchange(comm)
         self._ready = False
         self._settings = {"warmup": warmup, "refresh": refresh, "codec": codec, "warmup_codec": warmup_codec}

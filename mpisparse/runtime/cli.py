@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpisparse.bench import commands as bench_commands
+from mpisparse.comm.world import first_task
 from mpisparse.errors import ConfigurationError
-from mpisparse.runtime import sbatch, slurm
+from mpisparse.runtime import sbatch
 from mpisparse.runtime.flags import add_arguments, add_list, resolve
 from mpisparse.runtime.settings import import_modules
 from mpisparse.stopping import StopRequest, ignore
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _printed_by_another(error: ConfigurationError) -> bool:
     """Return whether another rank prints this error. Tasks of srun wait for the first one to print it and to end the job."""
-    if error.repeated or slurm.first_task():
+    if error.repeated or first_task():
         return error.repeated
     stop = StopRequest()
     until = time.monotonic() + PATIENCE

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpisparse.runtime.slurm import PMI
+from mpisparse.comm.world import PMI
 from mpisparse.stopping import command_output
 
 MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH", "intel": "Intel MPI", "cray": "Cray MPICH"}
