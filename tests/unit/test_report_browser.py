@@ -241,11 +241,19 @@ def ink(tab: Tab, mark: str) -> int:
 
 def test_labels_are_whole(tab: Tab, tmp_path: Path) -> None:
     """Axes make room for their longest label, also for numbers that are long in every unit."""
-    records = [by_hand(i, loss=1e-7 * (1 + i / 1e4), lr=123456.789 + i / 1e3, imbalance=1e5 + i) for i in range(1, 30)]
+    near = {"set_density": 0.01, "details": {"large": 2e9, "small": -3e-9}}
+    records = [
+        by_hand(
+            i, loss=1e-7 * (1 + i / 1e4), lr=123456.7 + i / 1e3, imbalance=1e5 + i, density=0.01 + 1e-6 * (i % 7), **near
+        )
+        for i in range(1, 30)
+    ]
     show(tab, [make_run(tmp_path / "run", records)])
     settle(tab)
     for mark in tab.run("[...page.plots.keys()]"):
         assert ink(tab, mark) == 0, mark
+        for labels in tab.run(f"page.plots.get('{mark}').u.axes.map((axis) => axis._values)"):
+            assert len(labels) == len(set(labels)) > 0, f"{mark}: {labels}"
     assert tab.complaints == []
 
 

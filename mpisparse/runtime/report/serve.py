@@ -39,7 +39,8 @@ class LivePage:
             if state != self._state:
                 runs = [files.read(live=True) for files in self._files if files.metrics.is_file()]
                 going = [run for run in runs if len(run.steps)]
-                waiting = [files.run.name for files in self._files if not len(files.run.steps)]
+                begun = {run.name for run in going}
+                waiting = [files.run.name for files in self._files if files.run.name not in begun]
                 text = page(going, live=INTERVAL, waiting=waiting).encode()
                 self._page = (hashlib.sha256(repr((os.getpid(), state)).encode()).hexdigest()[:16], text)
                 self._state = state
