@@ -75,7 +75,7 @@ class Block:
             table[trace.column] = numbers(mean)
             low = columns.low(trace.y if trace.low is None else trace.low)
             high = columns.high(trace.y if trace.high is None else trace.high)
-            if _apart(low, mean, high):
+            if not trace.colour and _apart(low, mean, high):  # bands of a run's many parts would hide each other
                 table |= {f"{trace.column}.low": numbers(low), f"{trace.column}.high": numbers(high)}
         if crosses and (bad := np.flatnonzero(columns.bad(trace.y)).tolist()):
             table[f"{trace.column}.bad"] = bad
