@@ -26,6 +26,7 @@ from mpisparse.checkpoint.standin import check_scheme_state, resize_scheme_state
 from mpisparse.checkpoint.state import ArrayCopies, Subjects, flatten_own, flatten_shared, split
 from mpisparse.core.state import sources
 from mpisparse.errors import CheckpointError, ConfigurationError, check_choice
+from mpisparse.schemes.optimizers import unwrapped
 from mpisparse.version import __version__
 
 __all__ = ["CheckpointError", "Damaged", "Saving", "begin_save", "load", "save"]
@@ -152,7 +153,7 @@ def begin_save(
     if last is not None and not last.written:
         raise CheckpointError("the last checkpoint is still being written; call its finish() first")
     memory = last._memory if last is not None else ArrayCopies()
-    subjects = Subjects(model, optimizer, sync, scheduler, scaler)
+    subjects = Subjects(model, unwrapped(optimizer), sync, scheduler, scaler)
     exchange = _exchange(sync)
     try:
         exchange.raise_together(onefile.lacking() if driver is not None else None)
@@ -212,7 +213,7 @@ def load(
     one before; so is one whose extra makes `check_extra` raise ValueError. A checkpoint of another model or scheme is
     refused. On another number of ranks residuals are merged or split.
     """
-    subjects = Subjects(model, optimizer, sync, scheduler, scaler)
+    subjects = Subjects(model, unwrapped(optimizer), sync, scheduler, scaler)
     exchange = _exchange(sync)
     try:
         with exchange.place.exempt("loading"):
