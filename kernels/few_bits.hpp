@@ -1,5 +1,5 @@
 // int4, int2 and sign: a group of values has one bfloat16 scale; levels are multiples of it, constants of so few bits that products
-// are exact. docs/codecs.md says where they come from; mpisparse/backends/numpy_few_bits.py has the same.
+// are exact. docs/results/codecs.md says where they come from; mpisparse/backends/numpy_few_bits.py has the same.
 #pragma once
 #include <cstdint>
 

@@ -250,7 +250,7 @@ def attach(optimizer: torch.optim.Optimizer, sync: GradientSync, scaler: Any = N
             f"an adaptive optimizer ({type(optimizer).__name__}) on sparse gradients: with AdamW on a GPT, 2 ranks, 600 "
             "steps and one seed, the measured validation loss of exdyna was 2.325 at density 0.1 and 2.416 at 0.01, where "
             'one rank alone had 2.263 and dense 2.143. Use scheme="drift", or scheme="dense" with codec="int4" '
-            "(docs/choosing.md); or SGD",
+            "(docs/howto/choosing.md); or SGD",
             stacklevel=2,
         )
     return attachment

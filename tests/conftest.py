@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # see docs/sharp-bits.md
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # see docs/howto/sharp-bits.md
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks and workers share the cores
 
 import pytest

@@ -1,4 +1,4 @@
-"""The kernels of int4, int2 and sign in NumPy. docs/codecs.md says where the levels come from.
+"""The kernels of int4, int2 and sign in NumPy. docs/results/codecs.md says where the levels come from.
 
 A group of values has one bfloat16 scale. A value is sent as the number of a level: a constant times the scale. The constants
 have few bits, so that their products with a scale are exact in float32 unless they are denormal.

@@ -50,7 +50,7 @@ def separate_worlds(size: int, library: str, environ: Mapping[str, str] = os.env
         advice = f"--mpi={used} should fit {library}, but this build of it does not use it"
     return (
         f"srun --mpi={used} started {tasks} tasks, but {library} sees {size} of them, so separate models would be trained; "
-        f"{advice} (srun --mpi=list shows the choices), or with mpirun inside sbatch (docs/slurm.md)"
+        f"{advice} (srun --mpi=list shows the choices), or with mpirun inside sbatch (docs/howto/slurm.md)"
     )
 
 

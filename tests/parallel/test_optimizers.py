@@ -289,7 +289,7 @@ FORGETFUL: dict[str, Make] = {
 @both_paths
 @pytest.mark.parametrize(
     ("make", "name"),
-    # a single parameter whose gradient the optimizer rewrote cannot be told: docs/sharp-bits.md
+    # a single parameter whose gradient the optimizer rewrote cannot be told: docs/howto/sharp-bits.md
     [
         (make, name)
         for make in (convolutional, Single)

@@ -1,4 +1,4 @@
-"""docs/choosing.md says what the records in docs/results say, and what it recommends is the best at its bytes."""
+"""docs/howto/choosing.md says what the records in docs/results say, and what it recommends is the best at its bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from mpisparse.bench.converge.cases import ALONE, DENSE, read_cases
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "choosing.md").read_text()
+PAGE = (DOCS / "howto" / "choosing.md").read_text()
 BASELINES = ("diloco", "sparseloco", "demo")
 RESULTS = sorted(path.stem for path in (DOCS / "results").glob("*.jsonl"))
 

@@ -16,7 +16,11 @@ from mpisparse.schemes import configure
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mpisparse"
-PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
+SPEED = "docs/results/performance.md"  # the one source of figures of speed
+QUOTES = ["README.md", SPEED, "docs/results/experiments.md"]
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 FASTER = re.compile(r"((?:\d+(?:\.\d+)?(?:,| and| to)? )+)times\s+faster than (?:MPI's )?Allreduce([^;|]*)")
 STEPS = re.compile(r"((?:\d+(?:\.\d+)?(?: and| to)? )+)times\s+the\s+(?:training\s+)?steps\s+of\s+(?:torch\s+)?DDP")
@@ -46,18 +50,18 @@ def numbers(text: str) -> list[float]:
 
 def ratios() -> list[float]:
     """Return the speed-ups of a step over Allreduce: on 2 and 4 ranks, then on 2 and 4 hosts."""
-    table = rows("performance.md", "| | 2 ranks, shared memory | 4 ranks, shared memory |")
+    table = rows(SPEED, "| | 2 ranks, shared memory | 4 ranks, shared memory |")
     return [numbers(cell)[0] for cell in table["exdyna faster than Allreduce, topk, cltk"][:4]]
 
 
 def test_the_ratios_are_those_of_the_times_above_them() -> None:
-    table = rows("performance.md", "| | 2 ranks, shared memory | 4 ranks, shared memory |")
+    table = rows(SPEED, "| | 2 ranks, shared memory | 4 ranks, shared memory |")
     ours, dense = ([numbers(cell)[0] for cell in table[name][:4]] for name in ("exdyna", "MPI Allreduce (in place)"))
     of_medians = [theirs / mine for theirs, mine in zip(dense, ours, strict=True)]
     assert ratios() == pytest.approx(of_medians, rel=0.05), "a median of ratios is near the ratio of medians"
 
 
-@pytest.mark.parametrize("page", ["README.md", "performance.md", "experiments.md"])
+@pytest.mark.parametrize("page", QUOTES)
 def test_speed_is_quoted_from_the_one_table(page: str) -> None:
     text = " ".join(PAGES[page].replace("**", "").split())
     claims = FASTER.findall(text)
@@ -70,13 +74,13 @@ def test_speed_is_quoted_from_the_one_table(page: str) -> None:
 
 def test_no_other_page_has_a_speed_of_its_own() -> None:
     for page, text in PAGES.items():
-        if page not in ("README.md", "performance.md", "experiments.md"):
+        if page not in QUOTES:
             assert not FASTER.search(" ".join(text.split())), page
 
 
-@pytest.mark.parametrize("page", ["README.md", "performance.md", "experiments.md"])
+@pytest.mark.parametrize("page", QUOTES)
 def test_steps_beside_ddp_are_quoted_from_the_one_table(page: str) -> None:
-    table = rows("performance.md", "| | ms a step | times DDP |")
+    table = rows(SPEED, "| | ms a step | times DDP |")
     measured = [float(cells[1]) for name, cells in table.items() if name.startswith("exdyna")]
     claims = STEPS.findall(PAGES[page].replace("**", ""))
     assert claims, f"{page} says nothing of DDP"
@@ -102,8 +106,8 @@ def importers(package: str) -> set[str]:
 @pytest.mark.parametrize(
     ("page", "package", "claim"),
     [
-        ("design.md", "mpi4py", r"only (`[^\n]*?) imports mpi4py; ([^,]*), (`[^`]*`)"),
-        ("cuda.md", "cupy", r"(`backends/cuda/binding\.py`), (the only module) that\s+imports cupy"),
+        ("docs/explanation/design.md", "mpi4py", r"only (`[^\n]*?) imports mpi4py; ([^,]*), (`[^`]*`)"),
+        ("docs/howto/gpu.md", "cupy", r"(`backends/cuda/binding\.py`), (the only module) that\s+imports cupy"),
     ],
 )
 def test_a_package_is_imported_where_docs_say(page: str, package: str, claim: str) -> None:
@@ -121,7 +125,7 @@ def test_a_package_is_imported_where_docs_say(page: str, package: str, claim: st
 
 
 def test_defaults_of_schemes_are_those_of_the_table() -> None:
-    table = rows("schemes.md", "| scheme | scorer |")
+    table = rows("docs/explanation/schemes.md", "| scheme | scorer |")
     assert [name.strip("`") for name in table] == list(SCHEMES)
     for name, cells in table.items():
         options = configure(name.strip("`"))
@@ -136,7 +140,7 @@ def test_names_of_codecs_are_those_of_the_readme() -> None:
 def going_together() -> set[tuple[str, str]]:
     """Return the documented combinations of scheme and codec."""
     pairs = set()
-    for names, (said,) in rows("schemes.md", "| codec | goes with |").items():
+    for names, (said,) in rows("docs/explanation/schemes.md", "| codec | goes with |").items():
         assert said.startswith("every scheme")
         without = re.findall(r"`([^`]+)`", said)
         assert set(without) <= set(SCHEMES)

@@ -33,7 +33,9 @@ from mpisparse.runtime.flags import resolve
 from mpisparse.schemes import configure
 
 ROOT = Path(__file__).parents[2]
-PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TIMEOUT = 900.0  # seconds, for a job that takes a few
 

@@ -209,7 +209,7 @@ class Watchdog:
                 f"watchdog: a rank has waited in an exchange for more than {self.timeout:g} s; where the ranks were last:",
                 *rank_table(seen, self.size, self.silent),
                 *([remark] if remark else []),
-                f"watchdog: ending all ranks with exit code {HUNG}; see docs/sharp-bits.md",
+                f"watchdog: ending all ranks with exit code {HUNG}; see docs/howto/sharp-bits.md",
             ],
         )
         self.end_job(HUNG)
