@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpisparse.bench import commands as bench_commands
+from mpisparse.comm.world import first_task
 from mpisparse.errors import ConfigurationError
-from mpisparse.runtime import sbatch, slurm
+from mpisparse.runtime import sbatch
 from mpisparse.runtime.flags import add_arguments, add_list, resolve
 from mpisparse.runtime.settings import import_modules
 from mpisparse.runtime.signals import StopRequest, ignore
@@ -33,11 +34,17 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory, or a FILE.jsonl of bench")
     report.add_argument("--pictures", type=Path, metavar="DIR", help="also write each chart of bench records as an SVG file")
     report.add_argument("--out", type=Path, metavar="FILE.html", help="the page to write (default: in the run's directory)")
+    report.add_argument("--serve", action="store_true", help="write no file; show runs in a browser while they go on")
+    report.add_argument("--port", type=int, metavar="N", help="with --serve: the port on this host (default 8765; 0: any)")
     inspect = commands.add_parser("inspect", help="show the contents of a checkpoint")
     inspect.add_argument("directory", type=Path, help="a checkpoint, a directory of checkpoints, or a run's directory")
     inspect.add_argument("--verify", action="store_true", help="read everything and check all digests")
     inspect.add_argument("--json", action="store_true", help="print one JSON record per checkpoint")
     add_list(inspect, "imports")
+    export = commands.add_parser("export", help="write the model of a run to a file for inference; needs no MPI")
+    export.add_argument("source", type=Path, metavar="RUN", help="a run's directory, or a checkpoint")
+    export.add_argument("target", type=Path, metavar="FILE", help="model.safetensors, or model.pt for a plain state_dict")
+    export.add_argument("--overwrite", action="store_true", help="replace an existing file")
     doctor = commands.add_parser("doctor", help="show which MPI, kernels, GPUs and Slurm are here")
     doctor.add_argument("--json", action="store_true", help="print one JSON record")
     bench = commands.add_parser("bench", help="measure the exchange and its kernels")
@@ -64,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _printed_by_another(error: ConfigurationError) -> bool:
     """Return whether another rank prints this error. Tasks of srun wait for the first one to print it and to end the job."""
-    if error.repeated or slurm.first_task():
+    if error.repeated or first_task():
         return error.repeated
     stop = StopRequest()
     until = time.monotonic() + PATIENCE
@@ -90,9 +97,22 @@ def _slurm(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
+    if args.serve:
+        return _serve(args)
+    if args.port is not None:
+        raise ConfigurationError("--port needs --serve; add it, or leave --port out")
     from mpisparse.runtime.report import write
 
     print(f"report: {write(args.runs, args.out, args.pictures)}")
+    return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    if args.out is not None or args.pictures is not None:
+        raise ConfigurationError("--serve writes no file, got --out or --pictures; leave them out, or --serve")
+    from mpisparse.runtime.report.serve import PORT, serve
+
+    serve(args.runs, PORT if args.port is None else args.port)
     return 0
 
 
@@ -100,6 +120,19 @@ def _inspect(args: argparse.Namespace) -> int:
     from mpisparse.runtime.inspect import run
 
     return run(args.directory, verify=args.verify, as_json=args.json)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from mpisparse.checkpoint import export
+    from mpisparse.errors import CheckpointError
+
+    try:
+        saved = export(args.source, args.target, overwrite=args.overwrite)
+    except CheckpointError as error:
+        print(f"mpisparse export: {error}", file=sys.stderr)
+        return 1
+    print(f"export: {args.target}, {len(saved.tensors)} tensors of step {saved.step}, from {saved.path}")
+    return 0
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -113,6 +146,7 @@ COMMANDS = {
     "slurm": _slurm,
     "report": _report,
     "inspect": _inspect,
+    "export": _export,
     "doctor": _doctor,
     "bench": bench_commands.run_command,
 }
