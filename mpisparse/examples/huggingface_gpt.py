@@ -12,9 +12,9 @@ from mpisparse.integrations.huggingface import MPISparseTrainer
 
 
 def sentences(count: int) -> list[dict[str, torch.Tensor]]:
-    """Return sequences of 16 tokens whose second half repeats the first."""
-    halves = torch.randint(64, (count, 8), generator=torch.Generator().manual_seed(count))
-    return [{"input_ids": row, "labels": row} for row in torch.cat([halves, halves], dim=1)]
+    """Return sequences of 16 tokens that count up from a random one."""
+    starts = torch.randint(64, (count, 1), generator=torch.Generator().manual_seed(count))
+    return [{"input_ids": row, "labels": row} for row in (starts + torch.arange(16)) % 64]
 
 
 def main() -> None:

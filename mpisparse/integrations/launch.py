@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from mpisparse.comm.world import started_by
+
 
 def missing(library: str, extra: str) -> str:
     """Say that a library is not installed, and how to install it."""
@@ -14,4 +16,4 @@ def missing(library: str, extra: str) -> str:
 
 def communicator() -> Any:
     """Return what GradientSync takes as `comm`: torch's process group under torchrun, None (all of MPI) otherwise; local."""
-    return torch.distributed.group.WORLD if torch.distributed.is_torchelastic_launched() else None
+    return torch.distributed.group.WORLD if started_by() == "torchrun" else None

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from mpisparse.attachment import attach
+from mpisparse.comm.rendezvous import init_torch_distributed
+from mpisparse.comm.world import started_by
 from mpisparse.errors import ConfigurationError
 from mpisparse.integrations import beside
 from mpisparse.integrations.launch import communicator, missing
@@ -25,8 +27,6 @@ try:
     from lightning.pytorch.utilities import rank_zero_warn
 except ImportError as error:
     raise ImportError(missing("Lightning", "lightning")) from error
-
-LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE")
 
 
 class MPISparseStrategy(DDPStrategy):
@@ -42,7 +42,7 @@ class MPISparseStrategy(DDPStrategy):
     def __init__(
         self, *, scheme: str = "exdyna", density: float | None = None, codec: str | None = None, **options: Any
     ) -> None:  # fmt: skip
-        environment = TorchElasticEnvironment() if TorchElasticEnvironment.detect() else MPIEnvironment()
+        environment = TorchElasticEnvironment() if started_by() == "torchrun" else MPIEnvironment()
         super().__init__(cluster_environment=environment)
         self.sync: GradientSync | None = None
         self._options = {"scheme": scheme, "density": density, "codec": codec, **options}
@@ -76,8 +76,10 @@ class MPISparseStrategy(DDPStrategy):
                 f"num_nodes={self.num_nodes}), and there are {ranks}: start it as `mpirun -n {asked} python ...`, or leave "
                 "devices and num_nodes out"
             )
-        if ranks == 1 and not any(name in os.environ for name in LAUNCHED):
+        if started_by() == "none":
             rank_zero_warn("one rank trains alone: start the script with `mpirun -n 2 python ...`, or with torchrun")
+        if not torch.distributed.is_initialized():
+            init_torch_distributed(self._get_process_group_backend())
         super().setup_environment()
 
     # Training
