@@ -19,6 +19,8 @@ try:
 except ImportError as error:
     raise ImportError(missing("Accelerate", "huggingface")) from error
 
+__all__ = ["prepare"]
+
 OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 

@@ -14,6 +14,8 @@ from mpisparse import checkpoint
 from mpisparse.errors import ConfigurationError
 from mpisparse.sync import GradientSync
 
+__all__: list[str] = []  # for the other integrations
+
 
 def save(directory: Path, step: int, *, model: Any, optimizer: Any, sync: GradientSync) -> None:
     """Write model, optimizer, random generators and the exchange's state of all ranks; collective.

@@ -19,6 +19,8 @@ try:
 except ImportError as error:
     raise ImportError(missing("transformers", "huggingface")) from error
 
+__all__ = ["MPISparseTrainer"]
+
 
 class MPISparseTrainer(Trainer):
     """A Trainer that exchanges through GradientSync; for others: `class MyTrainer(MPISparseTrainer, SFTTrainer): ...`.

@@ -8,6 +8,8 @@ import torch
 
 from mpisparse.comm.world import started_by
 
+__all__: list[str] = []  # for the other integrations
+
 
 def missing(library: str, extra: str) -> str:
     """Say that a library is not installed, and how to install it."""

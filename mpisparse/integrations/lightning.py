@@ -28,6 +28,8 @@ try:
 except ImportError as error:
     raise ImportError(missing("Lightning", "lightning")) from error
 
+__all__ = ["MPISparseStrategy"]
+
 
 class MPISparseStrategy(DDPStrategy):
     """Exchanges through GradientSync instead of DDP; the launcher starts the ranks, one device each.

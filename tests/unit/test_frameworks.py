@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -97,13 +98,14 @@ def test_examples_train_and_resume(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_pages_show_the_examples(name: str) -> None:
-    """What a page shows, if it is indented, is in the example that runs."""
+    """Blocks that a page says are from the example are in it, with another indentation."""
     page = (ROOT / "docs" / "howto" / f"{name}.md").read_text()
     source = (ROOT / "mpisparse" / "examples" / f"{EXAMPLES[name][0]}.py").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    assert any(block.startswith(" ") for block in blocks)
-    for block in filter(lambda block: block.startswith(" "), blocks):
-        assert block in source, f"{EXAMPLES[name][0]}.py has no\n{block}"
+    blocks = re.findall(r"runs the example that it is from -->\n```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in blocks:
+        deeper = [textwrap.indent(block, " " * spaces) for spaces in (0, 4, 8)]
+        assert any(text in source for text in deeper), f"{EXAMPLES[name][0]}.py has no\n{block}"
 
 
 @pytest.mark.parametrize(
