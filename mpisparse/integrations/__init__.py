@@ -1,1 +1,1 @@
-"""mpisparse inside other libraries. Each module needs its own extra and is imported by name."""
+"""mpisparse inside other frameworks' loops. What needs an extra is imported by its module's name."""
