@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mpisparse.backends import device
     from mpisparse.comm import exchange
     from mpisparse.comm.rendezvous import init_torch_distributed
+    from mpisparse.comm.stop_together import should_stop
     from mpisparse.core.records import Stats
     from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError
     from mpisparse.schemes import register_scheme
@@ -35,6 +36,7 @@ _HOMES = {
     "init_torch_distributed": "comm.rendezvous",
     "register_codec": "wire.codecs",
     "register_scheme": "schemes",
+    "should_stop": "comm.stop_together",
 }
 
 _MODULES = {
@@ -66,6 +68,7 @@ __all__ = [
     "register_codec",
     "register_scheme",
     "schemes",
+    "should_stop",
 ]
 
 

@@ -14,7 +14,7 @@ from mpisparse.errors import ConfigurationError
 from mpisparse.runtime import sbatch
 from mpisparse.runtime.flags import add_arguments, add_list, resolve
 from mpisparse.runtime.settings import import_modules
-from mpisparse.runtime.signals import StopRequest, ignore
+from mpisparse.stopping import StopRequest, ignore
 from mpisparse.version import __version__
 
 PATIENCE = 3.0  # seconds that tasks of srun wait for the first one to print an error
