@@ -14,6 +14,7 @@ from mpisparse.backends.flat import Held, Slot, zeros
 from mpisparse.backends.kinds import FP32
 from mpisparse.backends.protocol import Backend
 from mpisparse.comm.exchange import Exchange, end_job_on_uncaught_exception
+from mpisparse.comm.roll_call import answer_at_exit
 from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Parts
 from mpisparse.errors import ConfigurationError
@@ -115,6 +116,7 @@ def aggregator(
     finally:
         if made is None:
             exchange.close()
+    answer_at_exit(exchange)
     made.density = chosen.density
     return made
 

@@ -24,6 +24,7 @@ from mpisparse.checkpoint.contents import MALFORMED, read_own, read_shared, sens
 from mpisparse.checkpoint.h5file import Arrays, Damaged, FileRecord, write_file
 from mpisparse.checkpoint.standin import check_scheme_state, resize_scheme_states
 from mpisparse.checkpoint.state import ArrayCopies, Subjects, flatten_own, flatten_shared, split
+from mpisparse.comm.roll_call import meet
 from mpisparse.core.state import sources
 from mpisparse.errors import CheckpointError, ConfigurationError, check_choice
 from mpisparse.version import __version__
@@ -77,6 +78,7 @@ class Saving:
     def finish(self) -> Path:
         """Wait for all ranks' files and complete the checkpoint; collective. Raises CheckpointError on all ranks."""
         with self._exchange.place.exempt("saving"):
+            meet(self._exchange, "finish() of a checkpoint")
             return self._finish()
 
     def _finish(self) -> Path:
@@ -154,6 +156,7 @@ def begin_save(
     memory = last._memory if last is not None else ArrayCopies()
     subjects = Subjects(model, optimizer, sync, scheduler, scaler)
     exchange = _exchange(sync)
+    meet(exchange, "checkpoint.save")
     try:
         exchange.raise_together(onefile.lacking() if driver is not None else None)
     except ConfigurationError:
@@ -216,6 +219,7 @@ def load(
     exchange = _exchange(sync)
     try:
         with exchange.place.exempt("loading"):
+            meet(exchange, "checkpoint.load")
             return _load(Path(directory), subjects, extra, exchange, check_extra or (lambda extra: None))
     finally:
         _release(exchange, sync)

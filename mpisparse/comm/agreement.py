@@ -39,7 +39,7 @@ class Notice(NamedTuple):
     """What a rank tells the others before a step: whether it can go on, and what must be equal on all ranks.
 
     detail: the flat index that a status is about. unused: parameters without a gradient. frozen: a digest of which
-    parameters are frozen. trouble: why the rank cannot go on, in words, where the status is BROKEN.
+    parameters are frozen. step: its number. trouble: why the rank cannot go on, in words, where the status is BROKEN.
     """
 
     k: int
@@ -48,6 +48,7 @@ class Notice(NamedTuple):
     detail: int = 0
     frozen: int = 0
     trouble: str = ""
+    step: int = 0
 
     def nonfinite(self, index: int) -> Notice:
         """Return this notice with a first non-finite element noted; -1 is none."""

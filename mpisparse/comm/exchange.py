@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import get_ident
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from mpi4py import MPI
@@ -25,6 +25,14 @@ from mpisparse.arrays import Bytes, Ints
 from mpisparse.comm import device_memory
 from mpisparse.comm.place import Place
 from mpisparse.errors import ConfigurationError, check_choice
+
+
+class Gathering(NamedTuple):
+    """An Allgather that has begun. `sent` and `rows` are MPI's until it is done."""
+
+    request: Any
+    sent: NDArray[Any]
+    rows: NDArray[Any]
 
 
 class Exchange:
@@ -42,6 +50,8 @@ class Exchange:
         self.virtual = bool(getattr(comm, "virtual", False))
         self.place = Place()
         self.spot = self.place.spot()
+        self.pid = os.getpid()
+        self.gone = ""  # why no roll call can be answered any more: some rank has ended
 
     @property
     def threaded(self) -> bool:
@@ -49,9 +59,14 @@ class Exchange:
         return not self.virtual and bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
     def close(self) -> None:
-        """Free the communicator."""
-        if self.comm != MPI.COMM_NULL:
+        """Free the communicator; not if a rank has ended, which would not take part."""
+        if self.is_open and not self.gone:
             self.comm.Free()
+
+    @property
+    def is_open(self) -> bool:
+        """Tell whether messages can still be sent; local."""
+        return not MPI.Is_finalized() and self.comm != MPI.COMM_NULL
 
     def reset_counters(self) -> None:
         """Set the byte counters to zero; local."""
@@ -64,11 +79,25 @@ class Exchange:
         """
         rows = np.empty((self.size, len(row)), dtype=row.dtype)
         self._call("Allgather", [row, MPI.BYTE], [rows, MPI.BYTE])
-        moved = row.nbytes * (self.size - 1)
+        self._count_rows(row.nbytes)
+        return rows
+
+    def begin_allgather(self, row: NDArray[Any]) -> Gathering:
+        """Begin to gather one row from every rank; local. Nonblocking calls do not meet blocking ones."""
+        rows = np.empty((self.size, len(row)), dtype=row.dtype)
+        return Gathering(self.comm.Iallgather([row, MPI.BYTE], [rows, MPI.BYTE]), row, rows)
+
+    def gathered(self, gathering: Gathering) -> NDArray[Any]:
+        """Wait for a gathering, of this exchange or of another one of this rank; its rows count as this one's messages."""
+        self._wait_for("Allgather", gathering.request)
+        self._count_rows(gathering.sent.nbytes)
+        return gathering.rows
+
+    def _count_rows(self, nbytes: int) -> None:
+        moved = nbytes * (self.size - 1)
         self.nbytes_sent += moved
         self.nbytes_received += moved
         self.nbytes_control += moved
-        return rows
 
     def allreduce_(self, values: NDArray[Any], op: str = "sum") -> NDArray[Any]:
         """Reduce over ranks in place; `op` is "sum", "max" or "or" (bitwise)."""
@@ -203,6 +232,14 @@ class Exchange:
         finally:
             self.spot.wait = None
 
+    def _wait_for(self, name: str, request: Any) -> None:
+        """Wait for a nonblocking call, marked for the watchdog meanwhile."""
+        self.spot.wait = name, time.monotonic(), get_ident()
+        try:
+            request.Wait()
+        finally:
+            self.spot.wait = None
+
     def polling(self) -> PollingExchange:
         """Make an exchange with its own communicator for a background thread."""
         other = PollingExchange(self.comm, self.segment_nbytes)
@@ -238,7 +275,9 @@ class PollingExchange(Exchange):
     SHORTEST, LONGEST = 5e-5, 2e-3  # seconds between polls: at 1 Gbit/s socket buffers hold what arrives in the longest
 
     def _call(self, name: str, *buffers: Any, **options: Any) -> None:
-        request = getattr(self.comm, f"I{name.lower()}")(*buffers, **options)
+        self._wait_for(name, getattr(self.comm, f"I{name.lower()}")(*buffers, **options))
+
+    def _wait_for(self, name: str, request: Any) -> None:
         pause = self.SHORTEST
         self.spot.wait = name, time.monotonic(), get_ident()
         try:

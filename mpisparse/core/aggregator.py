@@ -18,6 +18,7 @@ from mpisparse.arrays import Bools, Floats, State
 from mpisparse.backends.flat import Pieces, Slot, pieces_of
 from mpisparse.comm.agreement import BROKEN, Notice, Refusal
 from mpisparse.comm.inflight import InFlight
+from mpisparse.comm.roll_call import meet
 from mpisparse.core import flights, step
 from mpisparse.core.records import Arrived, Delivered, Outgoing, Parts, Stats, Works
 from mpisparse.core.refusals import explain
@@ -82,6 +83,7 @@ class Aggregator:
         unused = np.zeros(len(self.parts.slots), dtype=bool)
         notice = Notice(self.k, unused, BROKEN, trouble=trouble) if trouble else Notice(wanted, unused)
         clock, number, added = Clock(), self.number, False
+        notice = notice._replace(step=number)
         try:
             self.agree(notice, clock)
             added = True
@@ -215,12 +217,15 @@ class Aggregator:
 
     def close(self) -> None:
         """End threads and give communicators back, that of the parts too; collective."""
+        exchange = self.parts.exchange
+        if exchange.is_open and not exchange.gone:
+            meet(exchange, "close")
         self.works.scorer.close()
         if self.works.flight is not None:
             self.works.flight.close()
-        if self._polling is not None:
+        if self._polling is not None and not exchange.gone:
             self._polling.close()
-        self.parts.exchange.close()
+        exchange.close()
 
     # State: each part knows its own keys
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mpisparse.comm.agreement import Notice, Refusal
     from mpisparse.comm.exchange import Exchange
     from mpisparse.comm.inflight import InFlight
+    from mpisparse.comm.roll_call import Call
     from mpisparse.core.stages import Sent, Stage
     from mpisparse.select.plans import Agreed, Plan, Selection
     from mpisparse.select.scorers import Scorer
@@ -100,7 +101,10 @@ class Ahead(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """What prepare hands to deliver, and all that deliver may read. late: it is delivered while other steps run."""
+    """What prepare hands to deliver, and all that deliver may read.
+
+    late: it is delivered while other steps run; call: the roll call of its step.
+    """
 
     notice: Notice
     plan: Plan
@@ -110,6 +114,7 @@ class Outgoing(NamedTuple):
     figures: tuple[float, ...] = ()
     ahead: Ahead | None = None
     late: bool = False
+    call: Call | None = None
 
 
 class Delivered(NamedTuple):

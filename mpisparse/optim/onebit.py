@@ -20,6 +20,7 @@ import torch
 from mpisparse.arrays import Bools
 from mpisparse.comm.agreement import BROKEN, FINE, NONFINITE, FrozenDiffers, Notice, Refusal, StepRefused
 from mpisparse.comm.exchange import Exchange, end_job_on_uncaught_exception
+from mpisparse.comm.roll_call import answer_at_exit, meet
 from mpisparse.core.records import Stats
 from mpisparse.core.refusals import explain
 from mpisparse.core.step import share_readiness
@@ -86,6 +87,7 @@ class OneBitAdamW(torch.optim.Optimizer):
         self._damaged = ""
         self._tie([0.0] * len(self._places.slots), [0.0] * len(self._places.slots))
         self._ready = True
+        answer_at_exit(self._exchange)
 
     # What a training loop calls
 
@@ -115,6 +117,8 @@ class OneBitAdamW(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Free the communicator; collective."""
+        if self._exchange.is_open and not self._exchange.gone:
+            meet(self._exchange, "close")
         self._exchange.close()
 
     # A step
@@ -141,7 +145,8 @@ class OneBitAdamW(torch.optim.Optimizer):
     def _agree(self, members: list[Member]) -> Bools | None:
         """Read the gradients; returns which parameters have one on some rank, None if all ranks skip the step."""
         trouble, unused = self._places.trouble(), np.array([m.p.grad is None for m in members])
-        notice, infinite = Notice(0, unused, frozen=self._digest()), getattr(self, "found_inf", None)
+        notice = Notice(0, unused, frozen=self._digest(), step=self._steps)
+        infinite = getattr(self, "found_inf", None)
         if trouble:
             notice = notice._replace(status=BROKEN, trouble=trouble)
         else:
@@ -282,6 +287,7 @@ class OneBitAdamW(torch.optim.Optimizer):
             error = caught
         except (LookupError, TypeError, ValueError, AttributeError) as caught:
             error = ConfigurationError(f"the state is not one that state_dict() gave: {type(caught).__name__}: {caught}")
+        meet(self._exchange, "load_state_dict")
         self._exchange.raise_together(error)
         own, saved = state_dict["onebit"], [state_dict["state"][number] for number in self._places.numbers]
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})

@@ -115,6 +115,10 @@ class Companion:
     def hold(self, frozen: Sequence[bool]) -> None:
         """Other parameters than before are frozen."""
 
+    def counted(self, number: int) -> int:
+        """The number of the step that an exchange belongs to, for messages; number: that of the exchange."""
+        return number
+
     def is_due(self) -> bool:
         """Count one step of the optimizer; tell whether an exchange follows it."""
         return True
