@@ -3,7 +3,7 @@
     mpisparse.checkpoint.save(directory, step=step, model=model, optimizer=optimizer, sync=sync)     # collective
     step = mpisparse.checkpoint.load(directory, model=model, optimizer=optimizer, sync=sync)         # collective
 
-The directory must be on a file system that all ranks see. docs/howto/checkpoint.md describes its contents.
+The directory must be on a file system that all ranks see. docs/reference/files.md describes its contents.
 """
 
 from __future__ import annotations
