@@ -24,7 +24,7 @@ from mpisparse.backends.device import load_backend
 from mpisparse.backends.flat import zeros
 from mpisparse.comm.agreement import BROKEN, FINE, NONFINITE, FrozenDiffers, Notice, Overflow, Refusal, StepRefused
 from mpisparse.comm.exchange import Exchange, end_job_on_uncaught_exception
-from mpisparse.comm.roll_call import answer_at_exit
+from mpisparse.comm.roll_call import Call, answer_at_exit
 from mpisparse.comm.watchdog import TIMEOUT, check_timeout, watch
 from mpisparse.core.records import Parts, Stats
 from mpisparse.core.refusals import explain
@@ -33,6 +33,7 @@ from mpisparse.errors import ConfigurationError, GradientError
 from mpisparse.model.collectives import Collectives
 from mpisparse.model.grad_hooks import take_over
 from mpisparse.model.gradients import ModelGradients
+from mpisparse.model.joining import joined_k, joining, with_zeros
 from mpisparse.model.layout import Layout
 from mpisparse.model.published import Published
 from mpisparse.schemes import configure
@@ -102,6 +103,8 @@ class GradientSync(Collectives):
         self._share = self._layout.size  # the elements that it exchanged
         self._syncing = True
         self._trouble: str | None = None  # of the attached optimizer
+        self._attached: list[Any] = []  # what attach() returned, until it is removed
+        self._call: Call | None = None  # the roll call of the coming step, where this rank takes part with zeros
         self._damaged: str | None = None
         self._told_unobserved = False
         self._watchdog = watch(self._exchange, self._timeout, None if run_directory is None else Path(run_directory))
@@ -158,7 +161,8 @@ class GradientSync(Collectives):
             self._trouble = trouble
             self._companion.begin()
             if self._companion.starting:
-                self._companion.average(trouble)
+                call, self._call = self._call, None
+                self._companion.average(trouble, call)
         elif not self._companion.draining:
             self._exchange_now(trouble)
 
@@ -167,13 +171,15 @@ class GradientSync(Collectives):
         self._check_ready()
         if not self._companion.idle:
             self._companion.begin()
+        call, self._call = self._call, None
         aggregator, works, gradients, clock = self._aggregator, self._aggregator.works, self._gradients, Clock()
         self._backend.use_threads(torch.get_num_threads())
         found = aggregator.ready(clock.lap) if works.scorer.asks else ""  # asked even in trouble: it begins a new step
         gradients.look()  # k counts what is not frozen
-        pieces, notice = gradients.take(self.k, trouble or found)
+        pieces, notice = gradients.take(self.k if call is None else joined_k(call, self.k), trouble or found)
         number = works.selection.step + (len(works.flight) if works.flight is not None else 0)
         notice = notice._replace(step=self._companion.counted(number))
+        notice = notice if call is None else with_zeros(notice, call)
         try:
             used = agree(works, notice, clock)
         except Refusal as refusal:
@@ -259,22 +265,39 @@ class GradientSync(Collectives):
         finally:
             self._syncing = before
 
+    def join(
+        self, *optimizers: torch.optim.Optimizer, each_step: Callable[[], Any] | None = None
+    ) -> AbstractContextManager[None]:
+        """Allow ranks to have different numbers of batches: `with sync.join(): for batch in loader: ...`. Collective.
+
+        A rank that leaves the block takes part in the steps of the others, with zeros for its gradients, until all have left
+        it. Means are over all ranks, as with torch's Join and divide_by_initial_world_size. Its replica moves with the
+        others: by the attached optimizer, or by those that are passed here. each_step is called after each of these
+        steps; pass scheduler.step if the loop does that after each batch. Where weights are exchanged (drift) the rank
+        keeps exchanging its own, which no longer move. average(), agree_any() and observe() leave such a rank out.
+        """
+        return joining(self, optimizers, each_step)
+
     def observe(self, metric: float, *, higher_is_better: bool = True) -> float:
         """Tell the scheme a validation metric; returns its mean over ranks. Collective.
 
         Where the scheme makes no use of it, rank 0 warns once.
         """
-        mean = self._mean("observe", metric)
+        mean = self._mean("observe", metric if higher_is_better else -metric)
+        self._observed(mean)
+        return mean if higher_is_better else -mean
+
+    def _observed(self, mean: float) -> None:
+        """Tell the scheme the mean of a metric, larger being better; local."""
         if not self.observes and not self._told_unobserved:
             self._told_unobserved = True
             if self.rank == 0:
                 warnings.warn(
                     f'observe() has no effect with scheme "{self.scheme}" as it is set: only scheme "predictive" with '
                     "adapt_k=True moves k by a metric",
-                    stacklevel=2,
+                    stacklevel=3,
                 )
-        self._aggregator.observe(mean if higher_is_better else -mean)
-        return mean
+        self._aggregator.observe(mean)
 
     def note_loss(self, loss: float) -> None:
         """Tell the scheme this rank's loss of the coming step, for those that learn from it; local."""

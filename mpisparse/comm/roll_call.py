@@ -27,11 +27,12 @@ from mpisparse.errors import CollectiveError
 if TYPE_CHECKING:
     from mpisparse.comm.exchange import Exchange, Gathering
 
-STEP, END = "step", "the end of the program"
+STEP, END, JOINED = "step", "the end of the program", "join"
 ENTRIES = (
-    STEP, END, "checkpoint.save", "finish() of a checkpoint", "checkpoint.load", "average", "observe", "agree_any",
+    STEP, END, JOINED, "checkpoint.save", "finish() of a checkpoint", "checkpoint.load", "average", "observe", "agree_any",
     "gather_floats", "broadcast_", "check_together", "synchronize", "global_weights", "load_state_dict", "close",
 )  # fmt: skip
+JOINABLE = (STEP, "average", "observe", "agree_any")  # what a rank that has no more batches takes part in
 VALUES = 7  # numbers that an entry point may send along
 LISTED = 8  # ranks that a message names one by one
 
@@ -41,11 +42,12 @@ class Apart(Refusal):
 
 
 class Call(NamedTuple):
-    """A roll call that has begun."""
+    """A roll call that has begun. rows: the answers, if they are known."""
 
     exchange: Exchange
     row: Ints
     gathering: Gathering | None  # None: there is one rank
+    rows: Ints | None = None
 
 
 def begin(exchange: Exchange, entry: str, step: int, values: Sequence[int] = ()) -> Call:
@@ -61,26 +63,47 @@ def begin(exchange: Exchange, entry: str, step: int, values: Sequence[int] = ())
 def answers(call: Call, exchange: Exchange | None = None) -> Ints:
     """Wait for the rows of all ranks, and raise Apart unless they are in the same entry point; collective.
 
-    exchange: that of the thread that waits, if it is another. Returns row r for rank r, without entry and step.
+    exchange: that of the thread that waits, if it is another. Returns row r for rank r: entry, step, and its values. Ranks
+    that have no more batches (JOINED) may be in any entry point that they can take part in.
     """
+    if call.rows is not None:
+        return call.rows
     if call.gathering is None:
-        return call.row[None, 2:]
+        return call.row[None]
     rows = (exchange or call.exchange).gathered(call.gathering)
-    if (rows[:, 0] != call.row[0]).any() or (call.row[0] == 0 and (rows[:, 1] != call.row[1]).any()):
+    if (rows[:, :2] != call.row[:2]).any() and not _together(rows[:, :2].tolist()):
         text = in_words(rows[:, :2].tolist())
         if (rows[:, 0] == ENTRIES.index(END)).any():
             call.exchange.gone = text
         raise Apart(text)
-    return rows[:, 2:]
+    return rows
+
+
+def _together(rows: Sequence[tuple[int, int]]) -> bool:
+    """Tell whether all ranks are in the same entry point, and in the same step if that is one."""
+    places = {(entry, step if ENTRIES[entry] == STEP else 0) for entry, step in rows if ENTRIES[entry] != JOINED}
+    joined = any(ENTRIES[entry] == JOINED for entry, _ in rows)
+    return len(places) <= 1 and all(not joined or ENTRIES[entry] in JOINABLE for entry, _ in places)
+
+
+def all_done(rows: Ints) -> bool:
+    """Tell whether no rank has any more batches."""
+    return not len(at_work(rows))
+
+
+def at_work(rows: Ints) -> Ints:
+    """Of the answers, those of ranks that have batches."""
+    busy: Ints = rows[rows[:, 0] != ENTRIES.index(JOINED)]
+    return busy
 
 
 def meet(exchange: Exchange, entry: str, *values: int) -> Ints:
     """Raise CollectiveError on all ranks unless all are in this entry point; collective.
 
-    values: what to tell the others, at most 7 numbers. Returns row r for rank r.
+    values: what to tell the others, at most 7 numbers. Returns those of each rank, but of ranks that have no more batches.
     """
     try:
-        return answers(begin(exchange, entry, exchange.place.steps, values))
+        return at_work(answers(begin(exchange, entry, exchange.place.steps, values)))[:, 2:]
     except Apart as apart:
         raise CollectiveError(f"r{exchange.rank} | {apart.args[0]}") from None
 
@@ -93,14 +116,18 @@ def in_words(rows: Sequence[tuple[int, int]]) -> str:
     groups = [f"{_named(members)}{'' if i else ' is' if len(members) == 1 else ' are'} {place}"
               for i, (place, members) in enumerate(ranks.items())]  # fmt: skip
     names = [ENTRIES[entry] for entry, _ in rows]
-    other = next((name for name in names if name not in (STEP, END)), None)
+    other = next((name for name in names if name not in (STEP, END, JOINED)), None)
+    if JOINED in names and END not in names:
+        return f"{', '.join(groups)}: leave the block of join() on every rank before {other or 'this step'}"
     if other is not None:
         short = other.rsplit(".", 1)[-1]
         return f"{', '.join(groups)}: {short} is collective, call it on every rank"
-    return f"{', '.join(groups)}: a step is collective, so that each rank needs the same number of steps"
+    return f"{', '.join(groups)}: a step is collective, each rank needs the same number of them, or sync.join()"
 
 
 def _place(entry: str, step: int) -> str:
+    if entry == JOINED:
+        return "at the end of its batches"
     return f"at {END}" if entry == END else f"in {entry}{f' {step}' if entry == STEP else ''}"
 
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from mpisparse.comm.agreement import Notice, Refusal
     from mpisparse.comm.exchange import Exchange
     from mpisparse.comm.inflight import InFlight
-    from mpisparse.comm.roll_call import Call
     from mpisparse.core.stages import Sent, Stage
     from mpisparse.select.plans import Agreed, Plan, Selection
     from mpisparse.select.scorers import Scorer
@@ -101,10 +100,7 @@ class Ahead(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """What prepare hands to deliver, and all that deliver may read.
-
-    late: it is delivered while other steps run; call: the roll call of its step.
-    """
+    """What prepare hands to deliver, and all that deliver may read. late: it is delivered while other steps run."""
 
     notice: Notice
     plan: Plan
@@ -114,7 +110,6 @@ class Outgoing(NamedTuple):
     figures: tuple[float, ...] = ()
     ahead: Ahead | None = None
     late: bool = False
-    call: Call | None = None
 
 
 class Delivered(NamedTuple):

@@ -20,7 +20,7 @@ import numpy as np
 
 from mpisparse.arrays import Bools, Floats, Ints
 from mpisparse.comm.agreement import FINE, DensityDiffers, FrozenDiffers, Refusal, refuse
-from mpisparse.comm.roll_call import STEP, Call, answers, begin
+from mpisparse.comm.roll_call import STEP, answers, at_work, begin
 from mpisparse.core.records import Ahead, Arrived, Delivered, Outgoing, Refused, Works
 from mpisparse.core.stages import Sent
 from mpisparse.select.candidates import NONE
@@ -78,7 +78,7 @@ def run(works: Works, pieces: Pieces | None, notice: Notice, clock: Clock) -> De
         clock.lap("wait")
         delivered = settle(works, arrived, clock)
         outgoing = prepare(works, pieces, notice, clock)
-        works.flight.send(outgoing._replace(call=tell(works.exchange, outgoing.notice)))
+        works.flight.send(outgoing._replace(notice=told(works.exchange, outgoing.notice)))
         if notice.status != FINE:  # this rank moves nothing until all ranks raise why, in the same later step
             delivered = None
     publish(works, delivered, clock)
@@ -105,7 +105,7 @@ def prepare(works: Works, pieces: Pieces | None, notice: Notice, clock: Clock) -
 
 def deliver(exchange: Exchange, backend: Backend, out: Outgoing, clock: Clock) -> Delivered:
     """Agree on what is sent and average it over ranks; collective. Arrays in, arrays out."""
-    used = share_readiness(exchange, out.notice, out.call) if out.late else None
+    used = share_readiness(exchange, out.notice) if out.late else None
     figures = tuple(exchange.allgather(np.array(out.figures)).mean(axis=0).tolist()) if out.figures else ()
     agreed, tags, form, indices = out.plan.agree(exchange, backend, out.notice, out.view), None, "", 0
     exchange.nbytes_control = exchange.nbytes_received  # all messages so far, of any kind
@@ -165,24 +165,29 @@ def publish(works: Works, delivered: Delivered | None, clock: Clock) -> None:
     clock.lap("publish")
 
 
-def tell(exchange: Exchange, notice: Notice) -> Call:
-    """Tell the other ranks that this one is in a step, and whether it can go on; local."""
+def told(exchange: Exchange, notice: Notice) -> Notice:
+    """Tell the other ranks that this one is in a step, and whether it can go on; local.
+
+    In flight the training loop does that, in the order of its other calls, and the thread waits for the answers.
+    """
+    if notice.call is not None:
+        return notice
     values = (notice.status, notice.detail, notice.k, int(notice.unused.any()), notice.frozen)
-    return begin(exchange, STEP, notice.step, values)
+    return notice._replace(call=begin(exchange, STEP, notice.step, values))
 
 
-def share_readiness(exchange: Exchange, notice: Notice, call: Call | None = None) -> Bools | None:
+def share_readiness(exchange: Exchange, notice: Notice) -> Bools | None:
     """Raise on all ranks if any is elsewhere or cannot go on, or if densities or frozen parameters differ. Collective.
 
-    call: the roll call of the step, if it has begun; in flight the training loop begins it, in the order of its other calls.
     Returns which parameters had a gradient on some rank; None if all parameters had one on all ranks.
     """
-    rows = answers(call or tell(exchange, notice), exchange)
+    answered = answers(told(exchange, notice).call, exchange)
+    rows = answered[:, 2:]
     if rows[:, 0].any():
         refuse(rows, notice)
     if (rows[:, 4] != notice.frozen).any():
         raise FrozenDiffers
-    if (rows[:, 2] != notice.k).any():
+    if (rows[:, 2] != notice.k).any() and (at_work(answered)[:, 4] != notice.k).any():
         raise DensityDiffers(rows[:, 2].tolist())
     if not rows[:, 3].any():
         return None

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from mpisparse.comm.roll_call import meet
+from mpisparse.model.joining import mean_of
 
 if TYPE_CHECKING:
     from mpisparse.arrays import Ints
@@ -28,7 +29,7 @@ class Collectives:
     def _mean(self, entry: str, value: float) -> float:
         """The mean of a number over ranks, summed in rank order; collective."""
         rows = self._meet(entry, int(np.float64(value).view(np.int64)))
-        return float(sum(np.ascontiguousarray(rows[:, 0]).view(np.float64).tolist()) / len(rows))
+        return mean_of(rows[:, 0])
 
     def average(self, value: float) -> float:
         """The mean of a number over ranks; collective."""

@@ -198,7 +198,7 @@ def test_the_bytes_of_a_dense_step(comm: MPI.Intracomm) -> None:
     sync = mpisparse.GradientSync(model, scheme="dense")
     loss_of(model, seeded(comm.rank, 0)).backward()
     sync.step()
-    expected = 2 * 4 * 785 * (comm.size - 1) // comm.size + (comm.size - 1) * (5 + 2) * 8
+    expected = 2 * 4 * 785 * (comm.size - 1) // comm.size + (comm.size - 1) * (9 + 2) * 8
     assert sync.stats.bytes_received == expected
     assert sync.stats.bytes_sent == expected
     sync.close()

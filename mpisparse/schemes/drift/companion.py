@@ -113,9 +113,9 @@ class Drifting(Companion):
         """Whether gradients are averaged in the coming step."""
         return self.start is not None and self.done < self.start.steps
 
-    def average(self, trouble: str | None) -> None:
+    def average(self, trouble: str | None, call: Any = None) -> None:
         assert self.start is not None
-        self.start.average(self.done, trouble)
+        self.start.average(self.done, trouble, call)
 
     def counted(self, number: int) -> int:
         """Count the optimizer's steps, not the exchanges."""
