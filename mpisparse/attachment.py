@@ -32,7 +32,7 @@ class Attachment:
         scales = scaler is not None and scaler.is_enabled()
         kinds = (LocalScaling, ScalerAgreement) if sync.options.of_weights else (ScalerAgreement,)
         self._scaling = [kind(optimizer, sync, scaler) for kind in kinds] if scales else []
-        self._alarm = None if scales else ScalerAlarm(optimizer, sync)
+        self._alarm = ScalerAlarm(optimizer, sync, scaler if scales else None)
         sync._attached.append(self)
 
     @property
@@ -50,10 +50,9 @@ class Attachment:
         for handle in self._handles:
             handle.remove()
         vars(self._optimizer).pop("add_param_group", None)
+        self._alarm.remove()
         for scaling in reversed(self._scaling):
             scaling.remove()
-        if self._alarm is not None:
-            self._alarm.remove()
         self._sync._companion.release()
         if self in self._sync._attached:
             self._sync._attached.remove(self)
@@ -78,8 +77,7 @@ class Attachment:
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Exchange now, or after each evaluation of the closure if there is one; args begin with the optimizer."""
-        if self._alarm is not None:
-            self._alarm.check()
+        self._alarm.check()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None or not self._sync.averages_gradients:
             self._sync.begin(self._trouble())
@@ -176,24 +174,49 @@ class ScalerAlarm:
 
     torch then calls no hook on that rank. So the optimizer claims to unscale by itself: the scaler calls its step() in any
     case, and all ranks raise in their first one. Where weights are exchanged, an optimizer that does unscale may go on.
+    known: the scaler that attach() was given, if any; while it steps, there is no such claim.
     """
 
-    def __init__(self, optimizer: Any, sync: GradientSync) -> None:
+    def __init__(self, optimizer: Any, sync: GradientSync, known: Any = None) -> None:
         self._optimizer = optimizer
         self._sync = sync
+        self._known = known
         self._claims = not getattr(optimizer, "_step_supports_amp_scaling", False)
+        self._armed = False
+        self._arm()
+        if known is not None:
+            self._step, known.step = known.step, self.step
+
+    def remove(self) -> None:
+        """Leave the optimizer and the scaler as they were."""
+        self._disarm()
+        if self._known is not None:
+            self._known.step = self._step
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Let the known scaler step."""
+        if optimizer is not self._optimizer:
+            return self._step(optimizer, *args, **kwargs)
+        self._disarm()
+        try:
+            return self._step(optimizer, *args, **kwargs)
+        finally:
+            self._arm()
+
+    def _arm(self) -> None:
+        self._armed = True
         if self._claims:
             self._optimizer._step_supports_amp_scaling = True
 
-    def remove(self) -> None:
-        """Leave the optimizer as it was."""
+    def _disarm(self) -> None:
+        self._armed = False
         if self._claims:
             vars(self._optimizer).pop("_step_supports_amp_scaling", None)
 
     def check(self) -> None:
-        """Raise if a scaler has called step(); local, but all ranks come here in the same step."""
+        """Raise if an unknown scaler has called step(); local, but all ranks come here in the same step."""
         unscales = not self._claims and not self._sync.averages_gradients
-        if unscales or not hasattr(self._optimizer, "found_inf"):
+        if not self._armed or unscales or not hasattr(self._optimizer, "found_inf"):
             return
         del self._optimizer.grad_scale, self._optimizer.found_inf  # the scaler would do that after step()
         raise ConfigurationError(

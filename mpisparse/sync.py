@@ -23,8 +23,9 @@ from mpisparse.arrays import Bools
 from mpisparse.backends.device import load_backend
 from mpisparse.backends.flat import zeros
 from mpisparse.comm.agreement import BROKEN, FINE, NONFINITE, FrozenDiffers, Notice, Overflow, Refusal, StepRefused
-from mpisparse.comm.exchange import Exchange, end_job_on_uncaught_exception
+from mpisparse.comm.exchange import Exchange
 from mpisparse.comm.roll_call import Call, answer_at_exit
+from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.comm.watchdog import TIMEOUT, check_timeout, watch
 from mpisparse.core.records import Parts, Stats
 from mpisparse.core.refusals import explain
@@ -73,7 +74,7 @@ class GradientSync(Collectives):
         run_directory: str | Path | None = None,
         **scheme_options: Any,
     ) -> None:
-        end_job_on_uncaught_exception()
+        end_job_on_uncaught_exception(comm)
         self._exchange = Exchange(comm)
         error: ConfigurationError | None = None
         try:
@@ -381,6 +382,11 @@ class GradientSync(Collectives):
         if self._stats is None:
             raise RuntimeError(f"r{self.rank} | there are no statistics before the first step()")
         return self._stats
+
+    @property
+    def nbytes_in_flight(self) -> int:
+        """Bytes that this rank received for later steps, whose statistics will count them; waits for them to arrive."""
+        return self._aggregator.nbytes_in_flight
 
     @property
     def residual(self) -> torch.Tensor:

@@ -13,8 +13,9 @@ from mpisparse.backends.device import load_backend
 from mpisparse.backends.flat import Held, Slot, zeros
 from mpisparse.backends.kinds import FP32
 from mpisparse.backends.protocol import Backend
-from mpisparse.comm.exchange import Exchange, end_job_on_uncaught_exception
+from mpisparse.comm.exchange import Exchange
 from mpisparse.comm.roll_call import answer_at_exit
+from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Parts
 from mpisparse.errors import ConfigurationError
@@ -93,7 +94,7 @@ def aggregator(
     Options are those of GradientSync that need no model. staleness: 1 delivers while the caller computes (scheme "exdyna").
     The mean of what was given is then returned two steps later: indices travel one step ahead of their values.
     """
-    end_job_on_uncaught_exception()
+    end_job_on_uncaught_exception(comm)
     exchange = Exchange(comm)
     made: Aggregator | None = None
     error: ConfigurationError | None = None

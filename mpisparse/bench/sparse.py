@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from mpisparse.bench.tailored import Reduction, TailoredSync, by_mask, by_rows, by_use
 from mpisparse.bench.train import Case, progress_to_stderr, train_case
-from mpisparse.comm.exchange import end_job_on_uncaught_exception
+from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.runtime.settings import Settings
 from mpisparse.runtime.signals import StopRequest
 from mpisparse.runtime.table import save, show

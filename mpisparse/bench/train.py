@@ -14,7 +14,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpisparse.comm.exchange import end_job_on_uncaught_exception
+from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.flags import parse_options
 from mpisparse.runtime.settings import Settings

@@ -27,12 +27,13 @@ from mpisparse.errors import CollectiveError
 if TYPE_CHECKING:
     from mpisparse.comm.exchange import Exchange, Gathering
 
-STEP, END, JOINED = "step", "the end of the program", "join"
+STEP, END, JOINED, FIRST = "step", "the end of the program", "join", "the first step"
 ENTRIES = (
-    STEP, END, JOINED, "checkpoint.save", "finish() of a checkpoint", "checkpoint.load", "average", "observe", "agree_any",
-    "gather_floats", "broadcast_", "check_together", "synchronize", "global_weights", "load_state_dict", "close",
+    STEP, END, JOINED, FIRST, "checkpoint.save", "finish() of a checkpoint", "checkpoint.load", "average", "observe",
+    "agree_any", "gather_floats", "broadcast_", "check_together", "synchronize", "global_weights", "load_state_dict",
+    "close",
 )  # fmt: skip
-JOINABLE = (STEP, "average", "observe", "agree_any")  # what a rank that has no more batches takes part in
+JOINABLE = (STEP, FIRST, "average", "observe", "agree_any")  # what a rank that has no more batches takes part in
 VALUES = 7  # numbers that an entry point may send along
 LISTED = 8  # ranks that a message names one by one
 
@@ -116,7 +117,7 @@ def in_words(rows: Sequence[tuple[int, int]]) -> str:
     groups = [f"{_named(members)}{'' if i else ' is' if len(members) == 1 else ' are'} {place}"
               for i, (place, members) in enumerate(ranks.items())]  # fmt: skip
     names = [ENTRIES[entry] for entry, _ in rows]
-    other = next((name for name in names if name not in (STEP, END, JOINED)), None)
+    other = next((name for name in names if name not in (STEP, END, JOINED, FIRST)), None)
     if JOINED in names and END not in names:
         return f"{', '.join(groups)}: leave the block of join() on every rank before {other or 'this step'}"
     if other is not None:
@@ -150,9 +151,10 @@ def answer_at_exit(exchange: Exchange) -> None:
     if exchange.size > 1 and not exchange.virtual:
         _open[:] = [other for other in _open if other.is_open]
         _open.append(exchange)
+        atexit.unregister(_leave)
+        atexit.register(_leave)  # as the last, so that it runs before transports close and the watchdog waits for ranks
 
 
-@atexit.register  # after the import of the watchdog, so that it runs before the watchdog waits for other ranks
 def _leave() -> None:
     """Tell the ranks that wait in an entry point, if any, that this one does not come. All ranks that end meet here."""
     left = [exchange for exchange in _open if exchange.pid == os.getpid() and exchange.is_open and not exchange.gone]
@@ -160,9 +162,11 @@ def _leave() -> None:
     if calls:
         announce_exit()
     for call in calls:
-        _wait_quietly(call)
         try:
+            _wait_quietly(call)
             answers(call)
+        except ConnectionError:
+            continue  # a rank is gone, and nobody waits
         except Apart as apart:
             print(f"r{call.exchange.rank} | {apart.args[0]}", file=sys.stderr, flush=True)
 

@@ -168,6 +168,12 @@ class Aggregator:
     # What it tells, and what it is told
 
     @property
+    def nbytes_in_flight(self) -> int:
+        """Bytes received by deliveries that are not applied yet, and so in no step's statistics; waits for them."""
+        results = [] if self.works.flight is None else self.works.flight.results()
+        return sum(each.nbytes_received for each in results if isinstance(each, Delivered))
+
+    @property
     def number(self) -> int:
         """The number of steps done."""
         return self.works.selection.step + len(self.works.flight or ())

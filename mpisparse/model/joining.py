@@ -12,7 +12,7 @@ import torch
 
 from mpisparse.arrays import Ints
 from mpisparse.comm.agreement import FINE, NO_BACKWARD, Notice
-from mpisparse.comm.roll_call import ENTRIES, JOINED, STEP, Apart, Call, all_done, answers, at_work, begin
+from mpisparse.comm.roll_call import ENTRIES, FIRST, JOINED, STEP, Apart, Call, all_done, answers, at_work, begin
 from mpisparse.errors import CollectiveError, ConfigurationError, GradientError
 
 
@@ -120,7 +120,9 @@ class Trailing:
             entry = ENTRIES[busy[0, 0]] if len(busy) else STEP
             if entry == STEP:
                 return call._replace(rows=rows)
-            if entry == "observe":
+            if entry == FIRST:
+                exchange.raise_together(None, GradientError)
+            elif entry == "observe":
                 sync._observed(mean_of(busy[:, 2]))
 
 

@@ -19,8 +19,9 @@ import torch
 
 from mpisparse.arrays import Bools
 from mpisparse.comm.agreement import BROKEN, FINE, NONFINITE, FrozenDiffers, Notice, Refusal, StepRefused
-from mpisparse.comm.exchange import Exchange, end_job_on_uncaught_exception
+from mpisparse.comm.exchange import Exchange
 from mpisparse.comm.roll_call import answer_at_exit, meet
+from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.core.records import Stats
 from mpisparse.core.refusals import explain
 from mpisparse.core.step import share_readiness
@@ -57,7 +58,7 @@ class OneBitAdamW(torch.optim.Optimizer):
         capturable: bool = False, differentiable: bool = False, fused: bool | None = None, comm: Any = None,
         warmup: int = 100, refresh: int | None = None, codec: str = "sign", warmup_codec: str = "int4",
     ) -> None:  # fmt: skip
-        end_job_on_uncaught_exception()
+        end_job_on_uncaught_exception(comm)
         self._exchange = Exchange(comm)
         self._ready = False
         self._settings = {"warmup": warmup, "refresh": refresh, "codec": codec, "warmup_codec": warmup_codec}
@@ -71,9 +72,9 @@ class OneBitAdamW(torch.optim.Optimizer):
         except (ValueError, TypeError) as caught:
             error = caught
         try:
-            self._exchange.raise_together(error, ConfigurationError if error is None else type(error))
+            self._exchange.raise_together(error)
             self._check_alike()
-        except (ValueError, TypeError):
+        except ConfigurationError:
             self._exchange.close()
             raise
         self._broadcast()
@@ -145,8 +146,12 @@ class OneBitAdamW(torch.optim.Optimizer):
     def _agree(self, members: list[Member]) -> Bools | None:
         """Read the gradients; returns which parameters have one on some rank, None if all ranks skip the step."""
         trouble, unused = self._places.trouble(), np.array([m.p.grad is None for m in members])
-        notice = Notice(0, unused, frozen=self._digest(), step=self._steps)
-        infinite = getattr(self, "found_inf", None)
+        digest = 0
+        try:
+            digest = self._digest()
+        except (TypeError, ValueError) as error:
+            trouble = trouble or f"a group's learning rate, or another of its numbers, is none: {error}"
+        notice, infinite = Notice(0, unused, frozen=digest, step=self._steps), getattr(self, "found_inf", None)
         if trouble:
             notice = notice._replace(status=BROKEN, trouble=trouble)
         else:

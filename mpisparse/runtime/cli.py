@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpisparse.bench import commands as bench_commands
+from mpisparse.comm.world import first_task
 from mpisparse.errors import ConfigurationError
-from mpisparse.runtime import sbatch, slurm
+from mpisparse.runtime import sbatch
 from mpisparse.runtime.flags import add_arguments, add_list, resolve
 from mpisparse.runtime.settings import import_modules
 from mpisparse.runtime.signals import StopRequest, ignore
@@ -38,6 +39,10 @@ def parser() -> argparse.ArgumentParser:
     inspect.add_argument("--verify", action="store_true", help="read everything and check all digests")
     inspect.add_argument("--json", action="store_true", help="print one JSON record per checkpoint")
     add_list(inspect, "imports")
+    export = commands.add_parser("export", help="write the model of a run to a file for inference; needs no MPI")
+    export.add_argument("source", type=Path, metavar="RUN", help="a run's directory, or a checkpoint")
+    export.add_argument("target", type=Path, metavar="FILE", help="model.safetensors, or model.pt for a plain state_dict")
+    export.add_argument("--overwrite", action="store_true", help="replace an existing file")
     doctor = commands.add_parser("doctor", help="show which MPI, kernels, GPUs and Slurm are here")
     doctor.add_argument("--json", action="store_true", help="print one JSON record")
     bench = commands.add_parser("bench", help="measure the exchange and its kernels")
@@ -64,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _printed_by_another(error: ConfigurationError) -> bool:
     """Return whether another rank prints this error. Tasks of srun wait for the first one to print it and to end the job."""
-    if error.repeated or slurm.first_task():
+    if error.repeated or first_task():
         return error.repeated
     stop = StopRequest()
     until = time.monotonic() + PATIENCE
@@ -102,6 +107,19 @@ def _inspect(args: argparse.Namespace) -> int:
     return run(args.directory, verify=args.verify, as_json=args.json)
 
 
+def _export(args: argparse.Namespace) -> int:
+    from mpisparse.checkpoint import export
+    from mpisparse.errors import CheckpointError
+
+    try:
+        saved = export(args.source, args.target, overwrite=args.overwrite)
+    except CheckpointError as error:
+        print(f"mpisparse export: {error}", file=sys.stderr)
+        return 1
+    print(f"export: {args.target}, {len(saved.tensors)} tensors of step {saved.step}, from {saved.path}")
+    return 0
+
+
 def _doctor(args: argparse.Namespace) -> int:
     from mpisparse.runtime.doctor import run
 
@@ -113,6 +131,7 @@ COMMANDS = {
     "slurm": _slurm,
     "report": _report,
     "inspect": _inspect,
+    "export": _export,
     "doctor": _doctor,
     "bench": bench_commands.run_command,
 }

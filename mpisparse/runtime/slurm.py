@@ -9,18 +9,9 @@ import subprocess
 import time
 from collections.abc import Mapping
 
-from mpisparse.errors import ConfigurationError
+from mpisparse.comm.world import started_by
 
-MPIRUN_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PRTE_LAUNCHED", "MPI_LOCALNRANKS")  # set by mpirun of Open MPI and MPICH
-PMI = {"openmpi": "pmix", "mpich": "pmi2", "intel": "pmi2", "cray": "cray_shasta"}
 COMMAND_SECONDS = 10
-
-
-def started_by(environ: Mapping[str, str] = os.environ) -> str:
-    """Return what started this process: mpirun, srun or none. Ranks of mpirun may have the variables of srun too."""
-    if any(name in environ for name in MPIRUN_VARIABLES):
-        return "mpirun"
-    return "srun" if "SLURM_STEP_ID" in environ else "none"
 
 
 def pmi(environ: Mapping[str, str] = os.environ) -> str:
@@ -30,46 +21,6 @@ def pmi(environ: Mapping[str, str] = os.environ) -> str:
     if "PMI_FD" in environ or "PMI_RANK" in environ:
         return "pmi2" if started_by(environ) == "srun" else "pmi"
     return "none"
-
-
-def first_task(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this task should print for all tasks, even if MPI sees each as a world of its own."""
-    return started_by(environ) != "srun" or environ.get("SLURM_PROCID", "0") == "0"
-
-
-def separate_worlds(size: int, library: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return what to change if srun started more tasks than MPI sees ranks, which would train separate models; else None."""
-    tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
-    if started_by(environ) != "srun" or not tasks.isdigit() or size >= int(tasks):
-        return None
-    kind = kind_of(library)
-    used = environ.get("SLURM_MPI_TYPE", "none")
-    fitting = PMI[kind] if kind else "pmix for Open MPI, --mpi=pmi2 for MPICH"
-    advice = f"start it with srun --mpi={fitting}"
-    if kind and used == fitting:
-        advice = f"--mpi={used} should fit {library}, but this build of it does not use it"
-    return (
-        f"srun --mpi={used} started {tasks} tasks, but {library} sees {size} of them, so separate models would be trained; "
-        f"{advice} (srun --mpi=list shows the choices), or with mpirun inside sbatch (docs/howto/slurm.md)"
-    )
-
-
-def check_world(size: int, library: str) -> None:
-    """Raise ConfigurationError if the tasks of this job do not see each other."""
-    problem = separate_worlds(size, library)
-    if problem:
-        raise ConfigurationError(problem)
-
-
-def kind_of(library: str) -> str | None:
-    """Return the family of an MPI library by its name, or None."""
-    name = library.lower()
-    found = [
-        kind
-        for kind, word in (("cray", "cray"), ("intel", "intel"), ("openmpi", "open"), ("mpich", "mpich"))
-        if word in name
-    ]
-    return found[0] if found else None
 
 
 class Deadline:

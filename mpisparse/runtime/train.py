@@ -9,7 +9,7 @@ import torch
 
 import mpisparse
 from mpisparse.checkpoint import onefile
-from mpisparse.comm.exchange import end_job_on_uncaught_exception
+from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.core.step import Clock
 from mpisparse.errors import CheckpointError, ConfigurationError
 from mpisparse.runtime import slurm

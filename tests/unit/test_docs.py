@@ -206,6 +206,8 @@ def test_python_of_docs_runs(here: Path, page: str, number: int) -> None:
     all_blocks, names = python_of(page), given()
     first = max(at for at in range(number + 1) if all_blocks[at].mark != "goes on")
     text = "\n".join(block.text for block in all_blocks[first : number + 1])
+    if '"RUN' in text:
+        mpisparse.checkpoint.save("RUN/checkpoints", step=20, model=names["model"])
     ends = contextlib.nullcontext()
     if "local_device(" in text and not torch.cuda.is_available():
         ends = pytest.raises(ConfigurationError, match="finds no CUDA device")  # type: ignore[assignment]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from mpisparse.comm import world
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime import cli, launcher, slurm
 from mpisparse.runtime.cli import main, parser
@@ -316,7 +317,7 @@ DAEMON = {**SRUN, "SLURM_STEP_NUM_TASKS": "3", "SLURM_NTASKS": "3", "SLURM_PROCI
 
 def test_singletons_are_told_what_to_change() -> None:
     for library, kind in (("Open MPI", "pmix"), ("MPICH", "pmi2"), ("Cray MPICH", "cray_shasta")):
-        problem = slurm.separate_worlds(1, library, SRUN)
+        problem = world.separate_worlds(1, library, SRUN)
         assert problem is not None
         for part in (
             "srun --mpi=none started 8 tasks",
@@ -325,8 +326,8 @@ def test_singletons_are_told_what_to_change() -> None:
             "mpirun inside sbatch",
         ):
             assert part in problem
-    assert "does not use it" in str(slurm.separate_worlds(1, "Open MPI", {**SRUN, "SLURM_MPI_TYPE": "pmix"}))
-    assert slurm.separate_worlds(2, "MPICH", SRUN) is not None
+    assert "does not use it" in str(world.separate_worlds(1, "Open MPI", {**SRUN, "SLURM_MPI_TYPE": "pmix"}))
+    assert world.separate_worlds(2, "MPICH", SRUN) is not None
 
 
 @pytest.mark.parametrize(
@@ -343,13 +344,13 @@ def test_singletons_are_told_what_to_change() -> None:
     ],
 )
 def test_no_false_alarm(size: int, environ: dict[str, str]) -> None:
-    assert slurm.separate_worlds(size, "Open MPI", environ) is None
+    assert world.separate_worlds(size, "Open MPI", environ) is None
 
 
 def test_train_refuses_singletons(
     no_slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in (*slurm.MPIRUN_VARIABLES, "OMPI_COMM_WORLD_RANK"):
+    for name in (*world.MPIRUN_VARIABLES, "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in SRUN.items():
         monkeypatch.setenv(name, value)
@@ -365,8 +366,8 @@ def test_kinds_of_pmi() -> None:
     assert slurm.pmi({}) == "none"
     assert slurm.pmi({**SRUN, "PMI_FD": "11", "PMI_RANK": "0"}) == "pmi2"
     assert slurm.pmi({"PMIX_NAMESPACE": "slurm.pmix.5.0", "PMIX_VERSION": "4.2.2"}) == "pmix 4.2.2"
-    assert slurm.started_by({**DAEMON, "MPI_LOCALNRANKS": "2"}) == "mpirun"
-    assert slurm.started_by(SRUN) == "srun"
+    assert world.started_by({**DAEMON, "MPI_LOCALNRANKS": "2"}) == "mpirun"
+    assert world.started_by(SRUN) == "srun"
 
 
 # Output

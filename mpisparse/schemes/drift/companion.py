@@ -13,7 +13,7 @@ import torch
 
 from mpisparse.arrays import Bools, Floats, State
 from mpisparse.backends.flat import checksum
-from mpisparse.comm.roll_call import STEP, meet
+from mpisparse.comm.roll_call import FIRST, meet
 from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Stats
 from mpisparse.errors import ConfigurationError, GradientError
@@ -87,7 +87,7 @@ class Drifting(Companion):
             raise ConfigurationError("dense_steps averages gradients before optimizer.step(): attach() the optimizer")
         if self.done:
             return
-        meet(self.exchange, STEP)
+        meet(self.exchange, FIRST)
         still = self._written() == self._versions and torch.equal(self.weights.flat(), self.shared)
         error = GradientError(
             f'no weight has moved yet: with scheme "{self.weights.scheme}" call sync.step() after optimizer.step(), or '
