@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mpisparse.comm import exchange
     from mpisparse.comm.ranks import local_rank, rank, size
     from mpisparse.comm.rendezvous import init_torch_distributed
+    from mpisparse.comm.stop_together import should_stop
     from mpisparse.core.records import Stats
     from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError
     from mpisparse.schemes import register_scheme
@@ -40,6 +41,7 @@ _HOMES = {
     "register_codec": "wire.codecs",
     "register_scheme": "schemes",
     "shard": "sharding",
+    "should_stop": "comm.stop_together",
     "size": "comm.ranks",
 }
 
@@ -75,6 +77,7 @@ __all__ = [
     "register_scheme",
     "schemes",
     "shard",
+    "should_stop",
     "size",
 ]
 

@@ -28,6 +28,7 @@ from mpisparse.checkpoint import onefile, store, tree
 from mpisparse.checkpoint.contents import MALFORMED, read_own, read_shared, sensible
 from mpisparse.checkpoint.h5file import Arrays, Damaged, FileRecord, write_file
 from mpisparse.checkpoint.model_files import export, load_model
+from mpisparse.checkpoint.periodic import STOP_BEFORE, Periodic
 from mpisparse.checkpoint.standin import check_scheme_state, resize_scheme_states
 from mpisparse.checkpoint.state import ArrayCopies, Subjects, split
 from mpisparse.comm.roll_call import meet
@@ -35,7 +36,7 @@ from mpisparse.core.state import sources
 from mpisparse.errors import CheckpointError, ConfigurationError, check_choice
 from mpisparse.version import __version__
 
-__all__ = ["CheckpointError", "Damaged", "Saving", "begin_save", "export", "load", "load_model", "save"]
+__all__ = ["CheckpointError", "Damaged", "Periodic", "Saving", "begin_save", "every", "export", "load", "load_model", "save"]
 
 P = ParamSpec("P")
 
@@ -229,6 +230,29 @@ def load(
             return _load(Path(directory), subjects, extra, exchange, check_extra or (lambda extra: None))
     finally:
         _release(exchange, sync)
+
+
+def every(
+    directory: str | Path, *, model: Any, steps: int | None = None, seconds: float | None = None, optimizer: Any = None,
+    sync: Any = None, scheduler: Any = None, scaler: Any = None, keep: int | None = 2, driver: str | None = None,
+    stop_before: float = STOP_BEFORE,
+) -> Periodic:  # fmt: skip
+    """Checkpoint a loop every so many steps or seconds, and when its job must stop; resume it first. Collective.
+
+        saves = mpisparse.checkpoint.every("runs/mine", steps=500, model=model, optimizer=optimizer, sync=sync)
+        for step in range(saves.step, 10_000):  # from the step at which the job was stopped
+            ...
+            saves.step_done()
+        saves.finish()
+
+    Restores the newest valid checkpoint of the directory, if there is one. stop_before: seconds before the time limit of a
+    Slurm job at which the loop stops; 0: by signals only. See Periodic.
+    """
+    subjects = {"model": model, "optimizer": optimizer, "sync": sync, "scheduler": scheduler, "scaler": scaler}
+    return Periodic(
+        functools.partial(save, keep=keep, driver=driver, **subjects), functools.partial(load, **subjects), Path(directory),
+        sync, steps=steps, seconds=seconds, stop_before=stop_before,
+    )  # fmt: skip
 
 
 def _load(

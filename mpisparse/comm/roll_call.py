@@ -31,9 +31,16 @@ STEP, END, JOINED, FIRST = "step", "the end of the program", "join", "the first 
 ENTRIES = (
     STEP, END, JOINED, FIRST, "checkpoint.save", "finish() of a checkpoint", "checkpoint.load", "average", "observe",
     "agree_any", "gather_floats", "broadcast_", "check_together", "synchronize", "global_weights", "load_state_dict",
-    "close",
+    "close", "should_stop",
 )  # fmt: skip
-JOINABLE = (STEP, FIRST, "average", "observe", "agree_any")  # what a rank that has no more batches takes part in
+JOINABLE = (
+    STEP,
+    FIRST,
+    "average",
+    "observe",
+    "agree_any",
+    "should_stop",
+)  # what a rank that has no more batches takes part in
 VALUES = 7  # numbers that an entry point may send along
 LISTED = 8  # ranks that a message names one by one
 

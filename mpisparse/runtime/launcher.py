@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpisparse.comm.world import PMI
-from mpisparse.runtime.slurm import command_output
+from mpisparse.stopping import command_output
 
 MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH", "intel": "Intel MPI", "cray": "Cray MPICH"}
 

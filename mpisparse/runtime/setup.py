@@ -17,8 +17,8 @@ from mpisparse.runtime.evaluate import check_steering
 from mpisparse.runtime.lock import RunLock, take
 from mpisparse.runtime.output import RankOutput
 from mpisparse.runtime.settings import Settings
-from mpisparse.runtime.signals import StopRequest
 from mpisparse.runtime.workloads import Data, Task, build, hold_out
+from mpisparse.stopping import StopRequest
 
 
 def open_output(settings: Settings) -> RankOutput:

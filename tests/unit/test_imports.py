@@ -20,7 +20,7 @@ Edge = tuple[str, str]  # the importing module and the imported one
 
 # From the bottom to the top. A name covers all modules below it that have no layer of their own.
 LAYERS = (
-    ("_cpu", "arrays", "errors", "measures", "names", "owner", "randomness", "version"),
+    ("_cpu", "arrays", "errors", "measures", "names", "owner", "randomness", "stopping", "version"),
     ("backends", "comm"),
     ("wire", "select"),
     ("core",),

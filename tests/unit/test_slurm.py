@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from mpisparse import stopping
 from mpisparse.comm import world
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime import cli, launcher, slurm
@@ -135,7 +136,7 @@ def test_whether_a_job_waits_for_the_lock_can_be_said(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("-- bench sync", "end with -- train"),
+        ("-- bench sync", "a job trains: end with -- train"),
         ("--time tomorrow -- train", "--time is MINUTES"),
         ("--time 0:30 -- train", "at least one minute"),
         ("--gpus-per-node 4 --ranks-per-node 2 -- train", "each rank needs one GPU: got 2 ranks and 4 GPUs"),
@@ -261,34 +262,34 @@ def test_cray_is_known_by_its_variable(no_slurm: Path, monkeypatch: pytest.Monke
     ],
 )
 def test_times_are_read(text: str, seconds: int | None) -> None:
-    assert slurm.parse_time(text) == seconds
+    assert stopping.parse_time(text) == seconds
 
 
 def test_a_limit_of_one_number_is_minutes() -> None:
-    assert slurm.parse_time("45", left=False) == 2700
-    assert slurm.parse_time("45:30", left=False) == 2730
+    assert stopping.parse_time("45", left=False) == 2700
+    assert stopping.parse_time("45:30", left=False) == 2730
 
 
 def test_the_end_is_known_by_variable_then_by_squeue(no_slurm: Path) -> None:
-    assert slurm.end_time({}) is None
-    assert slurm.end_time({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1234"}) == 1234.0
-    assert slurm.end_time({"SLURM_JOB_ID": "7"}) is None, "there is no squeue"
+    assert stopping.end_time({}) is None
+    assert stopping.end_time({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1234"}) == 1234.0
+    assert stopping.end_time({"SLURM_JOB_ID": "7"}) is None, "there is no squeue"
     program(no_slurm, "squeue", "1:00:00")
-    assert slurm.end_time({"SLURM_JOB_ID": "7"}) == pytest.approx(time.time() + 3600, abs=5)
+    assert stopping.end_time({"SLURM_JOB_ID": "7"}) == pytest.approx(time.time() + 3600, abs=5)
     program(no_slurm, "squeue", "UNLIMITED")
-    assert slurm.end_time({"SLURM_JOB_ID": "7"}) is None
+    assert stopping.end_time({"SLURM_JOB_ID": "7"}) is None
 
 
 def test_a_deadline_leaves_time_for_a_step_and_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(slurm.time, "time", lambda: now)
-    deadline = slurm.Deadline(2000.0, 60.0)
+    deadline = stopping.Deadline(2000.0, 60.0)
     while not deadline.near():
         now += 10.0
     assert now == 2000.0 - 60.0 - 2 * 10.0
     now = 1000.0
-    assert slurm.Deadline(1100.0, 60.0).margin == pytest.approx(10.0)
-    assert not slurm.Deadline(None, 60.0).near()
+    assert stopping.Deadline(1100.0, 60.0).margin == pytest.approx(10.0)
+    assert not stopping.Deadline(None, 60.0).near()
 
 
 def test_training_stops_before_the_limit(

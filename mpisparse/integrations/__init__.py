@@ -1,0 +1,1 @@
+"""mpisparse inside other frameworks' loops."""
