@@ -34,6 +34,7 @@ from mpisparse.checkpoint.state import ArrayCopies, Subjects, split
 from mpisparse.comm.roll_call import meet
 from mpisparse.core.state import sources
 from mpisparse.errors import CheckpointError, ConfigurationError, check_choice
+from mpisparse.schemes.optimizers import unwrapped
 from mpisparse.version import __version__
 
 __all__ = ["CheckpointError", "Damaged", "Periodic", "Saving", "begin_save", "every", "export", "load", "load_model", "save"]
@@ -161,7 +162,7 @@ def begin_save(
     if last is not None and not last.written:
         raise CheckpointError("the last checkpoint is still being written; call its finish() first")
     memory = last._memory if last is not None else ArrayCopies()
-    subjects = Subjects(model, optimizer, sync, scheduler, scaler)
+    subjects = Subjects(model, unwrapped(optimizer), sync, scheduler, scaler)
     exchange = _exchange(sync)
     meet(exchange, "checkpoint.save")
     try:
@@ -222,7 +223,7 @@ def load(
     one before; so is one whose extra makes `check_extra` raise ValueError. A checkpoint of another model or scheme is
     refused. On another number of ranks residuals are merged or split.
     """
-    subjects = Subjects(model, optimizer, sync, scheduler, scaler)
+    subjects = Subjects(model, unwrapped(optimizer), sync, scheduler, scaler)
     exchange = _exchange(sync)
     try:
         with exchange.place.exempt("loading"):
