@@ -53,6 +53,15 @@ def test_a_rank_that_raises_ends_the_job() -> None:
     assert "the data set is gone" in done.stderr
 
 
+def test_the_hook_of_ddp(tmp_path: Path) -> None:
+    """Laws, refusals and states on two ranks; then the states are taken over by three."""
+    for processes, part in ((2, "all"), (3, "resume")):
+        done = torchrun("hook.py", processes, part, str(tmp_path))
+        assert done.returncode == 0, done.stdout + done.stderr
+        for rank in range(processes):
+            assert f"rank {rank} of {processes}: all shown" in done.stdout
+
+
 SINGLE = """
 import mpisparse
 try:
