@@ -34,6 +34,17 @@ class Attachment:
         kinds = (LocalScaling, ScalerAgreement) if sync.options.of_weights else (ScalerAgreement,)
         self._scaling = [kind(optimizer, sync, scaler) for kind in kinds] if scales else []
         self._alarm = ScalerAlarm(optimizer, sync, scaler if scales else None)
+        sync._attached.append(self)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that is tied."""
+        return self._optimizer
+
+    @property
+    def scales(self) -> bool:
+        """Whether a GradScaler decides over steps."""
+        return bool(self._scaling)
 
     def remove(self) -> None:
         """Leave the optimizer, and the scaler, as they were."""
@@ -44,6 +55,8 @@ class Attachment:
         for scaling in reversed(self._scaling):
             scaling.remove()
         self._sync._companion.release()
+        if self in self._sync._attached:
+            self._sync._attached.remove(self)
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does, if all in it are exchanged."""
