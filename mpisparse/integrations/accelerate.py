@@ -60,8 +60,8 @@ def refusal(accelerator: Accelerator, sync: GradientSync) -> ConfigurationError 
         )
     if accelerator.num_processes != sync.size:
         return ConfigurationError(
-            f"ranks that Accelerate sees: {accelerator.num_processes}; ranks that exchange: {sync.size}. Data would be sharded "
-            "for the former; call mpisparse.init_torch_distributed() before Accelerator(...) or TrainingArguments(...)"
+            f"ranks that Accelerate sees: {accelerator.num_processes}; ranks that exchange: {sync.size}; call "
+            "mpisparse.init_torch_distributed() before Accelerator(...) or TrainingArguments(...)"
         )
     return None
 
