@@ -34,6 +34,7 @@ from mpisparse.model.grad_hooks import take_over
 from mpisparse.model.gradients import ModelGradients
 from mpisparse.model.layout import Layout
 from mpisparse.model.published import Published
+from mpisparse.model.shards import check_replicas, local_of
 from mpisparse.schemes import configure
 from mpisparse.schemes.companion import Scheme, Site
 from mpisparse.schemes.options import Options, check_density
@@ -84,6 +85,7 @@ class GradientSync:
         except ConfigurationError as caught:
             error = caught
         self._exchange.raise_together(error)
+        check_replicas(list(model.named_parameters()), self._exchange, self._options, scheme)
         self.scheme = scheme
         self._model = model
         self._check_alike()
@@ -293,7 +295,8 @@ class GradientSync:
         """Set tensors to those of rank 0; collective."""
         with torch.no_grad():
             for tensor in tensors:
-                dense = tensor.detach().cpu().contiguous()
+                tensor = local_of(tensor.detach())
+                dense = tensor.cpu().contiguous()
                 self._exchange.broadcast_(dense.reshape(-1).view(torch.uint8).numpy())
                 if dense.data_ptr() != tensor.data_ptr():
                     tensor.copy_(dense)
