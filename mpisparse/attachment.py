@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from mpisparse.errors import ConfigurationError
-from mpisparse.schemes.optimizers import is_adaptive
+from mpisparse.schemes.optimizers import is_adaptive, unwrapped
 from mpisparse.sync import GradientSync
 
 
@@ -33,6 +34,17 @@ class Attachment:
         kinds = (LocalScaling, ScalerAgreement) if sync.options.of_weights else (ScalerAgreement,)
         self._scaling = [kind(optimizer, sync, scaler) for kind in kinds] if scales else []
         self._alarm = ScalerAlarm(optimizer, sync, scaler if scales else None)
+        sync._attached.append(self)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that is tied."""
+        return self._optimizer
+
+    @property
+    def scales(self) -> bool:
+        """Whether a GradScaler decides over steps."""
+        return bool(self._scaling)
 
     def remove(self) -> None:
         """Leave the optimizer, and the scaler, as they were."""
@@ -43,6 +55,8 @@ class Attachment:
         for scaling in reversed(self._scaling):
             scaling.remove()
         self._sync._companion.release()
+        if self in self._sync._attached:
+            self._sync._attached.remove(self)
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does, if all in it are exchanged."""
@@ -75,12 +89,16 @@ class Attachment:
         return (args[0], wrapped, *args[2:]), kwargs
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Evaluate, exchange, and return the loss averaged over ranks: optimizers that search by it must agree."""
+        """Evaluate, exchange, and return the loss averaged over ranks: optimizers that search by it must agree.
+
+        A closure that returns None has done its work elsewhere, as in Lightning's manual optimization.
+        """
         loss = closure()
         self._sync.begin(self._trouble())
-        if isinstance(loss, torch.Tensor):
-            return torch.tensor(self._sync.average(loss.item()), dtype=loss.dtype)
-        return self._sync.average(float(loss))
+        mean = self._sync.average(math.nan if loss is None else float(loss))  # on all ranks, whatever theirs returned
+        if loss is None:
+            return None
+        return torch.tensor(mean, dtype=loss.dtype) if isinstance(loss, torch.Tensor) else mean
 
 
 class ScalerAgreement:
@@ -241,7 +259,12 @@ def attach(optimizer: torch.optim.Optimizer, sync: GradientSync, scaler: Any = N
 
     With `scaler` (a torch.amp.GradScaler) gradients are unscaled before the exchange, and all ranks skip a step together
     or none does. Warns on rank 0 of an adaptive optimizer on sparse gradients. Returns a handle with remove().
+
+    An optimizer that Accelerate or Lightning has wrapped is taken out of its wrapper, whose scaler is the default.
     """
+    wrapper, optimizer = optimizer, unwrapped(optimizer)
+    if wrapper is not optimizer and scaler is None:
+        scaler = getattr(wrapper, "scaler", None)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"attach expects a torch optimizer first, got {type(optimizer).__name__}")
     if getattr(optimizer, "exchanges", False):

@@ -14,6 +14,7 @@ from mpisparse.backends.flat import Held, Slot, zeros
 from mpisparse.backends.kinds import FP32
 from mpisparse.backends.protocol import Backend
 from mpisparse.comm.exchange import Exchange
+from mpisparse.comm.roll_call import answer_at_exit
 from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Parts
@@ -116,6 +117,7 @@ def aggregator(
     finally:
         if made is None:
             exchange.close()
+    answer_at_exit(exchange)
     made.density = chosen.density
     return made
 

@@ -31,8 +31,10 @@ from mpisparse.checkpoint.model_files import export, load_model
 from mpisparse.checkpoint.periodic import STOP_BEFORE, Periodic
 from mpisparse.checkpoint.standin import check_scheme_state, resize_scheme_states
 from mpisparse.checkpoint.state import ArrayCopies, Subjects, split
+from mpisparse.comm.roll_call import meet
 from mpisparse.core.state import sources
 from mpisparse.errors import CheckpointError, ConfigurationError, check_choice
+from mpisparse.schemes.optimizers import unwrapped
 from mpisparse.version import __version__
 
 __all__ = ["CheckpointError", "Damaged", "Periodic", "Saving", "begin_save", "every", "export", "load", "load_model", "save"]
@@ -84,6 +86,7 @@ class Saving:
     def finish(self) -> Path:
         """Wait for all ranks' files and complete the checkpoint; collective. Raises CheckpointError on all ranks."""
         with self._exchange.place.exempt("saving"):
+            meet(self._exchange, "finish() of a checkpoint")
             return self._finish()
 
     def _finish(self) -> Path:
@@ -159,8 +162,9 @@ def begin_save(
     if last is not None and not last.written:
         raise CheckpointError("the last checkpoint is still being written; call its finish() first")
     memory = last._memory if last is not None else ArrayCopies()
-    subjects = Subjects(model, optimizer, sync, scheduler, scaler)
+    subjects = Subjects(model, unwrapped(optimizer), sync, scheduler, scaler)
     exchange = _exchange(sync)
+    meet(exchange, "checkpoint.save")
     try:
         exchange.raise_together(onefile.lacking() if driver is not None else None)
     except ConfigurationError:
@@ -219,10 +223,11 @@ def load(
     one before; so is one whose extra makes `check_extra` raise ValueError. A checkpoint of another model or scheme is
     refused. On another number of ranks residuals are merged or split.
     """
-    subjects = Subjects(model, optimizer, sync, scheduler, scaler)
+    subjects = Subjects(model, unwrapped(optimizer), sync, scheduler, scaler)
     exchange = _exchange(sync)
     try:
         with exchange.place.exempt("loading"):
+            meet(exchange, "checkpoint.load")
             return _load(Path(directory), subjects, extra, exchange, check_extra or (lambda extra: None))
     finally:
         _release(exchange, sync)

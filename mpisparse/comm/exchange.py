@@ -6,10 +6,11 @@ rounds, so that no count or displacement reaches MPI's limit of 2^31.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,14 @@ from mpisparse.comm.transport import BYTE, IN_PLACE, Transport, duplicate, local
 from mpisparse.errors import ConfigurationError
 
 __all__ = ["Exchange", "PollingExchange", "local_rank"]
+
+
+class Gathering(NamedTuple):
+    """An Allgather that has begun. `sent` and `rows` are MPI's until it is done."""
+
+    request: Any
+    sent: NDArray[Any]
+    rows: NDArray[Any]
 
 
 class Exchange:
@@ -42,6 +51,8 @@ class Exchange:
         self._ops = self.comm.ops
         self.place = Place()
         self.spot = self.place.spot()
+        self.pid = os.getpid()
+        self.gone = ""  # why no roll call can be answered any more: some rank has ended
 
     @property
     def threaded(self) -> bool:
@@ -49,8 +60,14 @@ class Exchange:
         return self.comm.threaded
 
     def close(self) -> None:
-        """Free the communicator."""
-        self.comm.Free()
+        """Free the communicator; not if a rank has ended, which would not take part."""
+        if self.is_open and not self.gone:
+            self.comm.Free()
+
+    @property
+    def is_open(self) -> bool:
+        """Tell whether messages can still be sent; local."""
+        return self.comm.is_open
 
     def reset_counters(self) -> None:
         """Set the byte counters to zero; local."""
@@ -63,11 +80,26 @@ class Exchange:
         """
         rows = np.empty((self.size, len(row)), dtype=row.dtype)
         self._call("Allgather", [row, BYTE], [rows, BYTE])
-        moved = row.nbytes * (self.size - 1)
+        self._count_rows(row.nbytes)
+        return rows
+
+    def begin_allgather(self, row: NDArray[Any]) -> Gathering:
+        """Begin to gather one row from every rank; local. Nonblocking calls do not meet blocking ones."""
+        rows = np.empty((self.size, len(row)), dtype=row.dtype)
+        comm: Any = self.comm
+        return Gathering(comm.Iallgather([row, BYTE], [rows, BYTE]), row, rows)
+
+    def gathered(self, gathering: Gathering) -> NDArray[Any]:
+        """Wait for a gathering, of this exchange or of another one of this rank; its rows count as this one's messages."""
+        self._wait_for("Allgather", gathering.request)
+        self._count_rows(gathering.sent.nbytes)
+        return gathering.rows
+
+    def _count_rows(self, nbytes: int) -> None:
+        moved = nbytes * (self.size - 1)
         self.nbytes_sent += moved
         self.nbytes_received += moved
         self.nbytes_control += moved
-        return rows
 
     def allreduce_(self, values: NDArray[Any], op: str = "sum") -> NDArray[Any]:
         """Reduce over ranks in place; `op` is "sum", "max" or "or" (bitwise)."""
@@ -202,6 +234,14 @@ class Exchange:
         finally:
             self.spot.wait = None
 
+    def _wait_for(self, name: str, request: Any) -> None:
+        """Wait for a nonblocking call, marked for the watchdog meanwhile."""
+        self.spot.wait = name, time.monotonic(), get_ident()
+        try:
+            request.Wait()
+        finally:
+            self.spot.wait = None
+
     def polling(self) -> PollingExchange:
         """Make an exchange with its own communicator for a background thread."""
         other = PollingExchange(self.comm, self.segment_nbytes)
@@ -237,7 +277,9 @@ class PollingExchange(Exchange):
     SHORTEST, LONGEST = 5e-5, 2e-3  # seconds between polls: at 1 Gbit/s socket buffers hold what arrives in the longest
 
     def _call(self, name: str, *buffers: Any, **options: Any) -> None:
-        request = getattr(self.comm, f"I{name.lower()}")(*buffers, **options)
+        self._wait_for(name, getattr(self.comm, f"I{name.lower()}")(*buffers, **options))
+
+    def _wait_for(self, name: str, request: Any) -> None:
         pause = self.SHORTEST
         self.spot.wait = name, time.monotonic(), get_ident()
         try:

@@ -116,6 +116,11 @@ class GroupComm:
     def Dup(self) -> GroupComm:  # noqa: N802
         return GroupComm(self._store, self.rank, self._ranks)
 
+    @property
+    def is_open(self) -> bool:
+        """Tell whether messages can still be sent."""
+        return self._group is not None
+
     def Free(self) -> None:  # noqa: N802
         self._group = None
 

@@ -34,6 +34,11 @@ class Communicator(MPI.Intracomm):
         """Tell whether device buffers may be passed."""
         return cuda_awareness().usable
 
+    @property
+    def is_open(self) -> bool:
+        """Tell whether messages can still be sent."""
+        return not MPI.Is_finalized() and self != MPI.COMM_NULL
+
     def Free(self) -> None:  # noqa: N802
         """Free the communicator, once."""
         if self != MPI.COMM_NULL:

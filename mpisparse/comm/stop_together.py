@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from mpisparse.comm.exchange import Exchange
+from mpisparse.comm.roll_call import meet
 from mpisparse.stopping import Deadline, StopRequest, end_time
 
 STOP_BEFORE = 60.0  # seconds before the time limit of a Slurm job
@@ -49,14 +48,15 @@ def listen() -> Listener:
 
 
 def agree(exchange: Exchange, flags: Sequence[bool]) -> list[bool]:
-    """Tell for each flag whether it is set on any rank; collective, one message of 8 bytes per flag."""
-    return [bool(flag) for flag in exchange.allreduce_(np.array(flags, dtype=np.int64), "max")]
+    """Tell for each flag whether it is set on any rank; collective, one message of 72 bytes. At most 7 flags."""
+    rows = meet(exchange, "should_stop", *map(int, flags))
+    return [bool(rows[:, i].any()) for i in range(len(flags))]
 
 
 def should_stop(sync: Any = None, *, stop_before: float = STOP_BEFORE) -> bool:
     """Tell on all ranks alike whether any was asked to stop: by SIGUSR1, SIGTERM, or the end of its Slurm job. Collective.
 
-    Call it once per step, on every rank; it costs one message of 8 bytes. The first call takes over the signals that
+    Call it once per step, on every rank; it costs one message of 72 bytes. The first call takes over the signals that
     MPISPARSE_SIGNALS names (USR1,TERM), so make it before long preparations; a second signal ends the process at once.
     sync: the GradientSync whose ranks agree; None: all ranks of MPI. stop_before: seconds before the job's time limit; 0:
     do not watch the clock. Then save a checkpoint and leave with exit code 85, which scripts of `mpisparse slurm` requeue.

@@ -20,15 +20,17 @@ class Transport(Protocol):
     """A communicator.
 
     It also has Allgather, Allgatherv, Alltoallv, Allreduce and Bcast, and their nonblocking forms Iallgather and so on,
-    which return a request with Test(). ops: what Allreduce takes as op, for "sum", "max" and "or" (bitwise). virtual: the
-    ranks are threads of one process. threaded: several threads may exchange at the same time, on communicators of their
-    own. cuda_aware: buffers may be in device memory.
+    which return a request with Test() and Wait(). ops: what Allreduce takes as op, for "sum", "max" and "or" (bitwise).
+    virtual: the ranks are threads of one process. is_open: messages can still be sent. threaded: several
+    threads may exchange at the same time, on communicators of their own. cuda_aware: buffers may be in device memory.
     """
 
     @property
     def ops(self) -> Mapping[str, Any]: ...
     @property
     def virtual(self) -> bool: ...
+    @property
+    def is_open(self) -> bool: ...
     @property
     def threaded(self) -> bool: ...
     @property

@@ -94,7 +94,7 @@ class VirtualComm:
     """What a worker sees of a communicator: the methods of mpi4py's that Exchange uses, on NumPy arrays."""
 
     ops: Mapping[str, str] = {name: name for name in REDUCTIONS}
-    virtual = True
+    virtual = is_open = True
     threaded = False  # only one worker runs at a time
     cuda_aware = False
 

@@ -19,6 +19,7 @@ from mpisparse.arrays import Bools, Floats, State
 from mpisparse.backends.flat import Pieces, Slot, pieces_of
 from mpisparse.comm.agreement import BROKEN, Notice, Refusal
 from mpisparse.comm.inflight import InFlight
+from mpisparse.comm.roll_call import meet
 from mpisparse.core import flights, step
 from mpisparse.core.records import Arrived, Delivered, Outgoing, Parts, Stats, Works
 from mpisparse.core.refusals import Names, explain
@@ -87,7 +88,7 @@ class Aggregator:
     def run(self, pieces: Pieces | None, notice: Notice, clock: Clock) -> None:
         """Do what follows the agreement of a step; collective."""
         number = self.number
-        delivered = step.run(self.works, pieces, notice, clock)
+        delivered = step.run(self.works, pieces, notice._replace(step=number), clock)
         self.last = self.stats(number, notice, delivered, clock.seconds, step.details_of(self.works))
 
     def check_sound(self) -> None:
@@ -118,7 +119,7 @@ class Aggregator:
 
         Returns which parameters had a gradient on some rank; None: all.
         """
-        return step.agree(self.works, notice, clock)
+        return step.agree(self.works, notice._replace(step=self.number), clock)
 
     def add(self, i: int, slot: Slot, grad: torch.Tensor) -> int:
         """Add one piece before the step; return a flat index that is not finite now, or -1. Local."""
@@ -236,12 +237,15 @@ class Aggregator:
 
     def close(self) -> None:
         """End threads and give communicators back, that of the parts too; collective."""
+        exchange = self.parts.exchange
+        if exchange.is_open and not exchange.gone:
+            meet(exchange, "close")
         self.works.scorer.close()
         if self.works.flight is not None:
             self.works.flight.close()
-        if self._polling is not None:
+        if self._polling is not None and not exchange.gone:
             self._polling.close()
-        self.parts.exchange.close()
+        exchange.close()
 
     # State: each part knows its own keys
 

@@ -232,12 +232,16 @@ def _end_job(comm: Transport, code: int) -> None:
 _LIVE: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 
 
+def announce_exit() -> None:
+    """Report that this process ends; local."""
+    for watchdog in list(_LIVE):
+        watchdog.close(EXITS)
+
+
 @atexit.register
 def _leave() -> None:
     """Report the interpreter's exit. Rank 0, which MPI_Finalize would block, first answers the others until they leave."""
-    live = list(_LIVE)
-    for watchdog in live:
-        watchdog.close(EXITS)
-    for watchdog in live:
+    announce_exit()
+    for watchdog in list(_LIVE):
         if watchdog.hub is not None:
             watchdog.thread.join()
