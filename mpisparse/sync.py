@@ -35,7 +35,7 @@ from mpisparse.comm.agreement import (
     StepRefused,
 )
 from mpisparse.comm.exchange import Exchange
-from mpisparse.comm.roll_call import SAMPLES, Call, answer_at_exit
+from mpisparse.comm.roll_call import SAMPLES, Call, answer_at_exit, meet
 from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.comm.watchdog import TIMEOUT, check_timeout, watch
 from mpisparse.core.records import Parts, Stats
@@ -49,6 +49,7 @@ from mpisparse.model.gradients import ModelGradients
 from mpisparse.model.joining import joined_k, joining, with_zeros
 from mpisparse.model.layout import Layout, refuse_wrapped
 from mpisparse.model.published import Published
+from mpisparse.model.shards import check_replicas, local_of
 from mpisparse.model.unexchanged import Unexchanged
 from mpisparse.schemes import configure
 from mpisparse.schemes.companion import Scheme, Site
@@ -104,6 +105,7 @@ class GradientSync(Collectives):
         except ConfigurationError as caught:
             error = caught
         self._exchange.raise_together(error)
+        check_replicas(list(model.named_parameters()), self._exchange, self._options, scheme)
         self.scheme = scheme
         self._model = model
         self._check_alike()
@@ -203,7 +205,7 @@ class GradientSync(Collectives):
         notice = notice._replace(digest=self._equality.number(notice.step))
         notice = notice if call is None else with_zeros(notice, call)
         if self._sameness.looks:
-            self._compare_batches(pieces, joined=call is not None)
+            self._compare_batches(pieces, notice.step, joined=call is not None)
         self._unexchanged.exchanged()
         try:
             used = self._agreed(notice, clock)
@@ -238,18 +240,18 @@ class GradientSync(Collectives):
 
     def _replicated(self) -> Sequence[torch.Tensor]:
         """The weights that must be equal on all ranks, one tensor for each parameter."""
-        return self._companion.replicated() or self._layout.params
+        return self._companion.replicated() or [local_of(getattr(p, "param", p)) for p in self._layout.params]
 
     def _rates(self) -> tuple[float, ...]:
         """The learning rates that must be equal on all ranks: where gradients are exchanged."""
         return () if self._options.of_weights else rates_of(self._attached)
 
-    def _compare_batches(self, pieces: Any, *, joined: bool) -> None:
+    def _compare_batches(self, pieces: Any, step: int, *, joined: bool) -> None:
         """Look for ranks that have the same gradient, or weights, in the first exchanges; collective."""
         if not joined and self.size > 1:
             drift = self._companion.drift()
             sample = self._gradients.sample(pieces) if drift is None else digest([drift])
-            rows = self._meet(SAMPLES, sample, self.rank)
+            rows = meet(self._exchange, SAMPLES, sample, self.rank, step=step)
             samples = [0] * self.size
             for sample, rank in rows[:, :2].tolist():
                 samples[rank] = sample

@@ -99,13 +99,15 @@ def at_work(rows: Ints) -> Ints:
     return busy
 
 
-def meet(exchange: Exchange, entry: str, *values: int) -> Ints:
+def meet(exchange: Exchange, entry: str, *values: int, step: int | None = None) -> Ints:
     """Raise CollectiveError on all ranks unless all are in this entry point; collective.
 
-    values: what to tell the others, at most 7 numbers. Returns those of each rank, but of ranks that have no more batches.
+    values: what to tell the others, at most 7 numbers. step: the rank's, if not the number of those done. Returns the values
+    of each rank, but of ranks that have no more batches.
     """
+    number = exchange.place.steps if step is None else step
     try:
-        return at_work(answers(begin(exchange, entry, exchange.place.steps, values)))[:, 2:]
+        return at_work(answers(begin(exchange, entry, number, values)))[:, 2:]
     except Apart as apart:
         raise CollectiveError(f"r{exchange.rank} | {apart.args[0]}") from None
 

@@ -87,8 +87,8 @@ class Equality:
             return
         raise GradientError(
             f"r{exchange.rank} | the replicas differ: {found}. Each optimizer.step() needs an exchange before it (attach() "
-            "does that), and the same settings on every rank; do not change weights on one rank alone. check_every=0 turns this "
-            "check off"
+            "does that), and the same settings on every rank; do not change weights on one rank alone. check_every=0 turns "
+            "this check off"
         )
 
 
@@ -125,8 +125,8 @@ class Sameness:
         if self.done == REPEATED - 1 and alike and rank == 0:
             a, b = min(alike)
             warnings.warn(
-                f"ranks {a} and {b} had the same gradient, bit for bit, in the first {REPEATED} steps: they train on the same "
-                "batches. Give each rank its own part of the data: mpisparse.shard(loader)",
+                f"ranks {a} and {b} had the same gradient, bit for bit, in the first {REPEATED} steps: they train on the "
+                "same batches. Give each rank its own part of the data: mpisparse.shard(loader)",
                 stacklevel=2,
             )
 

@@ -21,7 +21,7 @@ class Unexchanged:
         if not _live:
             _listen()
         self._sync = weakref.ref(sync)
-        self._places = {id(p): i for i, p in enumerate(sync._layout.params)}
+        self._places = {id(getattr(p, "param", p)): i for i, p in enumerate(sync._layout.params)}  # of a Shard, the whole
         self._held: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
         self._since: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # steps since the last exchange
         self.count = 0
@@ -47,8 +47,8 @@ class Unexchanged:
         if self.count > ALLOWED and sync.rank == 0:
             when = "after" if sync.options.of_weights else "before"
             warnings.warn(
-                f"optimizer.step() ran again without an exchange, so that the replicas drift apart: call sync.step() {when} each "
-                "optimizer.step(), or mpisparse.attach(optimizer, sync) once",
+                f"optimizer.step() ran again without an exchange, so that the replicas drift apart: call sync.step() {when} "
+                "each optimizer.step(), or mpisparse.attach(optimizer, sync) once",
                 stacklevel=2,
             )
 

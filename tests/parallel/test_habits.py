@@ -119,6 +119,7 @@ def test_the_same_batches_on_two_ranks_are_said_once(comm: MPI.Intracomm, name: 
         sync.close()
 
 
+@pytest.mark.filterwarnings("error")
 def test_gradients_of_zeros_are_no_alarm(comm: MPI.Intracomm) -> None:
     model, sync, optimizer = make(comm)
     mpisparse.attach(optimizer, sync)
@@ -143,6 +144,7 @@ def test_an_optimizer_that_steps_without_an_exchange(comm: MPI.Intracomm) -> Non
         sync.close()
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", SCHEMES)
 def test_ordinary_loops_cause_no_alarm(comm: MPI.Intracomm, name: str) -> None:
     """Accumulation, no_sync, two optimizers, skipped batches, by hand and attached; warnings are errors here."""

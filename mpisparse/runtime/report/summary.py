@@ -152,7 +152,7 @@ def _bytes(run: Run, name: str) -> float:
 
 
 def _mean(run: Run, name: str) -> float:
-    """Average over the steps that were not skipped; a line counts for as many steps as it stands for."""
+    """Average over the steps that exchanged something; a line counts for as many steps as it stands for."""
     values, weights = run.exchanged(name), run.weights()
     here = np.isfinite(values)
     return float(np.average(values[here], weights=weights[here])) if here.any() else math.nan
