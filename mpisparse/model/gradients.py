@@ -54,7 +54,7 @@ class ModelGradients:
 
     def take(self, k: int, trouble: str) -> tuple[Pieces | None, Notice]:
         """The gradients since the last step, None where they are in the residual already, and what to tell the ranks."""
-        params, views, fresh = self.layout.params, self.published.views, self.watch.fresh
+        params, views, fresh = self.layout.members, self.published.views, self.watch.fresh
         grads = [
             None if p.grad is None or (p.grad is view and not fresh[i]) else p.grad
             for i, (p, view) in enumerate(zip(params, views, strict=True))
@@ -126,7 +126,7 @@ class ModelGradients:
         """Tell whether parameters and gradients are of the types, shapes and places that they had; False: look closer."""
         layout = self.layout
         device = layout.device
-        for p, grad, slot in zip(layout.params, grads, layout.slots, strict=True):
+        for p, grad, slot in zip(layout.members, grads, layout.slots, strict=True):
             if p.dtype is not slot.dtype or p.shape != slot.shape or p.stride() != slot.stride or p.device != device:
                 return False
             if grad is not None and (grad.dtype is not slot.dtype or grad.shape != slot.shape or grad.device != device):
@@ -137,7 +137,7 @@ class ModelGradients:
 
     def _accumulate(self, i: int) -> None:
         """Path "backward": add parameter i's gradient into the residual and drop it."""
-        slot, p = self.layout.slots[i], self.layout.params[i]
+        slot, p = self.layout.slots[i], self.layout.members[i]
         assert p.grad is not None
         assert self.add is not None
         if not slot.takes(p.grad) or p.grad.device != self.layout.device:
@@ -151,7 +151,7 @@ class ModelGradients:
     def _take_left(self) -> None:
         """Path "backward": take the gradients that could not be read when they came, if they can be now."""
         for i in sorted(self._left):
-            if self.layout.params[i].grad is not None and not self.frozen.mask[i]:
+            if self.layout.members[i].grad is not None and not self.frozen.mask[i]:
                 self._accumulate(i)
         self._left.clear()
 
@@ -179,7 +179,7 @@ class ModelGradients:
     def publish(self, used: Bools | None) -> None:
         """Make the published views p.grad; a parameter without a gradient on any rank, and nothing published, keeps None."""
         frozen = self.frozen.mask
-        for i, (p, view) in enumerate(zip(self.layout.params, self.published.views, strict=True)):
+        for i, (p, view) in enumerate(zip(self.layout.members, self.published.views, strict=True)):
             if frozen[i] or (used is not None and not used[i] and not bool(view.any())):
                 p.grad = None
             elif p.grad is not view:
