@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from mpisparse.arrays import Bools
+from mpisparse.backends.digest import digest
 from mpisparse.backends.flat import Pieces, Slot
 from mpisparse.backends.protocol import Backend
 from mpisparse.comm.agreement import BROKEN, NO_BACKWARD, NONFINITE, STALE, Notice
@@ -49,12 +50,13 @@ class ModelGradients:
         self._late: list[tuple[int, torch.Tensor]] = []  # gradients that came before their parameters were frozen
         self._left: set[int] = set()  # path "backward": gradients that could not be read when they came
         self._bad = -1
+        self._published_once = False
 
     # Before a step
 
     def take(self, k: int, trouble: str) -> tuple[Pieces | None, Notice]:
         """The gradients since the last step, None where they are in the residual already, and what to tell the ranks."""
-        params, views, fresh = self.layout.params, self.published.views, self.watch.fresh
+        params, views, fresh = self.layout.members, self.published.views, self.watch.fresh
         grads = [
             None if p.grad is None or (p.grad is view and not fresh[i]) else p.grad
             for i, (p, view) in enumerate(zip(params, views, strict=True))
@@ -126,18 +128,25 @@ class ModelGradients:
         """Tell whether parameters and gradients are of the types, shapes and places that they had; False: look closer."""
         layout = self.layout
         device = layout.device
-        for p, grad, slot in zip(layout.params, grads, layout.slots, strict=True):
+        for p, grad, slot in zip(layout.members, grads, layout.slots, strict=True):
             if p.dtype is not slot.dtype or p.shape != slot.shape or p.stride() != slot.stride or p.device != device:
                 return False
             if grad is not None and (grad.dtype is not slot.dtype or grad.shape != slot.shape or grad.device != device):
                 return False
         return True
 
+    def sample(self, pieces: Pieces | None) -> int:
+        """A digest of the gradients of a step, to find ranks that have the same ones; 0 if there is none, or if it is 0."""
+        if pieces is not None:
+            return digest([*pieces.alive, *(grad for _, grad in pieces.sparse)])
+        first = not self._published_once  # later the residual holds more than the gradient
+        return digest([self.residual]) if first else 0
+
     # During backward
 
     def _accumulate(self, i: int) -> None:
         """Path "backward": add parameter i's gradient into the residual and drop it."""
-        slot, p = self.layout.slots[i], self.layout.params[i]
+        slot, p = self.layout.slots[i], self.layout.members[i]
         assert p.grad is not None
         assert self.add is not None
         if not slot.takes(p.grad) or p.grad.device != self.layout.device:
@@ -151,7 +160,7 @@ class ModelGradients:
     def _take_left(self) -> None:
         """Path "backward": take the gradients that could not be read when they came, if they can be now."""
         for i in sorted(self._left):
-            if self.layout.params[i].grad is not None and not self.frozen.mask[i]:
+            if self.layout.members[i].grad is not None and not self.frozen.mask[i]:
                 self._accumulate(i)
         self._left.clear()
 
@@ -179,11 +188,12 @@ class ModelGradients:
     def publish(self, used: Bools | None) -> None:
         """Make the published views p.grad; a parameter without a gradient on any rank, and nothing published, keeps None."""
         frozen = self.frozen.mask
-        for i, (p, view) in enumerate(zip(self.layout.params, self.published.views, strict=True)):
+        for i, (p, view) in enumerate(zip(self.layout.members, self.published.views, strict=True)):
             if frozen[i] or (used is not None and not used[i] and not bool(view.any())):
                 p.grad = None
             elif p.grad is not view:
                 p.grad = view
+        self._published_once = True
         watch, published = self.watch, self.published
         watch.fresh[:] = False
         watch.unzeroed.clear()

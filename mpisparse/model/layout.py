@@ -7,14 +7,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from mpisparse.arrays import Ints
 from mpisparse.backends.flat import KINDS, Held, Pieces, Slot, collect, memory_order
 from mpisparse.errors import ConfigurationError
+from mpisparse.model.shards import Shard, is_sharded, local_of
 
 
 class Layout:
-    """The slots of all trainable parameters, in the order of model.parameters(); `named`: of these tensors instead."""
+    """The slots of all trainable parameters, in the order of model.parameters(); `named`: of these tensors instead.
+
+    Of a sharded parameter (DTensor) it is the local part.
+    """
 
     def __init__(self, model: torch.nn.Module, named: Sequence[tuple[str, Any]] | None = None) -> None:
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad] if named is None else named
@@ -23,12 +28,14 @@ class Layout:
                 f"{type(model).__name__} has no parameter that requires a gradient; nothing would be exchanged"
             )
         self.params: list[torch.nn.Parameter] = [p for _, p in trainable]
+        self.members: list[Any] = [Shard(p) if is_sharded(p) else p for p in self.params]  # what a rank has of them
         self.device = self.params[0].device
         self.frozen = [p for p in model.parameters() if not p.requires_grad]
         self.slots: list[Slot] = []
         at = 0
-        for name, p in trainable:
-            _check_parameter(name, p, self.device)
+        for name, whole in trainable:
+            p = local_of(whole)
+            _check_parameter(name, whole, self.device)
             self.slots.append(Slot(name, at, at + p.numel(), tuple(p.shape), memory_order(p), p.dtype))
             at += p.numel()
         self.size = at
@@ -44,7 +51,7 @@ class Layout:
 
     def misfit(self, grads: Iterable[torch.Tensor | None]) -> str | None:
         """What of the parameters or their gradients is not as it was at construction, in words; None if all is."""
-        for slot, p, grad in zip(self.slots, self.params, grads, strict=True):
+        for slot, p, grad in zip(self.slots, self.members, grads, strict=True):
             if not slot.fits(p) or p.device != self.device:
                 was = _looks(slot.dtype, slot.shape, slot.stride, self.device)
                 now = _looks(p.dtype, p.shape, p.stride(), p.device)
@@ -82,3 +89,19 @@ def _looks(dtype: torch.dtype, shape: Iterable[int], stride: Iterable[int] | Non
 def collect_gradients(layout: Layout, grads: Iterable[torch.Tensor | None]) -> Pieces:
     """The gradients as pieces of the flat vector; None is an absent one."""
     return collect(layout.slots, layout.ends, layout.kinds, grads)
+
+
+def refuse_wrapped(model: torch.nn.Module) -> None:
+    """Raise ConfigurationError if a wrapper in the model averages gradients by itself."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            raise ConfigurationError(
+                "the model is wrapped in DistributedDataParallel, which averages gradients by itself: pass model.module, or "
+                "keep the wrapper and exchange in its hook: state = mpisparse.integrations.ddp.State(model), then "
+                "model.register_comm_hook(state, mpisparse.integrations.ddp.hook)"
+            )
+        if isinstance(module, DataParallel):
+            raise ConfigurationError(
+                "the model is wrapped in DataParallel, whose replicas live in one process: pass model.module, and start a "
+                "process for each device"
+            )
