@@ -58,6 +58,7 @@ def work(comm):  # on two virtual ranks: no MPI library is installed here
     sync = mpisparse.GradientSync(model, density=0.1, codec="int8", comm=comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mpisparse.attach(optimizer, sync)
+    torch.manual_seed(1 + sync.rank)
     for _ in range(4):
         optimizer.zero_grad()
         model(torch.randn(8, 40)).square().mean().backward()
