@@ -17,23 +17,29 @@ public:
             first_[cell] = reached_from(cell ? first_[cell - 1] : 0, bits_.front() + int32_t(cell << shift_));
             single_ &= cell == 0 || first_[cell] <= first_[cell - 1] + 1;
         }
-        single_ &= count_ <= first_.back() + 1;
+        single_ &= count_ <= first_.back() + 1 && bits_.front() < bits_.back();
     }
     // Increments counts[r] for each magnitude that reaches exactly r rungs.
     void count(const float* magnitudes, size_t n, int64_t* counts) const {
-        for (size_t i = 0; i < n; ++i) {
-            const int32_t x = int32_t(bits_of(magnitudes[i]));
-            if (single_ && x >= bits_.front() && x < bits_.back()) {
-                const int64_t r = first_[uint32_t(x - bits_.front()) >> shift_];
-                ++counts[r + (bits_[r] <= x)];
-            } else {
-                ++counts[reached(x)];
-            }
+        if (!single_) {
+            for (size_t i = 0; i < n; ++i) ++counts[reached(int32_t(bits_of(magnitudes[i])))];
+            return;
         }
+        std::vector<uint32_t> lanes(LANES * (count_ + 1), 0);  // several counters of a rung need not wait for each other
+        for (size_t i = 0; i < n; ++i) ++lanes[LANES * reached_at_once(int32_t(bits_of(magnitudes[i]))) + i % LANES];
+        for (size_t r = 0; r < lanes.size(); ++r) counts[r / LANES] += lanes[r];
     }
 
 private:
     static constexpr uint32_t CELLS = 4096;
+    static constexpr size_t LANES = 4;
+    int64_t reached_at_once(int32_t x) const {  // no jump: which of the cases it is is anyone's guess
+        const int32_t inside = std::min(std::max(x, bits_.front()), bits_.back() - 1);
+        const int64_t r = first_[uint32_t(inside - bits_.front()) >> shift_];
+        const int64_t between = r + (bits_[r] <= inside);
+        const int64_t low = -int64_t(x >= bits_.front() && x <= INFINITE), high = -int64_t(x >= bits_.back());
+        return low & ((high & count_) | (~high & between));
+    }
     int64_t reached(int32_t x) const {
         if (x < bits_.front() || x > INFINITE) return 0;
         if (x >= bits_.back()) return count_;
@@ -68,10 +74,14 @@ NumPy<int64_t> block_counts(Array<const int64_t> index, Array<const float> magni
     std::vector<int64_t> counts(edges.size() - 1, 0);
     {
         nb::gil_scoped_release released;
-        size_t block = 0;
-        for (size_t i = 0; i < index.size(); ++i) {
-            while (index.data()[i] >= edges.data()[block + 1]) ++block;
-            counts[block] += magnitude.data()[i] >= threshold;
+        const int64_t* at = index.data();
+        const int64_t* const end = at + index.size();
+        const float* height = magnitude.data();
+        for (size_t block = 0; block < counts.size(); ++block) {
+            const int64_t stop = edges.data()[block + 1];
+            int64_t count = 0;
+            for (; at < end && *at < stop; ++at, ++height) count += *height >= threshold;
+            counts[block] = count;
         }
     }
     return to_numpy(std::move(counts));
