@@ -3,7 +3,12 @@
     mpisparse.checkpoint.save(directory, step=step, model=model, optimizer=optimizer, sync=sync)     # collective
     step = mpisparse.checkpoint.load(directory, model=model, optimizer=optimizer, sync=sync)         # collective
 
-The directory must be on a file system that all ranks see. docs/howto/checkpoint.md describes its contents.
+For inference, without MPI:
+
+    mpisparse.checkpoint.load_model(directory, model)
+    mpisparse.checkpoint.export(directory, "model.safetensors")
+
+The directory must be on a file system that all ranks see. docs/reference/files.md describes its contents.
 """
 
 from __future__ import annotations
@@ -22,13 +27,14 @@ from mpisparse import names
 from mpisparse.checkpoint import onefile, store, tree
 from mpisparse.checkpoint.contents import MALFORMED, read_own, read_shared, sensible
 from mpisparse.checkpoint.h5file import Arrays, Damaged, FileRecord, write_file
+from mpisparse.checkpoint.model_files import export, load_model
 from mpisparse.checkpoint.standin import check_scheme_state, resize_scheme_states
-from mpisparse.checkpoint.state import ArrayCopies, Subjects, flatten_own, flatten_shared, split
+from mpisparse.checkpoint.state import ArrayCopies, Subjects, split
 from mpisparse.core.state import sources
 from mpisparse.errors import CheckpointError, ConfigurationError, check_choice
 from mpisparse.version import __version__
 
-__all__ = ["CheckpointError", "Damaged", "Saving", "begin_save", "load", "save"]
+__all__ = ["CheckpointError", "Damaged", "Saving", "begin_save", "export", "load", "load_model", "save"]
 
 P = ParamSpec("P")
 
@@ -269,8 +275,8 @@ def _files(
     subjects: Subjects, extra: dict[str, Any] | None, rank: int, size: int
 ) -> dict[str, tuple[Arrays, dict[str, str]]]:
     """Return the two files that a rank writes: its own state, and its share of the replicated state."""
-    own_text, own = flatten_own(subjects.own(extra))
-    shared_text, shared = flatten_shared(subjects.shared())
+    own_text, own = tree.flatten(subjects.own(extra))
+    shared_text, shared = tree.flatten(subjects.shared())
     texts = {"state": shared_text} if rank == 0 else {}
     return {
         store.rank_file(rank): (own, {"state": own_text}),

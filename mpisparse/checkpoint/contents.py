@@ -67,11 +67,25 @@ def read_shared(path: Path, manifest: Manifest, read: Reader = read_file) -> dic
 
 def read_own(path: Path, manifest: Manifest, shared: dict[str, Any], rank: int, read: Reader = read_file) -> dict[str, Any]:
     """Read, verify and check the own state of a rank; local."""
+    own, where = _unflattened(path, manifest, rank, read)
+    sensible(where, check_own, manifest, shared, own, rank)
+    return own
+
+
+def read_buffers(path: Path, manifest: Manifest, shared: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Read the own state of a rank and check its buffers alone, whatever else it holds; local.
+
+    So a model can be read without the scheme that trained it.
+    """
+    own, where = _unflattened(path, manifest, rank, read_file)
+    sensible(where, check_buffers, manifest, shared, own)
+    return own
+
+
+def _unflattened(path: Path, manifest: Manifest, rank: int, read: Reader) -> tuple[dict[str, Any], str]:
     record = manifest.record(rank_file(rank))
     arrays, texts = read(path / record.name, record)
-    own: dict[str, Any] = sensible(str(path / record.name), lambda: unflatten(texts["state"], arrays))
-    sensible(str(path / record.name), check_own, manifest, shared, own, rank)
-    return own
+    return sensible(str(path / record.name), lambda: unflatten(texts["state"], arrays)), str(path / record.name)
 
 
 def check_origin(manifest: Manifest) -> None:
@@ -137,12 +151,17 @@ def saved_options(sync: dict[str, Any]) -> Options:
     return SCHEMES[scheme](**options)
 
 
-def check_own(manifest: Manifest, shared: dict[str, Any], own: Any, rank: int) -> None:
-    """Raise unless a rank's own state is complete and, with the replicated one, has all tensors of the manifest's model."""
+def check_buffers(manifest: Manifest, shared: dict[str, Any], own: Any) -> None:
+    """Raise unless a rank's buffers, with the replicated tensors, are the manifest's model."""
     need(isinstance(own, dict) and isinstance(own.get("buffers"), dict), "it holds no buffers")
-    need(isinstance(own.get("extra"), dict), "it holds no extra of the caller")
     lines = [*described(shared["model"]), *described(own["buffers"])]
     need(sorted(lines) == sorted(manifest.model), "its buffers do not complete the manifest's model")
+
+
+def check_own(manifest: Manifest, shared: dict[str, Any], own: Any, rank: int) -> None:
+    """Raise unless a rank's own state is complete and, with the replicated one, has all tensors of the manifest's model."""
+    check_buffers(manifest, shared, own)
+    need(isinstance(own.get("extra"), dict), "it holds no extra of the caller")
     check_random(own.get("random"))
     if "objects" in own:
         named = isinstance(own["objects"], dict) and own["objects"].keys() <= OBJECT_KEYS - shared.keys()

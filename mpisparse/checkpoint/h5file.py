@@ -1,7 +1,8 @@
-"""One HDF5 file of flat arrays and texts, protected by HDF5's fletcher32 on every chunk and by a digest of the contents.
+"""One HDF5 file of arrays and texts, protected by HDF5's fletcher32 on every chunk and by a digest of the contents.
 
-Chunks are written directly, with checksums from our own kernel: HDF5's filter is slower than the disk. The digest covers
-the name, type, length and bytes of every array, and every text, in the order of their names.
+Arrays are stored flat, with their shapes as attributes. Chunks are written directly, with checksums from our own kernel:
+HDF5's filter is slower than the disk. The digest covers the name, type, length and bytes of every array, and every text,
+in the order of their names.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from mpisparse.backends.device import load_backend
 from mpisparse.checkpoint.members import Damaged, child, file_size, members
 from mpisparse.checkpoint.tree import Arrays
 
-__all__ = ["Arrays", "Damaged", "Digest", "FileRecord", "Steady", "inside", "read_file", "write_file"]
+__all__ = ["Arrays", "Damaged", "Digest", "FileRecord", "Steady", "inside", "read_file", "set_shape", "write_file"]
 
 CHUNK_NBYTES = 1 << 20  # a chunk stays in cache from digest to write
 FLUSH_NBYTES = 1 << 24
@@ -51,10 +52,11 @@ def write_file(path: Path, arrays: Arrays, texts: dict[str, str]) -> FileRecord:
                 file.create_dataset(f"texts/{name}", data=np.frombuffer(text.encode(), np.uint8), fletcher32=bool(text))
             for name, array in sorted(arrays.items()):
                 digest.begin(name, array)
-                for _ in _write_array(file, f"arrays/{name}", array, digest):
+                for _ in _write_array(file, f"arrays/{name}", array.reshape(-1), digest):
                     if raw.tell() - flushed >= FLUSH_NBYTES:  # the disk starts writing meanwhile
                         os.posix_fadvise(raw.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                         flushed = raw.tell()
+                set_shape(file[f"arrays/{name}"], array.shape)
         if steady.error is not None:
             raise steady.error
         os.fsync(raw.fileno())
@@ -127,6 +129,11 @@ def _write_array(file: h5py.File, name: str, array: NDArray[Any], digest: Digest
         buffer[-4:].view(np.uint32)[0] = fletcher32(buffer[:-4])
         dataset.id.write_direct_chunk((start,), buffer)
         yield
+
+
+def set_shape(dataset: h5py.Dataset, shape: Sequence[int]) -> None:
+    """Note the shape of an array that is stored flat, for those who read the file with h5py alone."""
+    dataset.attrs["shape"] = np.array(shape, dtype=np.int64)
 
 
 class Digest:

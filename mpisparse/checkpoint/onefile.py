@@ -13,6 +13,7 @@ import ctypes
 import errno
 import io
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -22,12 +23,12 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from mpisparse.checkpoint.h5file import Arrays, Digest, FileRecord, Steady
+from mpisparse.checkpoint.h5file import Arrays, Digest, FileRecord, Steady, set_shape
 from mpisparse.errors import ConfigurationError
 
 FILE_NAME = "all.h5"
 SLICE_NBYTES = 1 << 22
-Shapes = dict[str, tuple[str, int]]  # type and length of each data set of a part
+Shapes = dict[str, tuple[str, list[int]]]  # type and shape of each data set of a part
 
 
 def lacking() -> ConfigurationError | None:
@@ -83,8 +84,8 @@ def open_together(path: Path, comm: Any) -> h5py.File:
 
 
 def _shapes(arrays: Arrays, texts: dict[str, str]) -> Shapes:
-    sizes = {f"texts/{name}": ("|u1", len(text.encode())) for name, text in texts.items()}
-    return sizes | {f"arrays/{name}": (array.dtype.str, array.size) for name, array in arrays.items()}
+    shapes = {f"texts/{name}": ("|u1", [len(text.encode())]) for name, text in texts.items()}
+    return shapes | {f"arrays/{name}": (array.dtype.str, list(array.shape)) for name, array in arrays.items()}
 
 
 def _merged(texts: list[str]) -> dict[str, Shapes]:
@@ -98,11 +99,12 @@ def lay_out(path: Path, parts: dict[str, Shapes]) -> None:
         with h5py.File(steady, "w", libver="latest") as file:
             for part, shapes in parts.items():
                 group = file.create_group(part)
-                for name, (dtype, size) in shapes.items():
+                for name, (dtype, shape) in shapes.items():
                     creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
                     creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
                     creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-                    group.create_dataset(name, shape=(size,), dtype=np.dtype(dtype), dcpl=creation)
+                    size = (math.prod(shape),)
+                    set_shape(group.create_dataset(name, shape=size, dtype=np.dtype(dtype), dcpl=creation), shape)
         if steady.error is not None:
             raise steady.error
         reserve(raw)
@@ -126,7 +128,7 @@ def _fill(part: h5py.Group, arrays: Arrays, texts: dict[str, str]) -> str:
         _write(part[f"texts/{name}"], np.frombuffer(text.encode(), np.uint8))
     for name, array in sorted(arrays.items()):
         digest.begin(name, array)
-        _write(part[f"arrays/{name}"], array, digest)
+        _write(part[f"arrays/{name}"], array.reshape(-1), digest)
     return digest.hexdigest()
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpisparse.checkpoint import tree
 from mpisparse.checkpoint.h5file import Arrays
 from mpisparse.checkpoint.objects import check_belonging, check_like, check_optimizer, check_scheduler
 from mpisparse.errors import ConfigurationError
@@ -212,8 +211,8 @@ class ArrayCopies:
 
     def _put(self, array: NDArray[Any], start: int) -> NDArray[Any]:
         copy = self.block[start : start + array.nbytes].view(array.dtype)
-        copy[:] = array
-        return copy
+        copy[:] = array.reshape(-1)
+        return copy.reshape(array.shape)
 
 
 def split(arrays: Arrays, parts: int) -> list[Arrays]:
@@ -225,13 +224,3 @@ def split(arrays: Arrays, parts: int) -> list[Arrays]:
         shares[least][name] = arrays[name]
         loads[least] += arrays[name].nbytes
     return shares
-
-
-def flatten_shared(state: dict[str, Any]) -> tuple[str, Arrays]:
-    """JSON and arrays of the replicated state."""
-    return tree.flatten(state, "shared")
-
-
-def flatten_own(state: dict[str, Any]) -> tuple[str, Arrays]:
-    """JSON and arrays of a rank's own state."""
-    return tree.flatten(state, "own")

@@ -17,6 +17,7 @@ from typing import Any
 
 from mpisparse.checkpoint.h5file import Damaged, FileRecord, inside, read_file
 from mpisparse.checkpoint.members import file_size
+from mpisparse.errors import ConfigurationError
 from mpisparse.owner import Owner, this_process
 
 FORMAT = 1
@@ -254,6 +255,21 @@ def found(directory: Path) -> list[Path]:
     """List the checkpoints of a directory, newest first, valid or not."""
     named = [p for p in directory.glob("step-*") if p.is_dir() and p.name.removeprefix("step-").isdecimal()]
     return sorted(named, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)
+
+
+def named(directory: Path) -> list[Path]:
+    """Return the checkpoints that a path means, newest first: itself, those in it, or those of the run in it."""
+    try:
+        if directory.name.startswith("step-") and directory.is_dir():
+            return [directory]
+        checkpoints = found(directory) or found(directory / "checkpoints")
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {str(directory)[:200]}: {error.strerror}") from error
+    if not checkpoints:
+        raise ConfigurationError(
+            f"{directory} is not a checkpoint and contains none; expected directories named like step-00000020"
+        )
+    return checkpoints
 
 
 def read_manifest(path: Path) -> Manifest:

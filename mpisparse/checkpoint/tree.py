@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 Arrays = dict[str, NDArray[Any]]
+Path = tuple[Any, ...]  # the keys from the outermost container to a value
+OF_MODELS = (("model",), ("buffers",))  # outermost keys of a model's tensors
 DEEPEST = 100  # nesting of containers
 BITS = {torch.bfloat16: np.dtype(np.uint16)}  # types that NumPy lacks are stored as bit patterns
 
@@ -19,10 +21,14 @@ class UnsupportedError(TypeError):
     """A state holds a value that is neither a tensor, an array, a container nor a scalar."""
 
 
-def flatten(state: Any, prefix: str) -> tuple[str, Arrays]:
-    """Split a state into a JSON text and arrays named `prefix/0`, `prefix/1`, ...; arrays share the tensors' memory."""
+def flatten(state: Any) -> tuple[str, Arrays]:
+    """Split a state into a JSON text and arrays that share the tensors' memory.
+
+    An array is named by its place in the state: the outermost key, then the other keys joined by dots, as in
+    `model/conv1.weight`. Scalar tensors go into the text, except those of a model, which h5py alone must find.
+    """
     arrays: Arrays = {}
-    return json.dumps(_encode(state, prefix, arrays, "")), arrays
+    return json.dumps(_encode(state, arrays, ())), arrays
 
 
 def unflatten(text: str, arrays: Arrays) -> Any:
@@ -37,18 +43,19 @@ def unflatten(text: str, arrays: Arrays) -> Any:
     return state
 
 
-def _encode(value: Any, prefix: str, arrays: Arrays, where: str, depth: int = 0) -> Any:
-    if depth > DEEPEST:
-        raise UnsupportedError(f"cannot store containers nested more than {DEEPEST} deep, as at {where[:60]}...")
-    if isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype in SCALARS:
+def _encode(value: Any, arrays: Arrays, path: Path) -> Any:
+    if len(path) > DEEPEST:
+        raise UnsupportedError(f"cannot store containers nested more than {DEEPEST} deep, as at {_place(path)[:60]}...")
+    if isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype in SCALARS and path[:1] not in OF_MODELS:
         return {"scalar": [SCALARS[value.dtype], _number(value.item())]}
     if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:
-        parts = [_encode(part, prefix, arrays, where, depth + 1) for part in (value._indices(), value._values())]
-        return {"sparse": [*parts, list(value.shape), value.is_coalesced()]}
+        parts = {"indices": value._indices(), "values": value._values()}
+        encoded = [_encode(part, arrays, (*path, name)) for name, part in parts.items()]
+        return {"sparse": [*encoded, list(value.shape), value.is_coalesced()]}
     if isinstance(value, torch.Tensor | np.ndarray):
-        _check_storable(value, where)
-        name = f"{prefix}/{len(arrays)}"
-        arrays[name] = as_array(value) if isinstance(value, torch.Tensor) else np.ascontiguousarray(value).reshape(-1)
+        _check_storable(value, path)
+        name = _array_name(path, arrays)
+        arrays[name] = as_array(value) if isinstance(value, torch.Tensor) else np.asarray(value, order="C")
         kind = str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else f"numpy:{value.dtype}"
         return {"array": [name, kind, list(value.shape)]}
     if value is None or isinstance(value, bool | int | str):
@@ -56,13 +63,31 @@ def _encode(value: Any, prefix: str, arrays: Arrays, where: str, depth: int = 0)
     if isinstance(value, float):
         return {"float": _number(value)}
     if isinstance(value, dict):
-        return {"dict": [[_key(k, where), _encode(v, prefix, arrays, f"{where}/{k}", depth + 1)] for k, v in value.items()]}
+        return {"dict": [[_key(k, path), _encode(v, arrays, (*path, k))] for k, v in value.items()]}
     if isinstance(value, list | tuple):
-        items = [_encode(v, prefix, arrays, f"{where}/{i}", depth + 1) for i, v in enumerate(value)]
+        items = [_encode(v, arrays, (*path, i)) for i, v in enumerate(value)]
         return {"list" if isinstance(value, list) else "tuple": items}
     raise UnsupportedError(
-        f"cannot store {type(value).__name__} at {where or 'the top'}: only tensors, arrays, containers, scalars"
+        f"cannot store {type(value).__name__} at {_place(path)}: only tensors, arrays, containers, scalars"
     )
+
+
+def _place(path: Path) -> str:
+    return "".join(f"/{key}" for key in path) or "the top"
+
+
+def _array_name(path: Path, taken: Arrays) -> str:
+    """Name an array by its path, as HDF5 can name it: one group, one data set, and no name twice."""
+    group, *keys = path or ("state",)
+    name = f"{_quoted(str(group))}/{_quoted('.'.join(map(str, keys)))}"
+    numbered = (f"{name}%{number}" for number in range(2, len(taken) + 3))
+    return name if name not in taken else next(other for other in numbered if other not in taken)
+
+
+def _quoted(text: str) -> str:
+    """Escape what HDF5 does not take in a name: slashes and NUL, and nothing but a dot or nothing at all."""
+    text = text.replace("%", "%25").replace("/", "%2F").replace("\0", "%00")
+    return {"": "%", ".": "%2E"}.get(text, text)
 
 
 SCALARS = {
@@ -74,7 +99,7 @@ SCALARS = {
 }
 
 
-def _check_storable(value: torch.Tensor | NDArray[Any], where: str) -> None:
+def _check_storable(value: torch.Tensor | NDArray[Any], path: Path) -> None:
     """Refuse what has no plain array form: compressed rows, types that only torch has, arrays of objects or texts."""
     if isinstance(value, torch.Tensor):
         plain = value.layout is torch.strided and (
@@ -83,18 +108,16 @@ def _check_storable(value: torch.Tensor | NDArray[Any], where: str) -> None:
     else:
         plain = value.dtype.kind in "biufc"
     if not plain:
-        raise UnsupportedError(
-            f"cannot store {type(value).__name__} of {value.dtype} at {where or 'the top'}: only dense numbers"
-        )
+        raise UnsupportedError(f"cannot store {type(value).__name__} of {value.dtype} at {_place(path)}: only dense numbers")
 
 
 def _number(value: Any) -> Any:
     return value.hex() if isinstance(value, float) else value
 
 
-def _key(key: Any, where: str) -> Any:
+def _key(key: Any, path: Path) -> Any:
     if isinstance(key, bool) or not isinstance(key, int | str):
-        raise UnsupportedError(f"cannot store the key {key!r} at {where or 'the top'}: only whole numbers and texts")
+        raise UnsupportedError(f"cannot store the key {key!r} at {_place(path)}: only whole numbers and texts")
     return key
 
 
@@ -158,8 +181,8 @@ def _scalar(dtype: str, number: Any) -> torch.Tensor:
 
 
 def as_array(tensor: torch.Tensor) -> NDArray[Any]:
-    """Return a tensor's elements in row-major order; shares the memory of a contiguous tensor on the host."""
-    dense = tensor.detach().cpu().contiguous().reshape(-1)
+    """Return a tensor as an array in row-major order; shares the memory of a contiguous tensor on the host."""
+    dense = tensor.detach().cpu().contiguous()
     if tensor.dtype in BITS:
         return dense.view(torch.uint16).numpy()
     array: NDArray[Any] = dense.numpy()

@@ -117,7 +117,7 @@ class Exchange:
             _unpack(packed, part, gathered, [start + done for start in starts])
 
     def alltoallv(self, payload: Any, counts: Sequence[int], starts: Sequence[int]) -> Any:
-        """Send counts[q] bytes, which start at byte starts[q] of the payload, to every rank q.
+        """Send `counts[q]` bytes, which start at byte `starts[q]` of the payload, to every rank q.
 
         `counts` is the same on all ranks. Returns size * counts[rank] bytes, in the order of the senders.
         """
@@ -148,7 +148,7 @@ class Exchange:
             _unpack(packed, [here] * self.size, received, [r * mine + done for r in range(self.size)])
 
     def route(self, payload: Bytes, table: Ints) -> Bytes:
-        """Send table[r][q] bytes from every rank r to every rank q; `table` is the same on all ranks.
+        """Send `table[r][q]` bytes from every rank r to every rank q; `table` is the same on all ranks.
 
         The payload is in the order of the receivers, the result in the order of the senders.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -49,8 +50,8 @@ def check_group(group: Mapping[str, Any]) -> None:
         ("epsilon value", group["eps"]),
         ("weight_decay value", group["weight_decay"]),
     ):
-        if not float(value) >= 0.0:
-            raise ValueError(f"Invalid {name}: {value}")
+        if not isinstance(value, Real | torch.Tensor) or not float(value) >= 0.0:
+            raise ValueError(f"Invalid {name}: {value!r}")
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
     for i, beta in enumerate(betas):

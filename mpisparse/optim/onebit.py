@@ -70,9 +70,9 @@ class OneBitAdamW(torch.optim.Optimizer):
         except (ValueError, TypeError) as caught:
             error = caught
         try:
-            self._exchange.raise_together(error, ConfigurationError if error is None else type(error))
+            self._exchange.raise_together(error)
             self._check_alike()
-        except (ValueError, TypeError):
+        except ConfigurationError:
             self._exchange.close()
             raise
         self._broadcast()
@@ -141,7 +141,12 @@ class OneBitAdamW(torch.optim.Optimizer):
     def _agree(self, members: list[Member]) -> Bools | None:
         """Read the gradients; returns which parameters have one on some rank, None if all ranks skip the step."""
         trouble, unused = self._places.trouble(), np.array([m.p.grad is None for m in members])
-        notice, infinite = Notice(0, unused, frozen=self._digest()), getattr(self, "found_inf", None)
+        digest = 0
+        try:
+            digest = self._digest()
+        except (TypeError, ValueError) as error:
+            trouble = trouble or f"a group's learning rate, or another of its numbers, is none: {error}"
+        notice, infinite = Notice(0, unused, frozen=digest), getattr(self, "found_inf", None)
         if trouble:
             notice = notice._replace(status=BROKEN, trouble=trouble)
         else:

@@ -38,6 +38,10 @@ def parser() -> argparse.ArgumentParser:
     inspect.add_argument("--verify", action="store_true", help="read everything and check all digests")
     inspect.add_argument("--json", action="store_true", help="print one JSON record per checkpoint")
     add_list(inspect, "imports")
+    export = commands.add_parser("export", help="write the model of a run to a file for inference; needs no MPI")
+    export.add_argument("source", type=Path, metavar="RUN", help="a run's directory, or a checkpoint")
+    export.add_argument("target", type=Path, metavar="FILE", help="model.safetensors, or model.pt for a plain state_dict")
+    export.add_argument("--overwrite", action="store_true", help="replace an existing file")
     doctor = commands.add_parser("doctor", help="show which MPI, kernels, GPUs and Slurm are here")
     doctor.add_argument("--json", action="store_true", help="print one JSON record")
     bench = commands.add_parser("bench", help="measure the exchange and its kernels")
@@ -102,6 +106,19 @@ def _inspect(args: argparse.Namespace) -> int:
     return run(args.directory, verify=args.verify, as_json=args.json)
 
 
+def _export(args: argparse.Namespace) -> int:
+    from mpisparse.checkpoint import export
+    from mpisparse.errors import CheckpointError
+
+    try:
+        saved = export(args.source, args.target, overwrite=args.overwrite)
+    except CheckpointError as error:
+        print(f"mpisparse export: {error}", file=sys.stderr)
+        return 1
+    print(f"export: {args.target}, {len(saved.tensors)} tensors of step {saved.step}, from {saved.path}")
+    return 0
+
+
 def _doctor(args: argparse.Namespace) -> int:
     from mpisparse.runtime.doctor import run
 
@@ -113,6 +130,7 @@ COMMANDS = {
     "slurm": _slurm,
     "report": _report,
     "inspect": _inspect,
+    "export": _export,
     "doctor": _doctor,
     "bench": bench_commands.run_command,
 }

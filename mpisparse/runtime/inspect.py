@@ -10,7 +10,6 @@ from mpisparse.checkpoint import store
 from mpisparse.checkpoint.contents import ORIGIN, read_own, read_shared, sensible
 from mpisparse.checkpoint.h5file import Arrays, Damaged, FileRecord, inside, read_file
 from mpisparse.checkpoint.standin import check_scheme_state
-from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.progress import human_bytes
 from mpisparse.runtime.run_state import check_run_state
 
@@ -20,26 +19,11 @@ GRADIENTS = {"gradient", "sizes"}  # arrays that train --record-gradients writes
 def run(directory: Path, *, verify: bool, as_json: bool) -> int:
     """Print the contents of checkpoints; return 1 if one is damaged."""
     damaged = False
-    for path in checkpoints(directory):
+    for path in store.named(directory):
         record = look(path, verify=verify)
         damaged |= "damaged" in record
         print(json.dumps(record) if as_json else _page(record))
     return int(damaged)
-
-
-def checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints that a path means: itself, those in it, or those of the run in it."""
-    try:
-        if directory.name.startswith("step-") and directory.is_dir():
-            return [directory]
-        found = store.found(directory) or store.found(directory / "checkpoints")
-    except OSError as error:
-        raise ConfigurationError(f"cannot read {str(directory)[:200]}: {error.strerror}") from error
-    if not found:
-        raise ConfigurationError(
-            f"{directory} is not a checkpoint and contains none; expected directories named like step-00000020"
-        )
-    return found
 
 
 def look(path: Path, *, verify: bool) -> dict[str, Any]:

@@ -19,7 +19,10 @@ from mpisparse.wire.reduction import ByOwner
 
 @dataclass(frozen=True)
 class Baseline(Options):
-    """Another method's selection with this project's exchange. compensate: what is not sent stays in the residual."""
+    """Another method's selection with this project's exchange.
+
+    compensate: True keeps what is not sent in the residual for later steps; False drops it.
+    """
 
     compensate: bool = True
 
@@ -65,7 +68,10 @@ class CyclicLocalTopK(Baseline):
 
 @dataclass(frozen=True)
 class SharedRandomK(Baseline):
-    """k elements at random, the same on all ranks. seed: of the random numbers, with the step."""
+    """Select k elements at random, the same on all ranks.
+
+    seed: seed of the random numbers; the step is added to it.
+    """
 
     seed: int = 0
 
@@ -79,7 +85,10 @@ class SharedRandomK(Baseline):
 
 @dataclass(frozen=True)
 class FixedThreshold(Baseline):
-    """All that reach a fixed threshold; None: the one that gives each rank k in the first step."""
+    """Select all elements that reach a fixed threshold.
+
+    threshold: the threshold; None takes the one that gives each rank k elements in the first step.
+    """
 
     threshold: float | None = None
 
@@ -107,8 +116,10 @@ class StatisticalThreshold(Baseline):
 class DeepGradientCompression(Baseline):
     """Local top-k by a sample of an accumulator of momentum; the optimizer must then have no momentum of its own.
 
-    factor: of the momentum. clip: the largest norm of all ranks' gradient, of which a rank gets 1 / sqrt(ranks).
-    warm_up: steps over which the density falls from 0.25 to the set one. seed: of the sample, with the step.
+    factor: factor of the momentum.
+    clip: largest norm of the gradient of all ranks, of which each rank gets 1 / sqrt(ranks).
+    warm_up: steps over which the density falls from 0.25 to the set one.
+    seed: seed of the sample; the step is added to it.
     """
 
     factor: float = 0.9

@@ -64,11 +64,14 @@ KEPT = {"residual": True, "none": False}  # what scheme "predictive" calls compe
 class Options:
     """Options common to all schemes.
 
-    density: share of all elements selected in a step. codec: how finely values are sent.
-    accumulate: "step" reads p.grad in step(); "backward" takes each gradient as backward makes it.
-    nonfinite: "raise" an error on all ranks, or "skip" the step on all ranks (accumulate="step" only).
+    density: share of all elements that a step selects, in (0, 1].
+    codec: how finely values are sent.
+    accumulate: "step" reads p.grad in step(); "backward" takes each gradient as backward makes it, which is faster and
+        needs less memory, but clipping then has no effect.
+    nonfinite: on NaN or Inf on any rank, "raise" the same error on all ranks, or "skip" the step on all ranks (only with
+        accumulate="step").
     beta: with a momentum codec, the weight of the newly selected values in what is sent.
-    segment_nbytes: size of the largest single message.
+    segment_nbytes: largest single message, in bytes; longer ones are sent in several rounds.
     """
 
     density: float = 0.001

@@ -26,10 +26,12 @@ from mpisparse.wire.reduction import ByMpi, ByOwner
 class Partitioned(Options):
     """Selection in exclusive partitions, re-balanced, with a threshold found online.
 
-    controller: "tail" finds the threshold of every step inside it; "paper" scales it between steps; "fixed" keeps that of
-    the first step. partitioner: "best" re-balances at once; "paper" moves one block a step; "static" keeps even shares.
-    blocks: None for the default.
-    reduce: "owner" sums in rank order at the partition's owner; "allreduce" leaves it to MPI (fp32 only).
+    controller: "tail" finds the threshold inside each step; "paper" scales it between steps, as published; "fixed" keeps
+        the threshold of the first step, to compare with.
+    partitioner: "best" draws the borders by this step's counts; "paper" moves one block per step, as published; "static"
+        keeps even shares, to compare with.
+    blocks: number of blocks that borders are drawn between; None chooses it by the number of ranks.
+    reduce: "owner" sums in rank order at the partition's owner; "allreduce" leaves the sum to MPI (fp32 only).
     """
 
     controller: str = "tail"
@@ -94,8 +96,9 @@ def uncontrolled(percentile: str) -> dict[str, str]:
 class Sparse(Partitioned):
     """By one score for every element.
 
-    scorer: "magnitude" of the accumulator, or "average", a moving one of the gradients' magnitudes with the rate alpha.
-    compensate: what is not sent stays in the residual; False drops it.
+    scorer: "magnitude" of the accumulator, or "average", a moving average of the gradients' magnitudes.
+    alpha: weight of the newest gradient in that average; for scorer "average" only.
+    compensate: True keeps what is not sent in the residual for later steps; False drops it.
     """
 
     scorer: str = "magnitude"
@@ -154,18 +157,19 @@ class Sparse(Partitioned):
 
 @dataclass(frozen=True)
 class Exdyna(Sparse):
-    """The magnitude of the accumulator against a threshold that gives the set density in every step."""
+    """Select by the magnitude of the accumulator, with a threshold that gives the set density in every step."""
 
     on_device = True
 
 
 @dataclass(frozen=True)
 class Momentum(Sparse):
-    """The moving average of each element's gradient magnitude against its percentile; int8 with momentum.
+    """Select by a moving average of each element's gradient magnitude, against its percentile; int8 with momentum.
 
+    scorer: "average", a moving average of the gradients' magnitudes; no other.
     mask: "average" selects by the average itself; "gradient" by the accumulator (which is the gradient if compensate is
-    False) against the average's percentile. None: "average" if what is not sent is kept, else "gradient".
-    percentile: "estimate" by counts, or "exact" by gathering and sorting all averages, for tests.
+        False) against the average's percentile. None is "average" with compensate=True, otherwise "gradient".
+    percentile: "estimate" finds it by counts; "exact" gathers and sorts all averages, for tests.
     """
 
     on_device = True

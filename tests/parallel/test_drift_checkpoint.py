@@ -301,3 +301,22 @@ def test_shifted_weights_have_the_same_mean(comm: MPI.Intracomm, old: int, new: 
     shifted = [weights[sources(old, new, r)[0]] + shift for r in range(new)]
     np.testing.assert_allclose(np.mean(shifted, axis=0), np.mean(weights, axis=0), atol=1e-12)
     assert new % old or not np.any(shift)
+
+
+@pytest.mark.parametrize("buffers", ["rank0", "average"])
+def test_the_model_for_inference_is_what_is_evaluated(comm: MPI.Intracomm, directory: Path, buffers: str) -> None:
+    """The shared weights, with the buffers that global_weights() has."""
+    run = Run(comm, density=0.05, buffers=buffers)
+    run.train(3)
+    run.save(directory)
+    with run.sync.global_weights():
+        evaluated = {name: t.clone() for name, t in run.model.state_dict().items()}
+    model = Run(comm, seed=8).model
+    assert checkpoint.load_model(directory, model) == 3
+    checkpoint.export(directory, directory / f"model-{comm.rank}.pt")
+    exported = torch.load(directory / f"model-{comm.rank}.pt", weights_only=True)
+    same = all(torch.equal(t, model.state_dict()[name]) and torch.equal(t, exported[name]) for name, t in evaluated.items())
+    moved = not torch.equal(run.model[0].weight, model[0].weight)
+    run.sync.close()
+    assert everywhere(comm, same)
+    assert everywhere(comm, moved), "a rank's own weights are not the shared ones"

@@ -286,7 +286,10 @@ def test_bad_arguments_are_refused_as_torch_does(comm: MPI.Intracomm, start: Sta
     for options, said in cases:
         assert said in raised(comm, ValueError, functools.partial(start, model.parameters(), **options))
     assert "complex" in raised(comm, ValueError, lambda: start([nn.Parameter(torch.zeros(3, dtype=torch.complex64))]))
-    raised(comm, (TypeError, ValueError), lambda: start(torch.zeros(3)))
+    raised(comm, mpisparse.ConfigurationError, lambda: start(torch.zeros(3)))
+    for bad in (-1.0, "0.1", None):  # on one rank only: all raise the same type
+        lr = bad if comm.rank == comm.size - 1 else 0.01
+        raised(comm, mpisparse.ConfigurationError, functools.partial(start, model.parameters(), lr=lr))
     if comm.size > 1:
         assert "ranks differ" in raised(comm, ValueError, lambda: start(model.parameters(), warmup=4 + comm.rank))
     optimizer = start(model.parameters())
@@ -316,7 +319,9 @@ def test_a_refused_step_changes_nothing(comm: MPI.Intracomm, start: Start, at: i
     if comm.size > 1:
         optimizer.param_groups[0]["lr"] = 0.1 * (1 + comm.rank)
         assert "on all ranks alike" in raised(comm, mpisparse.ConfigurationError, optimizer.step)
-        optimizer.param_groups[0]["lr"] = 0.01
+    optimizer.param_groups[0]["lr"] = None if comm.rank == comm.size - 1 else 0.01
+    assert "a group's learning rate" in raised(comm, mpisparse.GradientError, optimizer.step)
+    optimizer.param_groups[0]["lr"] = 0.01
     after = bits([*model.parameters(), *optimizer.state[model[0].weight].values(), optimizer._averaging.error])
     assert everywhere(comm, before == after)
     train(comm, model, optimizer, range(at, at + 2))

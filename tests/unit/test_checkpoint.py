@@ -117,16 +117,35 @@ def memory(tensor: torch.Tensor) -> bytes:
 
 @given(STATES)
 def test_a_tree_comes_back_as_it_was(state: Any) -> None:
-    text, arrays = tree.flatten(state, "own")
-    assert all(a.ndim == 1 for a in arrays.values())
+    text, arrays = tree.flatten(state)
     assert same(tree.unflatten(text, arrays), state)
+    assert all(name.count("/") == 1 for name in arrays)
+    with h5py.File("names.h5", "w", driver="core", backing_store=False) as file:
+        for name in arrays:
+            file[name] = 0
+        assert {f"{group}/{name}" for group in file for name in file[group]} == set(arrays), "HDF5 has these names"
+
+
+def test_arrays_are_named_by_their_place() -> None:
+    class Slashed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_parameter("a/b", nn.Parameter(torch.ones(2, 3)))
+            self.register_buffer("count", torch.tensor(3))
+
+    _, arrays = tree.flatten({"model": Slashed().state_dict(), "optimizer": {"state": {0: {"m": torch.zeros(4)}}}})
+    assert {name: array.shape for name, array in arrays.items()} == {
+        "model/a%2Fb": (2, 3),
+        "model/count": (),  # elsewhere scalars are in the text
+        "optimizer/state.0.m": (4,),
+    }
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2), (5, 7)], ids=str)
 def test_every_type_goes_through_a_file(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     values = torch.arange(int(np.prod(shape)) + 1)[1:].reshape(shape).to(dtype)
-    text, arrays = tree.flatten({"x": values}, "own")
+    text, arrays = tree.flatten({"x": values})
     record = write_file(tmp_path / "a.h5", arrays, {"state": text})
     arrays, texts = read_file(tmp_path / "a.h5", record)
     assert same(tree.unflatten(texts["state"], arrays), {"x": values})
@@ -134,7 +153,7 @@ def test_every_type_goes_through_a_file(tmp_path: Path, dtype: torch.dtype, shap
 
 @pytest.mark.parametrize("value", [np.arange(6.0).reshape(2, 3), np.array(3), np.zeros(0), np.arange(3, dtype=">i4")])
 def test_numpy_arrays_go_through_a_file(tmp_path: Path, value: Any) -> None:
-    text, arrays = tree.flatten([value], "own")
+    text, arrays = tree.flatten([value])
     arrays, texts = read_file(tmp_path / "a.h5", write_file(tmp_path / "a.h5", arrays, {"state": text}))
     assert same(tree.unflatten(texts["state"], arrays), [value])
 
@@ -146,15 +165,15 @@ def test_numpy_arrays_go_through_a_file(tmp_path: Path, value: Any) -> None:
 )
 def test_what_cannot_be_stored_is_refused_with_its_place(value: Any) -> None:
     with pytest.raises(tree.UnsupportedError, match=rf"{type(value).__name__} at /groups/1/lr"):
-        tree.flatten({"groups": [0, {"lr": value}]}, "own")
+        tree.flatten({"groups": [0, {"lr": value}]})
     with pytest.raises(tree.UnsupportedError, match="at the top"):
-        tree.flatten(value, "own")
+        tree.flatten(value)
 
 
 @pytest.mark.parametrize("key", [1.5, True, None, (1, 2)], ids=repr)
 def test_keys_that_cannot_be_stored_are_refused_with_their_place(key: Any) -> None:
     with pytest.raises(tree.UnsupportedError, match=f"the key {re.escape(repr(key))} at /a"):
-        tree.flatten({"a": {key: 1}}, "own")
+        tree.flatten({"a": {key: 1}})
 
 
 @pytest.mark.parametrize(
@@ -169,20 +188,20 @@ def test_keys_that_cannot_be_stored_are_refused_with_their_place(key: Any) -> No
 def test_tensors_are_stored_or_refused_with_their_place(make: Any) -> None:
     value = make()
     with pytest.raises(tree.UnsupportedError, match="at /state/0"):
-        tree.flatten({"state": [value]}, "own")
+        tree.flatten({"state": [value]})
 
 
 @pytest.mark.parametrize("coalesced", [False, True])
 def test_sparse_tensors_return_as_they_were(coalesced: bool) -> None:
     value = torch.sparse_coo_tensor([[1, 1, 4]], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], (6, 2), check_invariants=False)
     value = value.coalesce() if coalesced else value
-    text, arrays = tree.flatten({"x": value}, "own")
+    text, arrays = tree.flatten({"x": value})
     back = tree.unflatten(text, dict(arrays))["x"]
     assert back.is_coalesced() == coalesced
     assert back.shape == value.shape
     assert torch.equal(back._indices(), value._indices())
     assert torch.equal(back._values(), value._values())
-    arrays["own/0"] = arrays["own/0"] + 5
+    arrays["x/indices"] = arrays["x/indices"] + 5
     with pytest.raises(ValueError, match="malformed"):
         tree.unflatten(text, arrays)
 
@@ -331,7 +350,7 @@ def test_every_type_goes_through_one_file(tmp_path: Path, monkeypatch: pytest.Mo
         f"rank-{i:04d}.h5": {"a": torch.arange(35).reshape(5, 7).to(dtype), "none": torch.zeros(0, 3, dtype=dtype)}
         for i, dtype in enumerate(DTYPES)
     }
-    flat = {name: tree.flatten(state, "own") for name, state in states.items()}
+    flat = {name: tree.flatten(state) for name, state in states.items()}
     empty: dict[str, tuple[h5file.Arrays, dict[str, str]]] = {"shared-0000.h5": ({}, {}), "shared-0001.h5": ({}, {"x": ""})}
     records = write_one(tmp_path, {name: (arrays, {"state": text}) for name, (text, arrays) in flat.items()} | empty)
     assert [p.name for p in tmp_path.iterdir()] == ["all.h5"]
@@ -411,7 +430,7 @@ def test_inspect_shows_the_parts_of_one_file(tmp_path: Path, run: Run, capsys: p
     told = capsys.readouterr().out
     assert all(words in told for words in ("all.h5 ", "  rank-0000 ", "  shared-0000 ", "all verified"))
     with h5py.File(path / "all.h5", "r+") as spoiled:
-        spoiled["shared-0000/arrays/shared/0"][0] += 1
+        spoiled["shared-0000/arrays/model/0.weight"][0] += 1
     assert inspect.run(tmp_path, verify=False, as_json=False) == 0
     assert inspect.run(tmp_path, verify=True, as_json=False) == 1
     assert "all.h5/shared-0000 is not what was written" in capsys.readouterr().out
@@ -696,7 +715,7 @@ class Run:
     def state(self) -> Any:
         """Return all that a checkpoint restores, as a text and bytes."""
         states = {name: subject.state_dict() for name, subject in self.subjects.items()}
-        text, arrays = tree.flatten({**states, "random": checkpoint.state.random_state()}, "own")
+        text, arrays = tree.flatten({**states, "random": checkpoint.state.random_state()})
         return text, {name: array.tobytes() for name, array in arrays.items()}
 
     def close(self) -> None:

@@ -107,7 +107,7 @@ def importers(package: str) -> set[str]:
     ("page", "package", "claim"),
     [
         ("docs/explanation/design.md", "mpi4py", r"only (`[^\n]*?) imports mpi4py; ([^,]*), (`[^`]*`)"),
-        ("docs/howto/gpu.md", "cupy", r"(`backends/cuda/binding\.py`), (the only module) that\s+imports cupy"),
+        ("docs/explanation/gpu.md", "cupy", r"(`backends/cuda/binding\.py`), (the only module) that\s+imports cupy"),
     ],
 )
 def test_a_package_is_imported_where_docs_say(page: str, package: str, claim: str) -> None:
@@ -130,11 +130,6 @@ def test_defaults_of_schemes_are_those_of_the_table() -> None:
     for name, cells in table.items():
         options = configure(name.strip("`"))
         assert (cells[2].split(",")[0], float(cells[3])) == (options.codec, options.density), name
-
-
-def test_names_of_codecs_are_those_of_the_readme() -> None:
-    row = rows("README.md", "| option | values | |")["`codec`"]
-    assert re.findall(r"`([^`]+)`", row[0]) == list(CODECS)
 
 
 def going_together() -> set[tuple[str, str]]:

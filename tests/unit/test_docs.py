@@ -1,8 +1,14 @@
-"""Snippets of README and docs work: each is run as printed, or is listed here with the reason why not.
+"""Snippets of README and docs work: each is run as printed, or says why not.
 
-README's Python goes on from snippet to snippet and needs nothing else. That of docs has, in a namespace of its own for each
-snippet, the user's names that GIVEN holds. Lines of shell run in this process on one rank, `mpirun -n N` or not, but for
-train.py, which runs as printed. What is not run, and every command in the text, is still parsed by the real parser.
+A comment on the line before a block of code says what the test should know of it:
+
+    <!-- not run: REASON -->     it is not run; commands of mpisparse in it are still parsed
+    <!-- file: NAME -->          it is a file that commands on the same page use
+    <!-- goes on -->             Python that has the names of the blocks before it on the page
+
+Python has, beside that, the user's names that GIVEN holds. Commands of mpisparse run in this process on one rank,
+`mpirun -n N` or not; a command that starts a file of the page runs as printed. Commands that NOT_RUN lists are not run.
+What is not run, and every command in the text, is still parsed by the real parser.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -36,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
-FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"(?:^<!-- (.+?) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TIMEOUT = 900.0  # seconds, for a job that takes a few
 
 BIG = "takes minutes on 25 million elements; test_bench.py runs it small"
@@ -77,15 +83,38 @@ NOT_RUN = {
 STANDS_FOR = {"RANKS": "2", "RATE": "1gbit", "B": "64", "[settings]": ""}  # in commands within the text
 
 
-def snippets(page: str, *kinds: str) -> list[str]:
+class Block(NamedTuple):
+    """A block of code, its language, and what the comment before it says: a word and perhaps a text."""
+
+    mark: str
+    note: str
+    kind: str
+    text: str
+
+
+def blocks(page: str, *kinds: str) -> list[Block]:
     """Return the fenced blocks of these languages on a page."""
-    return [text for kind, text in FENCED.findall(PAGES[page]) if kind in kinds]
+    found = []
+    for comment, kind, text in FENCED.findall(PAGES[page]):
+        mark, _, note = comment.partition(": ")
+        if kind in kinds:
+            found.append(Block(mark, note, kind, text))
+    return found
 
 
-def commands(page: str) -> list[list[str]]:
-    """Return the shell commands on a page, as words."""
-    lines = "\n".join(snippets(page, "", "bash", "sh")).replace("\\\n", " ").splitlines()
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
+def python_of(page: str) -> list[Block]:
+    return blocks(page, "python")
+
+
+def commands(page: str, *, run: bool = False) -> list[list[str]]:
+    """Return the shell commands on a page, as words; only those to run, if so."""
+    texts = [block.text for block in blocks(page, "", "bash", "sh") if not (run and block.mark == "not run")]
+    found = []
+    for line in "\n".join(texts).replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words and not (run and shlex.join(words) in NOT_RUN):
+            found.append(words)
+    return found
 
 
 def ours(words: list[str]) -> list[str] | None:
@@ -157,21 +186,28 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_python_of_the_readme_runs_from_top_to_bottom(here: Path) -> None:
     names: dict[str, Any] = {"__name__": "snippet"}
-    texts = snippets("README.md", "python")
-    assert len(texts) >= 2
-    for text in texts:
-        execute(text, names, "README.md")
+    for block in python_of("README.md"):
+        execute(block.text, names, "README.md")
     assert names["sync"].stats.step == names["step"] == 99
-    assert (here / "checkpoints" / "step-00000099").is_dir()
     names["sync"].close()
 
 
-DOCS = [(page, number) for page in PAGES if page != "README.md" for number in range(len(snippets(page, "python")))]
+DOCS = [
+    (page, number)
+    for page in PAGES
+    if page != "README.md"
+    for number, block in enumerate(python_of(page))
+    if block.mark not in ("not run", "file")
+]
 
 
 @pytest.mark.parametrize(("page", "number"), DOCS)
 def test_python_of_docs_runs(here: Path, page: str, number: int) -> None:
-    text, names = snippets(page, "python")[number], given()
+    all_blocks, names = python_of(page), given()
+    first = max(at for at in range(number + 1) if all_blocks[at].mark != "goes on")
+    text = "\n".join(block.text for block in all_blocks[first : number + 1])
+    if '"RUN' in text:
+        mpisparse.checkpoint.save("RUN/checkpoints", step=20, model=names["model"])
     ends = contextlib.nullcontext()
     if "local_device(" in text and not torch.cuda.is_available():
         ends = pytest.raises(ConfigurationError, match="finds no CUDA device")  # type: ignore[assignment]
@@ -182,10 +218,19 @@ def test_python_of_docs_runs(here: Path, page: str, number: int) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_marks_are_those_that_the_test_knows(page: str) -> None:
+    for block in blocks(page, "python", "", "bash", "sh", "toml", "text", "diff"):
+        assert block.mark in ("", "not run", "file", "goes on"), block.mark
+        assert bool(block.note) == (block.mark in ("not run", "file")), f"{block.mark}: {block.note}"
+    kinds = {kind for _, kind, _ in FENCED.findall(PAGES[page])}
+    assert kinds <= {"python", "", "bash", "sh", "toml", "text", "diff"}, "a language that is neither run nor known"
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_names_of_the_package_in_python_are_there(page: str, here: Path) -> None:
     """Including those after the line at which a snippet ends without a GPU."""
-    for text in snippets(page, "python"):
-        for node in ast.walk(ast.parse(text)):
+    for block in python_of(page):
+        for node in ast.walk(ast.parse(block.text)):
             chain: list[str] = []
             while isinstance(node, ast.Attribute):
                 chain.insert(0, node.attr)
@@ -221,7 +266,7 @@ def workplace(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name, text in (("__init__", ""), ("nets", MODELS), ("files", FILES)):
         (here / "mypackage" / f"{name}.py").write_text(text)
     (here / "corpus.txt").write_text("".join(f"{n} times {n} is {n * n}. " for n in range(220)))
-    (here / "train.py").write_text(snippets("README.md", "python")[0])
+    (here / "train.py").write_text(python_of("README.md")[0].text)
     monkeypatch.setenv("MPISPARSE_PROGRESS", "plain")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.syspath_prepend(str(here))
@@ -232,7 +277,7 @@ def workplace(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def mpirun(words: list[str]) -> None:
+def start(words: list[str]) -> None:
     """Run a command unchanged, with this environment's mpirun and Python first on PATH."""
     allowed = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1",
@@ -242,18 +287,20 @@ def mpirun(words: list[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page, run=True)])
 def test_lines_of_shell_run(page: str, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in commands(page):
-        if shlex.join(words) in NOT_RUN:
-            continue
+    for block in blocks(page, "python", "toml", "text"):
+        if block.mark == "file":
+            (workplace / block.note).write_text(block.text)
+    for words in commands(page, run=True):
         command, into = ours(words), words[words.index(">") + 1] if ">" in words else None
         capsys.readouterr()
-        if words[-2:] == ["python", "train.py"]:
-            mpirun(words)
-        else:
-            assert command is not None, f"{page}: {shlex.join(words)!r} can be neither run nor is it in NOT_RUN"
+        if command is not None:
             assert main(command) == 0, f"{page}: {shlex.join(words)}\n{capsys.readouterr().err}"
+        else:
+            files = [word for word in words if word.endswith(".py") and (workplace / word).is_file()]
+            assert files, f"{page}: {shlex.join(words)!r} can be neither run, nor does anything say why not"
+            start(words)
         if into is not None:
             Path(into).write_text(capsys.readouterr().out)
             subprocess.run(["bash", "-n", into], check=True)

@@ -41,7 +41,7 @@ ODD: list[Any] = [
     None, True, False, -1, 0, 1, 7, 2**40, 2**70, -(2**70), 1.5, math.nan, math.inf, "", "0", "text", "nan", "0x1p99999",
     "\0", "../step-00000001/rank-0000.h5", "/etc/passwd", "os", "float64", "numpy:object", [], {}, [[]], {"x": 1}, DEEP,
     {"dict": []}, {"list": []}, {"float": "nan"}, {"float": "-0x1.0p+0"}, {"scalar": ["int64", 3]},
-    {"array": ["own/0", "os", []]},
+    {"array": ["buffers/1.running_mean", "os", []]},
 ]  # fmt: skip
 
 
@@ -69,7 +69,7 @@ class Run:
     def state(self) -> Any:
         with self.sync.global_weights():
             states = {name: subject.state_dict() for name, subject in self.subjects.items()}
-            text, arrays = tree.flatten({**states, "random": random_state()}, "own")
+            text, arrays = tree.flatten({**states, "random": random_state()})
             return text, {name: array.tobytes() for name, array in arrays.items()}
 
 
@@ -220,7 +220,7 @@ def in_arrays(pair: Pair, draw: random.Random) -> None:
             lambda: {key: -array if array.dtype.kind in "if" else array[::-1].copy()},
             lambda: {key: np.full_like(array, np.finfo(array.dtype).max if array.dtype.kind == "f" else 127)},
             lambda: {key: arrays[other], other: array},
-            lambda: {"own/999": array},
+            lambda: {"buffers/999": array},
         ]
         arrays |= draw.choice(changes)()
     if draw.randrange(8) == 0:
@@ -268,7 +268,7 @@ def one(tmp_path: Path) -> Iterator[Pair]:
     made.run.sync.close()
 
 
-ARRAY = "arrays/own/0"
+ARRAY = "arrays/buffers/1.running_mean"
 
 
 def a_soft_link(file: h5py.File, there: Path) -> None:
@@ -344,15 +344,15 @@ def nothing_at_all(file: h5py.File, there: Path) -> None:
 
 
 def a_type(file: h5py.File, there: Path) -> None:
-    file["arrays/own/type"] = np.dtype("f8")
+    file["arrays/buffers/type"] = np.dtype("f8")
 
 
 def a_circle(file: h5py.File, there: Path) -> None:
-    file["arrays/own/again"] = file["arrays"]
+    file["arrays/buffers/again"] = file["arrays"]
 
 
 def the_same_twice(file: h5py.File, there: Path) -> None:
-    file["arrays/own/998"] = file[ARRAY]
+    file["arrays/buffers/998"] = file[ARRAY]
 
 
 def a_set_for_a_group(file: h5py.File, there: Path) -> None:
@@ -375,8 +375,9 @@ CRAFTED = [
 def digest_as_read(path: Path) -> str:
     """Return the digest of what HDF5 reads from a file, without large data sets."""
     with h5py.File(path) as file:
-        own = file["arrays/own"]
-        sets = {f"own/{name}": own[name] for name in own if isinstance(own[name], h5py.Dataset)}
+        groups = {name: group for name, group in file["arrays"].items() if isinstance(group, h5py.Group)}
+        inside = {f"{above}/{name}": group[name] for above, group in groups.items() for name in group}
+        sets = {name: item for name, item in inside.items() if isinstance(item, h5py.Dataset)}
         small = {name: data[()] for name, data in sets.items() if data.dtype.kind in "biufc" and (data.size or 0) < 1 << 21}
         text = file["texts/state"]
         digest = h5file.Digest({"state": bytes(text[()]).decode()} if isinstance(text, h5py.Dataset) else {})
@@ -461,9 +462,9 @@ def test_what_is_nested_too_deep_to_come_back_is_not_stored() -> None:
     state: Any = 1.5
     for _ in range(tree.DEEPEST):
         state = [state]
-    assert tree.unflatten(*tree.flatten(state, "own")) == state
+    assert tree.unflatten(*tree.flatten(state)) == state
     with pytest.raises(tree.UnsupportedError, match="nested more than 100 deep"):
-        tree.flatten([state], "own")
+        tree.flatten([state])
 
 
 def test_another_order_of_the_optimizer_s_parameters_is_refused(tmp_path: Path) -> None:
@@ -487,9 +488,9 @@ def test_optimizers_of_torch_and_of_others_come_back(tmp_path: Path) -> None:
             optimizer.zero_grad()
             model(torch.ones(1, 3)).square().mean().backward()
             optimizer.step(lambda m=model: m(torch.ones(1, 3)).square().mean())
-        saved = tree.flatten(optimizer.state_dict(), "own")[0]
+        saved = tree.flatten(optimizer.state_dict())[0]
         checkpoint.save(tmp_path / str(at), step=1, model=model, optimizer=optimizer)
         again = kind(model.parameters(), lr=0.01)
         assert checkpoint.load(tmp_path / str(at), model=model, optimizer=again) == 1, kind
-        assert tree.flatten(again.state_dict(), "own")[0] == saved
+        assert tree.flatten(again.state_dict())[0] == saved
         assert "damaged" not in inspect.look(tmp_path / str(at) / store.name_of(1), verify=True)

@@ -160,7 +160,7 @@ def contents(checkpoint: Path) -> dict[str, Any]:
         if record.name.startswith("rank"):
             state = tree.unflatten(texts["state"], own)
             state["extra"] = {key: state["extra"][key] for key in ("epoch", "offset")}
-            states[record.name] = as_bytes(tree.flatten(state, "own"))
+            states[record.name] = as_bytes(tree.flatten(state))
         else:
             arrays |= own
             shared = texts.get("state", shared)

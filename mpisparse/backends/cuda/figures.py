@@ -1,6 +1,6 @@
 """Resources that the compiled kernels use: registers, spills, shared memory, occupancy.
 
-`python -m mpisparse.backends.cuda.figures [SM ...]` prints the table of docs/howto/gpu.md; it needs nvcc and no GPU.
+`python -m mpisparse.backends.cuda.figures [SM ...]` prints the table of docs/results/gpu.md; it needs nvcc and no GPU.
 """
 
 from __future__ import annotations

@@ -19,10 +19,13 @@ from mpisparse.wire.gathered import Gathered
 
 @dataclass(frozen=True)
 class Demo(Options):
-    """Every rank adds its gradient to a momentum of its own, and sends the largest waves of it, which leave it.
+    """Every rank adds its gradient to a momentum of its own, sends its largest cosine coefficients and removes them from it.
 
-    The mean's sign is published as the gradient, for plain SGD. decay: of the momentum, in every step. chunk: height and
-    width of the tiles whose cosine transforms are sent. density: share of each tile's coefficients, at least one.
+    The sign of the mean is published as the gradient, for plain SGD.
+
+    density: share of each tile's coefficients that is sent, at least one.
+    decay: factor on the momentum in every step.
+    chunk: height and width of the tiles whose cosine transforms are sent.
     """
 
     density: float = 1 / 128

@@ -43,21 +43,24 @@ BUFFERS = ("own", "rank0", "average")
 class Drift(Options):
     """Every rank trains on its own weights W with its own optimizer; G is shared, and the largest |W - G| are exchanged.
 
-    The exchange comes after optimizer.step(). density: 1 exchanges all elements.
-    dense_steps: so many steps first average gradients before optimizer.step(), all elements in `dense_codec`, the last in
-    float32; for attached optimizers. They help most for their bytes, because early steps count most.
-    every: optimizer steps from one exchange to the next. With density 1 each step exchanges another every-th part of the
-    elements instead, so that traffic is even; spread=False exchanges all in every every-th step. "5, 200:40" is every 5,
-    and from step 200 on every 40.
-    by: what is selected, single "elements" or "groups" of 512 neighbours by the norm of their drift, which cost hardly any
-    indices; for densities of some percent with few bits.
-    rate: the factor on the mean drift by which G moves; "auto" is the square root of the number of ranks, at most 2,
-    where single elements are selected and the attached optimizer is adaptive (Adam and its like), else 1.
+    The exchange comes after optimizer.step().
+
+    density: share of all elements that an exchange selects; 1 exchanges all of them.
+    dense_steps: steps at the start that average whole gradients before optimizer.step() instead, the last one in float32.
+        Early steps count most, so these bytes are well spent. Needs an attached optimizer.
+    dense_codec: codec of these steps.
+    every: optimizer steps from one exchange to the next. "5, 200:40" is every 5, and every 40 from step 200 on. With
+        density 1 each step exchanges another part of the elements instead, so that traffic is even.
+    spread: False exchanges all elements in one step out of `every`, instead of a part in each; with density 1 only.
+    by: select single "elements", or "groups" of 512 neighbours by the norm of their drift. Groups cost hardly any
+        indices, which suits densities of some percent with few bits.
+    rate: factor on the mean drift by which G moves. "auto" is the square root of the number of ranks, at most 2, where
+        single elements are selected and the attached optimizer is adaptive (Adam and its like), otherwise 1.
+    staleness: 1 exchanges while the next forward and backward run, and applies the result after the next
+        optimizer.step(); with density 1 that takes a copy of W - G.
     buffers: inside global_weights(), the rank's "own", those of "rank0", or their "average"; the last two are collective.
-    staleness: 1 exchanges while the next forward and backward run, and applies what came after the next optimizer.step();
-    with density 1 that takes a copy of W - G.
-    remainder: keeps a float32 remainder of weights of other types, which are refused without.
-    controller, partitioner and blocks are exdyna's.
+    remainder: keep a float32 remainder of weights of other types, which are refused without it.
+    controller, partitioner, blocks: as with scheme "exdyna".
     """
 
     of_weights = True

@@ -32,7 +32,8 @@ from mpisparse.wire.gathered import Gathered
 class Local(Options):
     """Every rank trains on its own weights W with its own optimizer; every so many steps the shared weights G take a step.
 
-    every: the optimizer's steps from one exchange to the next. buffers: as with scheme "drift".
+    every: optimizer steps from one exchange to the next.
+    buffers: inside global_weights(), the rank's "own", those of "rank0", or their "average"; the last two are collective.
     """
 
     of_weights = True
@@ -60,7 +61,10 @@ class Local(Options):
 class Diloco(Local):
     """DiLoCo: G takes a step of SGD with Nesterov momentum along the mean of W - G, of all elements; then W = G.
 
-    outer_rate, outer_momentum: of that step. What a codec leaves of W - G stays in W.
+    What a codec leaves of W - G stays in W.
+
+    outer_rate: learning rate of that step.
+    outer_momentum: momentum of that step.
     """
 
     name = "diloco"
@@ -95,8 +99,10 @@ class Diloco(Local):
 class Sparseloco(Local):
     """SparseLoCo: each rank sends the largest elements of each chunk of W - G and of what waits; then W = G.
 
-    density: share of each chunk. chunk: its elements. feedback: how much of what was not sent waits for the next exchange.
-    outer_rate: the factor on the mean by which G moves.
+    density: share of each chunk that is sent.
+    chunk: elements per chunk.
+    feedback: share of what was not sent that waits for the next exchange.
+    outer_rate: factor on the mean by which G moves.
     """
 
     name = "sparseloco"

@@ -34,12 +34,22 @@ class Predictive(Partitioned):
     """Importance, predicted by small nets from an element's last gradients, together with magnitude; int8; adaptive k.
 
     rule: "product" of importance and magnitude, or "importance" alone (magnitude decides between equals).
-    percentile: "estimate" selects by counts, "exact" by gathering and sorting all keys, for tests.
-    history: gradients that a net sees. validation: a callable that returns the loss of a held-out batch, taken every
-    validate_every steps. publish_after: steps after which what was given to the thread is used. budget: the
-    thread's share of this rank's cores. learning_rate: of the nets. seed: of samples and nets.
-    compensate: "residual" keeps what is not sent, "scale" scales up what is sent instead (at most scale_cap times), "none"
-    drops it. adapt_k, k_patience, k_factor, k_least, k_most, k_slow, k_fast: see mpisparse.core.adaptive_k.
+    percentile: "estimate" selects by counts; "exact" gathers and sorts all keys, for tests.
+    history: how many of the last gradients a net sees: 3, 4 or 5.
+    validation: a callable that returns the loss of a held-out batch; the nets learn from its gradient.
+    validate_every: steps between two calls of `validation`.
+    publish_after: steps until samples that were handed to the learning thread have an effect.
+    budget: share of this rank's cores that the learning thread may use.
+    learning_rate: learning rate of the nets.
+    seed: seed of the samples and of the nets.
+    compensate: "residual" keeps what is not sent; "scale" drops it and scales up what is sent; "none" drops it.
+    scale_cap: largest factor of compensate="scale".
+    adapt_k: whether k follows the metrics passed to observe(): more when they stagnate or fall, less while they rise fast.
+    k_patience: metrics without progress after which k rises.
+    k_factor: factor by which k rises or falls.
+    k_least, k_most: limits of k, as multiples of what the density asks for.
+    k_slow: relative gain up to which a metric counts as stagnating.
+    k_fast: relative gain from which k falls.
     """
 
     codec: str = "int8"

@@ -29,23 +29,28 @@ KINDS = (*GRANULARITIES, "schedule", "rule", "learned")
 
 @dataclass(frozen=True)
 class Speculative(Options):
-    """Every rank moves its own influential weights at once; the exchange is a few steps late, and corrects.
+    """Every rank moves its own influential weights at once; the exchange arrives a few steps later and corrects them.
 
-    staleness: steps from sending to the global update; 0: at once, and no update ahead of it.
-    epsilon: the perturbation in the influence, epsilon |g| + epsilon^2 h / 2. average_rate: of new values in its
-    rolling average.
-    probe: returns the loss of a batch, from which h is estimated every probe_every steps. None: h is 0.
-    threshold: of the influence; None: the one that gives the set density.
-    granularity: "fine" (weights), "coarse" (layers), "hybrid" (half of the layers fine), or by "schedule" (coarse to fine in
-    `horizon` steps), by "rule" (progress, confidence, byte budget of a step), or "learned" (reward: loss decrease per
-    "bytes" or, which is not deterministic, per "seconds").
-    largest: a layer of more elements is never taken whole; None: 4 times what the density gives.
-    confidence: returns a number in [0, 1] for "rule"; None: exp(-loss).
+    staleness: steps from sending to the global update; 0 exchanges at once, with nothing speculative.
+    epsilon: size of the perturbation in the influence, epsilon |g| + epsilon^2 h / 2.
+    average_rate: weight of new values in the moving average of the influence.
+    probe: a callable that returns the loss of a batch, from which the curvature h is estimated; None sets h to 0.
+    probe_every: steps between two probes.
+    threshold: fixed threshold of the influence; None takes the one that gives the set density.
+    granularity: what is selected: "fine" (weights), "coarse" (layers), "hybrid" (half of the layers fine); or decided by
+        "schedule" (from coarse to fine), "rule" (progress, confidence and bytes) or "learned".
+    largest: a layer with more elements is never taken whole; None is 4 times what the density asks for.
+    horizon: steps over which granularity "schedule" and "rule" go from coarse to fine.
+    budget: bytes per step that granularity "rule" may spend.
+    reward: what granularity "learned" maximizes: loss decrease per "bytes", or per "seconds" (not deterministic).
+    confidence: a callable that returns a number in [0, 1] for granularity "rule"; None takes exp(-loss).
     server: who sums: the "owners" of regions, or "rank0".
-    average: over "all" ranks, or those that sent an element ("received"; needs compensate=False).
-    tolerance: the distance from the global weights beyond which a weight returns to them; measure: "absolute" or
-    "relative"; per: "weight" or "layer". compensate: what is not sent stays in the residual; False drops it.
-    seed: of random signs, samples and the learned policy.
+    average: over "all" ranks, or over those that sent an element ("received"; needs compensate=False).
+    tolerance: distance from the global weights beyond which a weight returns to them.
+    measure: distances are "absolute" or "relative" to the global weight, or to the largest one of its layer.
+    per: distances are measured per "weight" or per "layer".
+    compensate: True keeps what is not sent in the residual for later steps; False drops it.
+    seed: seed of random signs, samples and the learned policy.
     """
 
     renamed: ClassVar[dict[str, str]] = {"rate": "average_rate"}
