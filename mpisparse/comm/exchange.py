@@ -26,6 +26,8 @@ from mpisparse.comm import device_memory
 from mpisparse.comm.place import Place
 from mpisparse.errors import ConfigurationError, check_choice
 
+IN_CACHE = 2 << 20  # bytes of an all-reduce on one host that stay in cache: in such rounds it takes a third of the time
+
 
 class Exchange:
     """A private duplicate of a communicator with the collectives that a step needs. Counts the bytes they move."""
@@ -40,6 +42,7 @@ class Exchange:
         self.nbytes_control = 0  # of what is received, that which is neither indices nor values
         self.cuda_aware = cuda_awareness().usable
         self.virtual = bool(getattr(comm, "virtual", False))
+        self.round_nbytes = IN_CACHE if not self.virtual and on_one_host(self.comm) else segment_nbytes
         self.place = Place()
         self.spot = self.place.spot()
 
@@ -73,7 +76,8 @@ class Exchange:
     def allreduce_(self, values: NDArray[Any], op: str = "sum") -> NDArray[Any]:
         """Reduce over ranks in place; `op` is "sum", "max" or "or" (bitwise)."""
         buffer = values if isinstance(values, np.ndarray) else self._outgoing(values)
-        step = max(1, self.segment_nbytes // values.itemsize)
+        most = min(self.segment_nbytes, self.round_nbytes) if isinstance(buffer, np.ndarray) else self.segment_nbytes
+        step = max(1, most // values.itemsize)
         for start in range(0, len(values), step):
             self._call("Allreduce", MPI.IN_PLACE, _view(buffer[start : start + step]), op=OPS[op])
         self._count_reduction(values.nbytes)
@@ -232,8 +236,12 @@ class Exchange:
 class PollingExchange(Exchange):
     """Leaves the core to the computation while it waits: polls a nonblocking call and sleeps in between.
 
-    Only one thread at a time may use it.
+    Only one thread at a time may use it. It does not reduce in rounds: each would end with a sleep.
     """
+
+    def __init__(self, comm: Any = None, segment_nbytes: int = 1 << 30) -> None:
+        super().__init__(comm, segment_nbytes)
+        self.round_nbytes = segment_nbytes
 
     SHORTEST, LONGEST = 5e-5, 2e-3  # seconds between polls: at 1 Gbit/s socket buffers hold what arrives in the longest
 
@@ -307,11 +315,20 @@ def library() -> dict[str, str]:
 
 def local_rank(comm: Any = None) -> int:
     """Return the rank of this process among those on the same host; collective."""
-    everyone: MPI.Intracomm = MPI.COMM_WORLD if comm is None else comm
-    here = everyone.Split_type(MPI.COMM_TYPE_SHARED)
-    rank = int(here.Get_rank())
+    return _on_this_host(MPI.COMM_WORLD if comm is None else comm)[0]
+
+
+def on_one_host(comm: MPI.Intracomm) -> bool:
+    """Tell whether all ranks of a communicator share memory; collective."""
+    return _on_this_host(comm)[1] == comm.Get_size()
+
+
+def _on_this_host(comm: MPI.Intracomm) -> tuple[int, int]:
+    """This process's rank among those on the same host, and their number; collective."""
+    here = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    rank, size = int(here.Get_rank()), int(here.Get_size())
     here.Free()
-    return rank
+    return rank, size
 
 
 @dataclass(frozen=True)
