@@ -1,7 +1,7 @@
 """Sparse, error-compensated gradient exchange over MPI for torch models.
 
-Importing this package starts no MPI and touches no GPU. Names are imported on first use. The first use of
-GradientSync, aggregator, checkpoint, exchange or optim starts MPI.
+Importing this package starts no MPI and touches no GPU. Names are imported on first use. MPI starts with the
+first exchange that is not given a process group as `comm`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ if TYPE_CHECKING:
     from mpisparse.attachment import attach
     from mpisparse.backends import device
     from mpisparse.comm import exchange
+    from mpisparse.comm.ranks import local_rank, rank, size
+    from mpisparse.comm.rendezvous import init_torch_distributed
+    from mpisparse.comm.stop_together import should_stop
     from mpisparse.core.records import Stats
     from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError
     from mpisparse.schemes import register_scheme
+    from mpisparse.sharding import shard
     from mpisparse.sync import GradientSync
     from mpisparse.vectors import aggregator
     from mpisparse.wire import codecs
@@ -31,8 +35,14 @@ _HOMES = {
     "Stats": "core.records",
     "aggregator": "vectors",
     "attach": "attachment",
+    "init_torch_distributed": "comm.rendezvous",
+    "local_rank": "comm.ranks",
+    "rank": "comm.ranks",
     "register_codec": "wire.codecs",
     "register_scheme": "schemes",
+    "shard": "sharding",
+    "should_stop": "comm.stop_together",
+    "size": "comm.ranks",
 }
 
 _MODULES = {
@@ -59,10 +69,16 @@ __all__ = [
     "device",
     "errors",
     "exchange",
+    "init_torch_distributed",
+    "local_rank",
     "optim",
+    "rank",
     "register_codec",
     "register_scheme",
     "schemes",
+    "shard",
+    "should_stop",
+    "size",
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from mpisparse.errors import ConfigurationError
-from mpisparse.schemes.optimizers import is_adaptive
+from mpisparse.schemes.optimizers import is_adaptive, unwrapped
 from mpisparse.sync import GradientSync
 
 
@@ -32,18 +33,30 @@ class Attachment:
         scales = scaler is not None and scaler.is_enabled()
         kinds = (LocalScaling, ScalerAgreement) if sync.options.of_weights else (ScalerAgreement,)
         self._scaling = [kind(optimizer, sync, scaler) for kind in kinds] if scales else []
-        self._alarm = None if scales else ScalerAlarm(optimizer, sync)
+        self._alarm = ScalerAlarm(optimizer, sync, scaler if scales else None)
+        sync._attached.append(self)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that is tied."""
+        return self._optimizer
+
+    @property
+    def scales(self) -> bool:
+        """Whether a GradScaler decides over steps."""
+        return bool(self._scaling)
 
     def remove(self) -> None:
         """Leave the optimizer, and the scaler, as they were."""
         for handle in self._handles:
             handle.remove()
         vars(self._optimizer).pop("add_param_group", None)
+        self._alarm.remove()
         for scaling in reversed(self._scaling):
             scaling.remove()
-        if self._alarm is not None:
-            self._alarm.remove()
         self._sync._companion.release()
+        if self in self._sync._attached:
+            self._sync._attached.remove(self)
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does, if all in it are exchanged."""
@@ -65,8 +78,7 @@ class Attachment:
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Exchange now, or after each evaluation of the closure if there is one; args begin with the optimizer."""
-        if self._alarm is not None:
-            self._alarm.check()
+        self._alarm.check()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None or not self._sync.averages_gradients:
             self._sync.begin(self._trouble())
@@ -77,12 +89,16 @@ class Attachment:
         return (args[0], wrapped, *args[2:]), kwargs
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Evaluate, exchange, and return the loss averaged over ranks: optimizers that search by it must agree."""
+        """Evaluate, exchange, and return the loss averaged over ranks: optimizers that search by it must agree.
+
+        A closure that returns None has done its work elsewhere, as in Lightning's manual optimization.
+        """
         loss = closure()
         self._sync.begin(self._trouble())
-        if isinstance(loss, torch.Tensor):
-            return torch.tensor(self._sync.average(loss.item()), dtype=loss.dtype)
-        return self._sync.average(float(loss))
+        mean = self._sync.average(math.nan if loss is None else float(loss))  # on all ranks, whatever theirs returned
+        if loss is None:
+            return None
+        return torch.tensor(mean, dtype=loss.dtype) if isinstance(loss, torch.Tensor) else mean
 
 
 class ScalerAgreement:
@@ -163,24 +179,49 @@ class ScalerAlarm:
 
     torch then calls no hook on that rank. So the optimizer claims to unscale by itself: the scaler calls its step() in any
     case, and all ranks raise in their first one. Where weights are exchanged, an optimizer that does unscale may go on.
+    known: the scaler that attach() was given, if any; while it steps, there is no such claim.
     """
 
-    def __init__(self, optimizer: Any, sync: GradientSync) -> None:
+    def __init__(self, optimizer: Any, sync: GradientSync, known: Any = None) -> None:
         self._optimizer = optimizer
         self._sync = sync
+        self._known = known
         self._claims = not getattr(optimizer, "_step_supports_amp_scaling", False)
+        self._armed = False
+        self._arm()
+        if known is not None:
+            self._step, known.step = known.step, self.step
+
+    def remove(self) -> None:
+        """Leave the optimizer and the scaler as they were."""
+        self._disarm()
+        if self._known is not None:
+            self._known.step = self._step
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Let the known scaler step."""
+        if optimizer is not self._optimizer:
+            return self._step(optimizer, *args, **kwargs)
+        self._disarm()
+        try:
+            return self._step(optimizer, *args, **kwargs)
+        finally:
+            self._arm()
+
+    def _arm(self) -> None:
+        self._armed = True
         if self._claims:
             self._optimizer._step_supports_amp_scaling = True
 
-    def remove(self) -> None:
-        """Leave the optimizer as it was."""
+    def _disarm(self) -> None:
+        self._armed = False
         if self._claims:
             vars(self._optimizer).pop("_step_supports_amp_scaling", None)
 
     def check(self) -> None:
-        """Raise if a scaler has called step(); local, but all ranks come here in the same step."""
+        """Raise if an unknown scaler has called step(); local, but all ranks come here in the same step."""
         unscales = not self._claims and not self._sync.averages_gradients
-        if unscales or not hasattr(self._optimizer, "found_inf"):
+        if not self._armed or unscales or not hasattr(self._optimizer, "found_inf"):
             return
         del self._optimizer.grad_scale, self._optimizer.found_inf  # the scaler would do that after step()
         raise ConfigurationError(
@@ -218,7 +259,12 @@ def attach(optimizer: torch.optim.Optimizer, sync: GradientSync, scaler: Any = N
 
     With `scaler` (a torch.amp.GradScaler) gradients are unscaled before the exchange, and all ranks skip a step together
     or none does. Warns on rank 0 of an adaptive optimizer on sparse gradients. Returns a handle with remove().
+
+    An optimizer that Accelerate or Lightning has wrapped is taken out of its wrapper, whose scaler is the default.
     """
+    wrapper, optimizer = optimizer, unwrapped(optimizer)
+    if wrapper is not optimizer and scaler is None:
+        scaler = getattr(wrapper, "scaler", None)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"attach expects a torch optimizer first, got {type(optimizer).__name__}")
     if getattr(optimizer, "exchanges", False):

@@ -30,6 +30,10 @@ class NonFiniteGradientError(GradientError, FloatingPointError):
     """A gradient, or a sum with it, is infinite or not a number; raised on all ranks together."""
 
 
+class CollectiveError(RuntimeError):
+    """The ranks are in different collective calls, or one has ended; raised on all ranks together."""
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written; raised on all ranks together."""
 

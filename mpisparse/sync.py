@@ -23,14 +23,18 @@ from mpisparse.arrays import Bools
 from mpisparse.backends.device import load_backend
 from mpisparse.backends.flat import zeros
 from mpisparse.comm.agreement import BROKEN, FINE, NONFINITE, FrozenDiffers, Notice, Overflow, Refusal, StepRefused
-from mpisparse.comm.exchange import Exchange, end_job_on_uncaught_exception
+from mpisparse.comm.exchange import Exchange
+from mpisparse.comm.roll_call import Call, answer_at_exit
+from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.comm.watchdog import TIMEOUT, check_timeout, watch
 from mpisparse.core.records import Parts, Stats
 from mpisparse.core.refusals import explain
 from mpisparse.core.step import Clock, agree, details_of, run
 from mpisparse.errors import ConfigurationError, GradientError
+from mpisparse.model.collectives import Collectives
 from mpisparse.model.grad_hooks import take_over
 from mpisparse.model.gradients import ModelGradients
+from mpisparse.model.joining import joined_k, joining, with_zeros
 from mpisparse.model.layout import Layout
 from mpisparse.model.published import Published
 from mpisparse.schemes import configure
@@ -42,7 +46,7 @@ from mpisparse.vectors import NoSink
 DIVERGED = "nothing was exchanged: lower the learning rate or clip, and load a saved state"
 
 
-class GradientSync:
+class GradientSync(Collectives):
     """Averages a model's gradients over MPI ranks, sparsely, keeping what was not sent for later steps.
 
     Collective: construct it on all ranks of `comm` (default: all of them) with the same model and options. Parameters
@@ -70,7 +74,7 @@ class GradientSync:
         run_directory: str | Path | None = None,
         **scheme_options: Any,
     ) -> None:
-        end_job_on_uncaught_exception()
+        end_job_on_uncaught_exception(comm)
         self._exchange = Exchange(comm)
         error: ConfigurationError | None = None
         try:
@@ -100,9 +104,12 @@ class GradientSync:
         self._share = self._layout.size  # the elements that it exchanged
         self._syncing = True
         self._trouble: str | None = None  # of the attached optimizer
+        self._attached: list[Any] = []  # what attach() returned, until it is removed
+        self._call: Call | None = None  # the roll call of the coming step, where this rank takes part with zeros
         self._damaged: str | None = None
         self._told_unobserved = False
         self._watchdog = watch(self._exchange, self._timeout, None if run_directory is None else Path(run_directory))
+        answer_at_exit(self._exchange)
         if self._watchdog is not None:
             weakref.finalize(self, self._watchdog.close).atexit = False  # it has its own word for the interpreter's exit
 
@@ -155,7 +162,8 @@ class GradientSync:
             self._trouble = trouble
             self._companion.begin()
             if self._companion.starting:
-                self._companion.average(trouble)
+                call, self._call = self._call, None
+                self._companion.average(trouble, call)
         elif not self._companion.draining:
             self._exchange_now(trouble)
 
@@ -164,12 +172,15 @@ class GradientSync:
         self._check_ready()
         if not self._companion.idle:
             self._companion.begin()
+        call, self._call = self._call, None
         aggregator, works, gradients, clock = self._aggregator, self._aggregator.works, self._gradients, Clock()
         self._backend.use_threads(torch.get_num_threads())
         found = aggregator.ready(clock.lap) if works.scorer.asks else ""  # asked even in trouble: it begins a new step
         gradients.look()  # k counts what is not frozen
-        pieces, notice = gradients.take(self.k, trouble or found)
+        pieces, notice = gradients.take(self.k if call is None else joined_k(call, self.k), trouble or found)
         number = works.selection.step + (len(works.flight) if works.flight is not None else 0)
+        notice = notice._replace(step=self._companion.counted(number))
+        notice = notice if call is None else with_zeros(notice, call)
         try:
             used = agree(works, notice, clock)
         except Refusal as refusal:
@@ -255,55 +266,48 @@ class GradientSync:
         finally:
             self._syncing = before
 
+    def join(
+        self, *optimizers: torch.optim.Optimizer, each_step: Callable[[], Any] | None = None
+    ) -> AbstractContextManager[None]:
+        """Allow ranks to have different numbers of batches: `with sync.join(): for batch in loader: ...`. Collective.
+
+        A rank that leaves the block takes part in the steps of the others, with zeros for its gradients, until all have left
+        it. Means are over all ranks, as with torch's Join and divide_by_initial_world_size. Its replica moves with the
+        others: by the attached optimizer, or by those that are passed here. each_step is called after each of these
+        steps; pass scheduler.step if the loop does that after each batch. Where weights are exchanged (drift) the rank
+        keeps exchanging its own, which no longer move. average(), agree_any() and observe() leave such a rank out.
+        """
+        return joining(self, optimizers, each_step)
+
     def observe(self, metric: float, *, higher_is_better: bool = True) -> float:
         """Tell the scheme a validation metric; returns its mean over ranks. Collective.
 
         Where the scheme makes no use of it, rank 0 warns once.
         """
-        mean = self._exchange.mean(metric)
+        mean = self._mean("observe", metric if higher_is_better else -metric)
+        self._observed(mean)
+        return mean if higher_is_better else -mean
+
+    def _observed(self, mean: float) -> None:
+        """Tell the scheme the mean of a metric, larger being better; local."""
         if not self.observes and not self._told_unobserved:
             self._told_unobserved = True
             if self.rank == 0:
                 warnings.warn(
                     f'observe() has no effect with scheme "{self.scheme}" as it is set: only scheme "predictive" with '
                     "adapt_k=True moves k by a metric",
-                    stacklevel=2,
+                    stacklevel=3,
                 )
-        self._aggregator.observe(mean if higher_is_better else -mean)
-        return mean
-
-    def average(self, value: float) -> float:
-        """The mean of a number over ranks; collective."""
-        return self._exchange.mean(value)
+        self._aggregator.observe(mean)
 
     def note_loss(self, loss: float) -> None:
         """Tell the scheme this rank's loss of the coming step, for those that learn from it; local."""
         self._companion.note_loss(float(loss))
 
-    def agree_any(self, flag: bool) -> bool:
-        """Tell whether the flag is set on any rank; collective."""
-        return bool(self._exchange.allreduce_(np.array([flag], dtype=np.int64), "max")[0])
-
-    def gather_floats(self, row: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Gather a row of numbers from every rank; row r of the result is rank r's. Collective."""
-        return self._exchange.allgather(row)
-
-    def broadcast_(self, tensors: list[torch.Tensor]) -> None:
-        """Set tensors to those of rank 0; collective."""
-        with torch.no_grad():
-            for tensor in tensors:
-                dense = tensor.detach().cpu().contiguous()
-                self._exchange.broadcast_(dense.reshape(-1).view(torch.uint8).numpy())
-                if dense.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(dense)
-
-    def check_together(self, error: Exception | None) -> None:
-        """Raise on all ranks if any has an error; collective."""
-        self._exchange.raise_together(error)
-
     def synchronize(self) -> None:
         """Finish what is in flight, so that replicas are equal; collective. Nothing is, in a synchronous scheme."""
         self._check_undamaged()
+        self._meet("synchronize")
         misfit = self._layout.misfit([None] * len(self._layout.slots))
         self._exchange.raise_together(None if misfit is None else GradientError(misfit), GradientError)
         frozen = self._gradients.frozen
@@ -336,11 +340,10 @@ class GradientSync:
 
     def close(self) -> None:
         """Take the hooks off the model and free the communicator; collective."""
-        self._gradients.watch.remove()
         self._aggregator.close()
+        self._gradients.watch.remove()
         if self._watchdog is not None:
             self._watchdog.close()
-        self._exchange.close()
 
     # What it tells
 
@@ -379,6 +382,11 @@ class GradientSync:
         if self._stats is None:
             raise RuntimeError(f"r{self.rank} | there are no statistics before the first step()")
         return self._stats
+
+    @property
+    def nbytes_in_flight(self) -> int:
+        """Bytes that this rank received for later steps, whose statistics will count them; waits for them to arrive."""
+        return self._aggregator.nbytes_in_flight
 
     @property
     def residual(self) -> torch.Tensor:
@@ -437,6 +445,7 @@ class GradientSync:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take a state that state_dict() gave on the same rank of as many ranks; collective, all or none."""
+        self._meet("load_state_dict")
         error: Exception | None = None
         try:
             self.check_state(state)

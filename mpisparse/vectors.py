@@ -13,7 +13,9 @@ from mpisparse.backends.device import load_backend
 from mpisparse.backends.flat import Held, Slot, zeros
 from mpisparse.backends.kinds import FP32
 from mpisparse.backends.protocol import Backend
-from mpisparse.comm.exchange import Exchange, end_job_on_uncaught_exception
+from mpisparse.comm.exchange import Exchange
+from mpisparse.comm.roll_call import answer_at_exit
+from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Parts
 from mpisparse.errors import ConfigurationError
@@ -92,7 +94,7 @@ def aggregator(
     Options are those of GradientSync that need no model. staleness: 1 delivers while the caller computes (scheme "exdyna").
     The mean of what was given is then returned two steps later: indices travel one step ahead of their values.
     """
-    end_job_on_uncaught_exception()
+    end_job_on_uncaught_exception(comm)
     exchange = Exchange(comm)
     made: Aggregator | None = None
     error: ConfigurationError | None = None
@@ -101,13 +103,13 @@ def aggregator(
         check_whole("n", n, 1)
         check_whole("staleness", staleness, 0)
         chosen = configure(scheme, density=density, codec=codec, **options)
-        _check_plain(chosen)
+        check_plain(chosen)
         backend: Backend = load_backend()
     except ConfigurationError as caught:
         error = caught
     try:
         exchange.raise_together(error)
-        _check_alike(exchange, f"n {n}, scheme {scheme}, staleness {staleness}", chosen)
+        check_alike(exchange, f"n {n}, scheme {scheme}, staleness {staleness}", chosen)
         exchange.segment_nbytes = chosen.segment_nbytes
         slot = Slot("vector", 0, n, (n,), (1,), torch.float32)
         parts = Parts(zeros(n, torch.float32), [slot], Held(n), FlatSink(n, backend), exchange, backend)
@@ -115,11 +117,12 @@ def aggregator(
     finally:
         if made is None:
             exchange.close()
+    answer_at_exit(exchange)
     made.density = chosen.density
     return made
 
 
-def _check_plain(options: Options) -> None:
+def check_plain(options: Options) -> None:
     """Raise ConfigurationError for options that say something of a model."""
     for name, value in vars(options).items():
         if callable(value):
@@ -130,7 +133,7 @@ def _check_plain(options: Options) -> None:
         raise ConfigurationError(f"a vector that is not finite is refused: leave nonfinite={options.nonfinite!r} out")
 
 
-def _check_alike(exchange: Exchange, what: str, options: Options) -> None:
+def check_alike(exchange: Exchange, what: str, options: Options) -> None:
     """Raise ConfigurationError on all ranks unless all were given the same; collective."""
     texts = exchange.gather_texts(f"{what}, options {json.dumps(options.values(), sort_keys=True)}")
     other = next((rank for rank, text in enumerate(texts) if text != texts[0]), 0)

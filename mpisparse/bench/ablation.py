@@ -18,11 +18,11 @@ import mpisparse
 from mpisparse.bench.sync import open_source
 from mpisparse.bench.synthetic import GivenModel, Source
 from mpisparse.bench.train import FIRST, Case, progress_to_stderr, train_case
-from mpisparse.comm.exchange import end_job_on_uncaught_exception
+from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.core.records import Stats
 from mpisparse.runtime.settings import Settings
-from mpisparse.runtime.signals import StopRequest
 from mpisparse.runtime.table import save, show
+from mpisparse.stopping import StopRequest
 
 COLUMNS = {
     "group": "", "case": "", "density": ".6f", "density_error": ".4f", "worst_error": ".4f", "imbalance": ".3f",

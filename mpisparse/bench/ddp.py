@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import mpisparse
 from mpisparse.bench.sync import moves_weights, start_gloo
 from mpisparse.bench.train import Case
-from mpisparse.comm.exchange import end_job_on_uncaught_exception
+from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.schedule import Order, Position
 from mpisparse.runtime.settings import Settings

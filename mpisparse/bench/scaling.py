@@ -26,7 +26,8 @@ from mpisparse.bench.simulator import Simulated, Simulator, dense_log, simulator
 from mpisparse.bench.sync import open_source
 from mpisparse.bench.synthetic import LAYERS, GivenModel, Source, Synthetic
 from mpisparse.bench.train import FIRST, Case
-from mpisparse.comm.exchange import Exchange, end_job_on_uncaught_exception
+from mpisparse.comm.exchange import Exchange
+from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.core.records import Stats
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.table import save, show

@@ -11,11 +11,11 @@ from mpi4py import MPI
 
 from mpisparse.bench.tailored import Reduction, TailoredSync, by_mask, by_rows, by_use
 from mpisparse.bench.train import Case, progress_to_stderr, train_case
-from mpisparse.comm.exchange import end_job_on_uncaught_exception
+from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.runtime.settings import Settings
-from mpisparse.runtime.signals import StopRequest
 from mpisparse.runtime.table import save, show
 from mpisparse.runtime.train import Trainer
+from mpisparse.stopping import StopRequest
 
 COLUMNS = {
     "model": "", "case": "", "density": ".4f", "density_error": ".4f", "received_MB": ".3f", "of_dense": ".4f",

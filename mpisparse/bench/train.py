@@ -14,14 +14,14 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpisparse.comm.exchange import end_job_on_uncaught_exception
+from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.flags import parse_options
 from mpisparse.runtime.settings import Settings
 from mpisparse.runtime.settings_file import to_toml
-from mpisparse.runtime.signals import StopRequest
 from mpisparse.runtime.table import save, show
 from mpisparse.runtime.train import Trainer
+from mpisparse.stopping import StopRequest
 
 COLUMNS = {
     "model": "", "case": "", "ranks": "d", "seeds": "d", "train_loss": ".4f", "spread": ".4f", "validation_metric": ".4f",

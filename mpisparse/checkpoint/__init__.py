@@ -28,13 +28,16 @@ from mpisparse.checkpoint import onefile, store, tree
 from mpisparse.checkpoint.contents import MALFORMED, read_own, read_shared, sensible
 from mpisparse.checkpoint.h5file import Arrays, Damaged, FileRecord, write_file
 from mpisparse.checkpoint.model_files import export, load_model
+from mpisparse.checkpoint.periodic import STOP_BEFORE, Periodic
 from mpisparse.checkpoint.standin import check_scheme_state, resize_scheme_states
 from mpisparse.checkpoint.state import ArrayCopies, Subjects, split
+from mpisparse.comm.roll_call import meet
 from mpisparse.core.state import sources
 from mpisparse.errors import CheckpointError, ConfigurationError, check_choice
+from mpisparse.schemes.optimizers import unwrapped
 from mpisparse.version import __version__
 
-__all__ = ["CheckpointError", "Damaged", "Saving", "begin_save", "export", "load", "load_model", "save"]
+__all__ = ["CheckpointError", "Damaged", "Periodic", "Saving", "begin_save", "every", "export", "load", "load_model", "save"]
 
 P = ParamSpec("P")
 
@@ -83,6 +86,7 @@ class Saving:
     def finish(self) -> Path:
         """Wait for all ranks' files and complete the checkpoint; collective. Raises CheckpointError on all ranks."""
         with self._exchange.place.exempt("saving"):
+            meet(self._exchange, "finish() of a checkpoint")
             return self._finish()
 
     def _finish(self) -> Path:
@@ -158,8 +162,9 @@ def begin_save(
     if last is not None and not last.written:
         raise CheckpointError("the last checkpoint is still being written; call its finish() first")
     memory = last._memory if last is not None else ArrayCopies()
-    subjects = Subjects(model, optimizer, sync, scheduler, scaler)
+    subjects = Subjects(model, unwrapped(optimizer), sync, scheduler, scaler)
     exchange = _exchange(sync)
+    meet(exchange, "checkpoint.save")
     try:
         exchange.raise_together(onefile.lacking() if driver is not None else None)
     except ConfigurationError:
@@ -218,13 +223,37 @@ def load(
     one before; so is one whose extra makes `check_extra` raise ValueError. A checkpoint of another model or scheme is
     refused. On another number of ranks residuals are merged or split.
     """
-    subjects = Subjects(model, optimizer, sync, scheduler, scaler)
+    subjects = Subjects(model, unwrapped(optimizer), sync, scheduler, scaler)
     exchange = _exchange(sync)
     try:
         with exchange.place.exempt("loading"):
+            meet(exchange, "checkpoint.load")
             return _load(Path(directory), subjects, extra, exchange, check_extra or (lambda extra: None))
     finally:
         _release(exchange, sync)
+
+
+def every(
+    directory: str | Path, *, model: Any, steps: int | None = None, seconds: float | None = None, optimizer: Any = None,
+    sync: Any = None, scheduler: Any = None, scaler: Any = None, keep: int | None = 2, driver: str | None = None,
+    stop_before: float = STOP_BEFORE,
+) -> Periodic:  # fmt: skip
+    """Checkpoint a loop every so many steps or seconds, and when its job must stop; resume it first. Collective.
+
+        saves = mpisparse.checkpoint.every("runs/mine", steps=500, model=model, optimizer=optimizer, sync=sync)
+        for step in range(saves.step, 10_000):  # from the step at which the job was stopped
+            ...
+            saves.step_done()
+        saves.finish()
+
+    Restores the newest valid checkpoint of the directory, if there is one. stop_before: seconds before the time limit of a
+    Slurm job at which the loop stops; 0: by signals only. See Periodic.
+    """
+    subjects = {"model": model, "optimizer": optimizer, "sync": sync, "scheduler": scheduler, "scaler": scaler}
+    return Periodic(
+        functools.partial(save, keep=keep, driver=driver, **subjects), functools.partial(load, **subjects), Path(directory),
+        sync, steps=steps, seconds=seconds, stop_before=stop_before,
+    )  # fmt: skip
 
 
 def _load(

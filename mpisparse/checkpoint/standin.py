@@ -61,7 +61,8 @@ def _parameters(sync: dict[str, Any], shared: dict[str, Any]) -> dict[str, nn.Pa
 class _NoExchange:
     """A stand-in for Exchange: checking needs no other ranks."""
 
-    threaded = False
+    threaded = is_open = False
+    gone = ""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size

@@ -1,1 +1,1 @@
-"""Communication between ranks, and the watchdog that ends a job which hangs. Only `exchange` imports mpi4py."""
+"""Communication between ranks, and the watchdog that ends a job which hangs. Only `mpi` imports mpi4py."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from mpisparse.arrays import Bools, Ints
 
@@ -39,7 +39,8 @@ class Notice(NamedTuple):
     """What a rank tells the others before a step: whether it can go on, and what must be equal on all ranks.
 
     detail: the flat index that a status is about. unused: parameters without a gradient. frozen: a digest of which
-    parameters are frozen. trouble: why the rank cannot go on, in words, where the status is BROKEN.
+    parameters are frozen. trouble: why the rank cannot go on, in words, where the status is BROKEN. step: its number. call:
+    its roll call (mpisparse.comm.roll_call.Call), if that has begun.
     """
 
     k: int
@@ -48,6 +49,8 @@ class Notice(NamedTuple):
     detail: int = 0
     frozen: int = 0
     trouble: str = ""
+    step: int = 0
+    call: Any = None
 
     def nonfinite(self, index: int) -> Notice:
         """Return this notice with a first non-finite element noted; -1 is none."""

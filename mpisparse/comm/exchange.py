@@ -1,60 +1,77 @@
-"""Collective communication between ranks: the only module, apart from the benchmarks, that imports mpi4py.
+"""Collective communication between ranks, over any transport. Importing this starts no MPI; making an Exchange may.
 
-Importing it starts MPI (mpi4py initialises MPI on import), so the package imports it late. All methods of Exchange are
-collective unless they say otherwise. A message longer than `segment_nbytes` travels in several rounds, so that no count
-or displacement reaches MPI's limit of 2^31.
+All methods of Exchange are collective unless they say otherwise. A message longer than `segment_nbytes` travels in several
+rounds, so that no count or displacement reaches MPI's limit of 2^31.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
 import time
-import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from threading import get_ident
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
-from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpisparse.arrays import Bytes, Ints
 from mpisparse.comm import device_memory
 from mpisparse.comm.place import Place
-from mpisparse.errors import ConfigurationError, check_choice
+from mpisparse.comm.transport import BYTE, IN_PLACE, Transport, duplicate, local_rank
+from mpisparse.errors import ConfigurationError
+
+__all__ = ["Exchange", "PollingExchange", "local_rank"]
+
+
+class Gathering(NamedTuple):
+    """An Allgather that has begun. `sent` and `rows` are MPI's until it is done."""
+
+    request: Any
+    sent: NDArray[Any]
+    rows: NDArray[Any]
+
 
 IN_CACHE = 2 << 20  # bytes of an all-reduce on one host that stay in cache: in such rounds it takes a third of the time
 
 
 class Exchange:
-    """A private duplicate of a communicator with the collectives that a step needs. Counts the bytes they move."""
+    """A private duplicate of a communicator with the collectives that a step needs. Counts the bytes they move.
+
+    comm: an mpi4py communicator, a torch.distributed process group or a virtual worker's; None: all ranks of MPI.
+    """
 
     def __init__(self, comm: Any = None, segment_nbytes: int = 1 << 30) -> None:
-        self.comm: MPI.Intracomm = (MPI.COMM_WORLD if comm is None else comm).Dup()
+        self.comm: Transport = duplicate(comm)
         self.rank: int = self.comm.Get_rank()
         self.size: int = self.comm.Get_size()
         self.segment_nbytes = segment_nbytes
         self.nbytes_sent = 0
         self.nbytes_received = 0
         self.nbytes_control = 0  # of what is received, that which is neither indices nor values
-        self.cuda_aware = cuda_awareness().usable
-        self.virtual = bool(getattr(comm, "virtual", False))
-        self.round_nbytes = IN_CACHE if not self.virtual and on_one_host(self.comm) else segment_nbytes
+        self.cuda_aware = self.comm.cuda_aware
+        self.virtual = self.comm.virtual
+        self._ops = self.comm.ops
+        self.round_nbytes = IN_CACHE if self.comm.one_host else segment_nbytes
         self.place = Place()
         self.spot = self.place.spot()
+        self.pid = os.getpid()
+        self.gone = ""  # why no roll call can be answered any more: some rank has ended
 
     @property
     def threaded(self) -> bool:
-        """Tell whether several threads may call MPI at the same time; local. Those of virtual workers may not."""
-        return not self.virtual and bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+        """Tell whether several threads may exchange at the same time; local."""
+        return self.comm.threaded
 
     def close(self) -> None:
-        """Free the communicator."""
-        if self.comm != MPI.COMM_NULL:
+        """Free the communicator; not if a rank has ended, which would not take part."""
+        if self.is_open and not self.gone:
             self.comm.Free()
+
+    @property
+    def is_open(self) -> bool:
+        """Tell whether messages can still be sent; local."""
+        return self.comm.is_open
 
     def reset_counters(self) -> None:
         """Set the byte counters to zero; local."""
@@ -66,12 +83,27 @@ class Exchange:
         Rows are control messages: counts, sizes, statuses.
         """
         rows = np.empty((self.size, len(row)), dtype=row.dtype)
-        self._call("Allgather", [row, MPI.BYTE], [rows, MPI.BYTE])
-        moved = row.nbytes * (self.size - 1)
+        self._call("Allgather", [row, BYTE], [rows, BYTE])
+        self._count_rows(row.nbytes)
+        return rows
+
+    def begin_allgather(self, row: NDArray[Any]) -> Gathering:
+        """Begin to gather one row from every rank; local. Nonblocking calls do not meet blocking ones."""
+        rows = np.empty((self.size, len(row)), dtype=row.dtype)
+        comm: Any = self.comm
+        return Gathering(comm.Iallgather([row, BYTE], [rows, BYTE]), row, rows)
+
+    def gathered(self, gathering: Gathering) -> NDArray[Any]:
+        """Wait for a gathering, of this exchange or of another one of this rank; its rows count as this one's messages."""
+        self._wait_for("Allgather", gathering.request)
+        self._count_rows(gathering.sent.nbytes)
+        return gathering.rows
+
+    def _count_rows(self, nbytes: int) -> None:
+        moved = nbytes * (self.size - 1)
         self.nbytes_sent += moved
         self.nbytes_received += moved
         self.nbytes_control += moved
-        return rows
 
     def allreduce_(self, values: NDArray[Any], op: str = "sum") -> NDArray[Any]:
         """Reduce over ranks in place; `op` is "sum", "max" or "or" (bitwise)."""
@@ -79,7 +111,7 @@ class Exchange:
         most = min(self.segment_nbytes, self.round_nbytes) if isinstance(buffer, np.ndarray) else self.segment_nbytes
         step = max(1, most // values.itemsize)
         for start in range(0, len(values), step):
-            self._call("Allreduce", MPI.IN_PLACE, _view(buffer[start : start + step]), op=OPS[op])
+            self._call("Allreduce", IN_PLACE, _view(buffer[start : start + step]), op=self._ops[op])
         self._count_reduction(values.nbytes)
         if buffer is not values:
             values[:] = _incoming(buffer, values)
@@ -92,7 +124,7 @@ class Exchange:
             part = self._outgoing(source[start : start + step])
             staged = isinstance(part, np.ndarray) and not isinstance(result, np.ndarray)
             total = _empty(len(part), part) if staged else result[start : start + step]
-            self._call("Allreduce", _view(part), _view(total), op=MPI.SUM)
+            self._call("Allreduce", _view(part), _view(total), op=self._ops["sum"])
             if staged:
                 result[start : start + step] = _incoming(total, result)
         self._count_reduction(source.nbytes)
@@ -104,7 +136,7 @@ class Exchange:
         sent = payload if on_host else self._outgoing(payload)
         gathered = np.empty(total, dtype=payload.dtype) if on_host else _empty(total, sent)
         if total <= self.segment_nbytes:
-            self._call("Allgatherv", _view(sent), [_view(gathered), (counts, starts), MPI.BYTE])
+            self._call("Allgatherv", _view(sent), [_view(gathered), (counts, starts), BYTE])
         else:
             self._allgatherv_in_rounds(sent, gathered, counts, starts)
         self.nbytes_sent += mine * (self.size - 1)
@@ -116,7 +148,7 @@ class Exchange:
         for done in range(0, max(counts), share):
             part = [min(max(count - done, 0), share) for count in counts]
             packed = _empty(sum(part), sent)
-            row = [_view(packed), (part, _starts(part)), MPI.BYTE]
+            row = [_view(packed), (part, _starts(part)), BYTE]
             self._call("Allgatherv", _view(sent[done : done + share]), row)
             _unpack(packed, part, gathered, [start + done for start in starts])
 
@@ -131,7 +163,7 @@ class Exchange:
         received = np.empty(mine * size, dtype=payload.dtype) if on_host else _empty(mine * size, sent)
         if max(counts) <= max(1, self.segment_nbytes // size):
             rows = ([mine] * size, [r * mine for r in range(size)])
-            self._call("Alltoallv", [_view(sent), (counts, starts), MPI.BYTE], [_view(received), rows, MPI.BYTE])
+            self._call("Alltoallv", [_view(sent), (counts, starts), BYTE], [_view(received), rows, BYTE])
         else:
             self._alltoallv_in_rounds(sent, received, counts, starts)
         self.nbytes_sent += sum(counts) - mine
@@ -147,8 +179,8 @@ class Exchange:
             _pack(sent, part, joined, [start + done for start in starts])
             _wait_for(joined)
             rows = ([here] * self.size, [r * here for r in range(self.size)])
-            out = [_view(joined), (part, _starts(part)), MPI.BYTE]
-            self._call("Alltoallv", out, [_view(packed), rows, MPI.BYTE])
+            out = [_view(joined), (part, _starts(part)), BYTE]
+            self._call("Alltoallv", out, [_view(packed), rows, BYTE])
             _unpack(packed, [here] * self.size, received, [r * mine + done for r in range(self.size)])
 
     def route(self, payload: Bytes, table: Ints) -> Bytes:
@@ -163,7 +195,7 @@ class Exchange:
             out, back = ([min(max(n - done, 0), share) for n in counts] for counts in (sent, received))
             starts = [min(start + done, len(payload)) for start in _starts(sent)]
             packed = arrived if longest <= share else np.empty(sum(back), dtype=np.uint8)
-            self._call("Alltoallv", [payload, (out, starts), MPI.BYTE], [packed, (back, _starts(back)), MPI.BYTE])
+            self._call("Alltoallv", [payload, (out, starts), BYTE], [packed, (back, _starts(back)), BYTE])
             if packed is not arrived:
                 _unpack(packed, back, arrived, [start + done for start in _starts(received)])
         mine = sent[self.rank]
@@ -200,10 +232,18 @@ class Exchange:
                 raise agreed from (error if rank == self.rank else None)
 
     def _call(self, name: str, *buffers: Any, **options: Any) -> None:
-        """Make a collective call of MPI and wait until it is done, marked for the watchdog meanwhile."""
+        """Make a collective call and wait until it is done, marked for the watchdog meanwhile."""
         self.spot.wait = name, time.monotonic(), get_ident()
         try:
             getattr(self.comm, name)(*buffers, **options)
+        finally:
+            self.spot.wait = None
+
+    def _wait_for(self, name: str, request: Any) -> None:
+        """Wait for a nonblocking call, marked for the watchdog meanwhile."""
+        self.spot.wait = name, time.monotonic(), get_ident()
+        try:
+            request.Wait()
         finally:
             self.spot.wait = None
 
@@ -239,14 +279,12 @@ class PollingExchange(Exchange):
     Only one thread at a time may use it. It does not reduce in rounds: each would end with a sleep.
     """
 
-    def __init__(self, comm: Any = None, segment_nbytes: int = 1 << 30) -> None:
-        super().__init__(comm, segment_nbytes)
-        self.round_nbytes = segment_nbytes
-
     SHORTEST, LONGEST = 5e-5, 2e-3  # seconds between polls: at 1 Gbit/s socket buffers hold what arrives in the longest
 
     def _call(self, name: str, *buffers: Any, **options: Any) -> None:
-        request = getattr(self.comm, f"I{name.lower()}")(*buffers, **options)
+        self._wait_for(name, getattr(self.comm, f"I{name.lower()}")(*buffers, **options))
+
+    def _wait_for(self, name: str, request: Any) -> None:
         pause = self.SHORTEST
         self.spot.wait = name, time.monotonic(), get_ident()
         try:
@@ -279,9 +317,6 @@ def _incoming(array: Any, wanted: Any) -> Any:
     return device_memory.from_pinned(array, wanted) if staged else array
 
 
-OPS = {"sum": MPI.SUM, "max": MPI.MAX, "or": MPI.BOR}
-
-
 def _starts(counts: Sequence[int]) -> list[int]:
     return [0, *np.cumsum(counts[:-1]).tolist()] if counts else []
 
@@ -294,110 +329,3 @@ def _unpack(packed: Bytes, counts: Sequence[int], target: Bytes, starts: Sequenc
 def _pack(source: Bytes, counts: Sequence[int], packed: Bytes, starts: Sequence[int]) -> None:
     for place, count, start in zip(_starts(counts), counts, starts, strict=True):
         packed[place : place + count] = source[start : start + count]
-
-
-def library() -> dict[str, str]:
-    """Describe the MPI library: name, version, standard and thread level; local."""
-    levels = {
-        MPI.THREAD_SINGLE: "single",
-        MPI.THREAD_FUNNELED: "funneled",
-        MPI.THREAD_SERIALIZED: "serialized",
-        MPI.THREAD_MULTIPLE: "multiple",
-    }
-    name, version = MPI.get_vendor()
-    return {
-        "name": name,
-        "version": ".".join(map(str, version)),
-        "standard": ".".join(map(str, MPI.Get_version())),
-        "threads": levels[MPI.Query_thread()],
-    }
-
-
-def local_rank(comm: Any = None) -> int:
-    """Return the rank of this process among those on the same host; collective."""
-    return _on_this_host(MPI.COMM_WORLD if comm is None else comm)[0]
-
-
-def on_one_host(comm: MPI.Intracomm) -> bool:
-    """Tell whether all ranks of a communicator share memory; collective."""
-    return _on_this_host(comm)[1] == comm.Get_size()
-
-
-def _on_this_host(comm: MPI.Intracomm) -> tuple[int, int]:
-    """This process's rank among those on the same host, and their number; collective."""
-    here = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    rank, size = int(here.Get_rank()), int(here.Get_size())
-    here.Free()
-    return rank, size
-
-
-@dataclass(frozen=True)
-class Awareness:
-    """Whether device buffers are passed to MPI directly, and why."""
-
-    usable: bool
-    why: str
-
-    def __str__(self) -> str:
-        way = (
-            "device buffers are passed to MPI directly"
-            if self.usable
-            else "selected values are staged in pinned host memory"
-        )
-        return f"{'yes' if self.usable else 'no'}: {self.why}; {way}"
-
-
-def cuda_awareness() -> Awareness:
-    """Find out from the environment, then from MPI, whether device buffers may be passed to it; local.
-
-    MPISPARSE_CUDA_AWARE=0|1 decides if it is set. Cray's MPI and MPICH have a variable that turns device support on or off.
-    Open MPI and MPICH report how they were built (MPIX_Query_cuda_support).
-    """
-    forced = os.environ.get("MPISPARSE_CUDA_AWARE")
-    if forced:
-        check_choice("MPISPARSE_CUDA_AWARE", forced, ("0", "1"))
-        return Awareness(forced == "1", f"MPISPARSE_CUDA_AWARE={forced}")
-    version = MPI.Get_library_version().upper()
-    if "CRAY" in version:
-        value = os.environ.get("MPICH_GPU_SUPPORT_ENABLED", "0")
-        return Awareness(value == "1", f"MPICH_GPU_SUPPORT_ENABLED={value}")
-    if "MPICH" in version and os.environ.get("MPIR_CVAR_ENABLE_GPU") == "0":
-        return Awareness(False, "MPIR_CVAR_ENABLE_GPU=0")
-    try:
-        query = ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support
-    except (OSError, AttributeError):
-        return Awareness(
-            False, "this MPI has no MPIX_Query_cuda_support; set MPISPARSE_CUDA_AWARE=1 if it accepts device buffers"
-        )
-    answer = bool(query())
-    return Awareness(answer, f"MPIX_Query_cuda_support() is {int(answer)}")
-
-
-def end_job(code: int) -> None:
-    """End all ranks of the job with an exit code, from any thread; local. Unflushed output is lost."""
-    MPI.COMM_WORLD.Abort(code)
-
-
-def end_job_on_uncaught_exception() -> None:
-    """Make an uncaught exception print its traceback and end all ranks; local. Further calls do nothing.
-
-    Without it the other ranks would wait forever in their next collective call.
-    """
-    if MPI.COMM_WORLD.Get_size() == 1 or getattr(sys.excepthook, "ends_mpi_job", False):
-        return
-    previous = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> NoReturn:
-        try:
-            previous(kind, error, trace)
-        except Exception:
-            traceback.print_exception(kind, error, trace)
-        print(f"r{MPI.COMM_WORLD.Get_rank()} | uncaught {kind.__name__}: ending all ranks", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        time.sleep(0.2)  # MPICH drops output that its launcher has not read yet
-        MPI.COMM_WORLD.Abort(1)
-        raise SystemExit(1)
-
-    hook.ends_mpi_job = True  # type: ignore[attr-defined]
-    sys.excepthook = hook

@@ -9,9 +9,10 @@ each worker's own. NumPy's global one is shared: to save and restore it at every
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +20,6 @@ from numpy.typing import NDArray
 
 from mpisparse.arrays import Bytes
 from mpisparse.comm.baton import Ended, World, generators, set_generators
-from mpisparse.comm.exchange import OPS
 from mpisparse.errors import ConfigurationError
 
 Result = TypeVar("Result")
@@ -93,7 +93,11 @@ def _at_once(call: Callable[..., None]) -> Callable[..., Request]:
 class VirtualComm:
     """What a worker sees of a communicator: the methods of mpi4py's that Exchange uses, on NumPy arrays."""
 
-    virtual = True
+    ops: Mapping[str, str] = {name: name for name in REDUCTIONS}
+    virtual = is_open = True
+    one_host = False  # threads that take turns gain nothing by rounds
+    threaded = False  # only one worker runs at a time
+    cuda_aware = False
 
     def __init__(self, world: World, where: tuple[Any, ...], members: tuple[int, ...], me: int) -> None:
         self._world, self._where, self._members, self._me = world, where, members, me
@@ -123,6 +127,10 @@ class VirtualComm:
     def Free(self) -> None:  # noqa: N802
         """Nothing is held."""
 
+    def end_job(self, code: int) -> NoReturn:
+        """End the process, and with it all workers."""
+        os._exit(code)
+
     def Barrier(self) -> None:  # noqa: N802
         self._meet("Barrier", None, lambda given: None)
 
@@ -138,10 +146,9 @@ class VirtualComm:
     def Alltoallv(self, sent: Any, received: Any) -> None:  # noqa: N802
         self._meet("Alltoallv", (_bytes_of(sent), _bytes_of(received)), _exchange)
 
-    def Allreduce(self, sent: Any, received: Any, op: Any = OPS["sum"]) -> None:  # noqa: N802
-        name = next(name for name, known in OPS.items() if known == op)
-        source = sent if isinstance(sent, np.ndarray) else received  # else it is MPI.IN_PLACE
-        self._meet(f"Allreduce of {name}", (source, received), lambda rows: _reduce(rows, REDUCTIONS[name]))
+    def Allreduce(self, sent: Any, received: Any, op: str = "sum") -> None:  # noqa: N802
+        source = received if sent is None else sent  # None: in place
+        self._meet(f"Allreduce of {op}", (source, received), lambda rows: _reduce(rows, REDUCTIONS[op]))
 
     Ibarrier, Ibcast = _at_once(Barrier), _at_once(Bcast)
     Iallgather, Iallgatherv = _at_once(Allgather), _at_once(Allgatherv)

@@ -5,6 +5,7 @@ A step is three calls over frozen records: prepare (local), deliver (collective)
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,9 +19,10 @@ from mpisparse.arrays import Bools, Floats, State
 from mpisparse.backends.flat import Pieces, Slot, pieces_of
 from mpisparse.comm.agreement import BROKEN, Notice, Refusal
 from mpisparse.comm.inflight import InFlight
+from mpisparse.comm.roll_call import meet
 from mpisparse.core import flights, step
 from mpisparse.core.records import Arrived, Delivered, Outgoing, Parts, Stats, Works
-from mpisparse.core.refusals import explain
+from mpisparse.core.refusals import Names, explain
 from mpisparse.core.stages import Stage
 from mpisparse.core.state import merge_residuals, sources
 from mpisparse.core.step import Clock
@@ -71,28 +73,42 @@ class Aggregator:
         Returns the mean, zero where nothing was sent; the next step overwrites it. In flight it is the mean of an earlier
         step, zero in the first ones, and what this step refuses is raised in a later one.
         """
+        self.check_sound()
+        wanted = self.k if k is None else k
+        trouble = _misfit(vector, wanted, len(self.works.acc)) or self.ready(_no_lap)
+        unused = np.zeros(len(self.parts.slots), dtype=bool)
+        notice = Notice(self.k, unused, BROKEN, trouble=trouble) if trouble else Notice(wanted, unused)
+        clock = Clock()
+        with self.in_words(lambda _: "the vector", added=False):
+            self.agree(notice, clock)
+        with self.in_words(lambda _: "the vector", added=True):
+            self.run(None if trouble else pieces_of(vector.contiguous()), notice, clock)
+        return self.parts.sink.published()
+
+    def run(self, pieces: Pieces | None, notice: Notice, clock: Clock) -> None:
+        """Do what follows the agreement of a step; collective."""
+        number = self.number
+        delivered = step.run(self.works, pieces, notice._replace(step=number), clock)
+        self.last = self.stats(number, notice, delivered, clock.seconds, step.details_of(self.works))
+
+    def check_sound(self) -> None:
+        """Raise if an earlier error has damaged the residual."""
         if self._damaged:
             raise GradientError(
                 f"r{self.parts.exchange.rank} | the residual is damaged since an earlier error ({self._damaged}); "
                 "load a saved state"
             )
-        exchange, n = self.parts.exchange, len(self.works.acc)
-        wanted = self.k if k is None else k
-        trouble = _misfit(vector, wanted, n) or self.ready(_no_lap)
-        unused = np.zeros(len(self.parts.slots), dtype=bool)
-        notice = Notice(self.k, unused, BROKEN, trouble=trouble) if trouble else Notice(wanted, unused)
-        clock, number, added = Clock(), self.number, False
+
+    @contextlib.contextmanager
+    def in_words(self, name_at: Names, *, added: bool) -> Iterator[None]:
+        """Raise a refusal as an error with the names that the user knows. `added`: gradients were added before it."""
         try:
-            self.agree(notice, clock)
-            added = True
-            delivered = step.run(self.works, None if trouble else pieces_of(vector.contiguous()), notice, clock)
+            yield
         except Refusal as refusal:
             late_step = self.applied if self.staleness else None
-            error, damage = explain(refusal, exchange, lambda _: "the vector", "", late_step, advice=ADVICE)
+            error, damage = explain(refusal, self.parts.exchange, name_at, "", late_step, advice=ADVICE)
             self._damaged = (damage or "a step was refused after its vector was added") if added else ""
             raise error from (refusal.__cause__ or self.cause)
-        self.last = self.stats(number, notice, delivered, clock.seconds, step.details_of(self.works))
-        return self.parts.sink.published()
 
     def ready(self, lap: Callable[[str], None]) -> str:
         """Wait for what a step needs of this rank alone; return why it cannot go on, or an empty text. Local."""
@@ -103,7 +119,7 @@ class Aggregator:
 
         Returns which parameters had a gradient on some rank; None: all.
         """
-        return step.agree(self.works, notice, clock)
+        return step.agree(self.works, notice._replace(step=self.number), clock)
 
     def add(self, i: int, slot: Slot, grad: torch.Tensor) -> int:
         """Add one piece before the step; return a flat index that is not finite now, or -1. Local."""
@@ -166,6 +182,12 @@ class Aggregator:
     # What it tells, and what it is told
 
     @property
+    def nbytes_in_flight(self) -> int:
+        """Bytes received by deliveries that are not applied yet, and so in no step's statistics; waits for them."""
+        results = [] if self.works.flight is None else self.works.flight.results()
+        return sum(each.nbytes_received for each in results if isinstance(each, Delivered))
+
+    @property
     def number(self) -> int:
         """The number of steps done."""
         return self.works.selection.step + len(self.works.flight or ())
@@ -215,12 +237,15 @@ class Aggregator:
 
     def close(self) -> None:
         """End threads and give communicators back, that of the parts too; collective."""
+        exchange = self.parts.exchange
+        if exchange.is_open and not exchange.gone:
+            meet(exchange, "close")
         self.works.scorer.close()
         if self.works.flight is not None:
             self.works.flight.close()
-        if self._polling is not None:
+        if self._polling is not None and not exchange.gone:
             self._polling.close()
-        self.parts.exchange.close()
+        exchange.close()
 
     # State: each part knows its own keys
 

@@ -16,7 +16,8 @@ from mpisparse.comm.agreement import (
     Refusal,
     StepRefused,
 )
-from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError
+from mpisparse.comm.roll_call import Apart
+from mpisparse.errors import CollectiveError, ConfigurationError, GradientError, NonFiniteGradientError
 
 if TYPE_CHECKING:
     from mpisparse.comm.exchange import Exchange
@@ -35,6 +36,8 @@ def explain(
     `advice`: what to do about values that are not finite; `what`: of what they are.
     """
     me = f"r{exchange.rank} | "
+    if isinstance(refusal, Apart):
+        return CollectiveError(f"{me}{refusal.args[0]}"), "the ranks were in different collective calls"
     if isinstance(refusal, DensityDiffers):
         return _densities(me, refusal.args[0]), "the density was not the same on all ranks"
     if isinstance(refusal, FrozenDiffers):

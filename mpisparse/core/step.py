@@ -20,6 +20,7 @@ import numpy as np
 
 from mpisparse.arrays import Bools, Floats, Ints
 from mpisparse.comm.agreement import FINE, DensityDiffers, FrozenDiffers, Refusal, refuse
+from mpisparse.comm.roll_call import STEP, answers, at_work, begin
 from mpisparse.core.records import Ahead, Arrived, Delivered, Outgoing, Refused, Works
 from mpisparse.core.stages import Sent
 from mpisparse.select.candidates import NONE
@@ -76,7 +77,8 @@ def run(works: Works, pieces: Pieces | None, notice: Notice, clock: Clock) -> De
         arrived = works.flight.due()
         clock.lap("wait")
         delivered = settle(works, arrived, clock)
-        works.flight.send(prepare(works, pieces, notice, clock))
+        outgoing = prepare(works, pieces, notice, clock)
+        works.flight.send(outgoing._replace(notice=told(works.exchange, outgoing.notice)))
         if notice.status != FINE:  # this rank moves nothing until all ranks raise why, in the same later step
             delivered = None
     publish(works, delivered, clock)
@@ -163,18 +165,29 @@ def publish(works: Works, delivered: Delivered | None, clock: Clock) -> None:
     clock.lap("publish")
 
 
+def told(exchange: Exchange, notice: Notice) -> Notice:
+    """Tell the other ranks that this one is in a step, and whether it can go on; local.
+
+    In flight the training loop does that, in the order of its other calls, and the thread waits for the answers.
+    """
+    if notice.call is not None:
+        return notice
+    values = (notice.status, notice.detail, notice.k, int(notice.unused.any()), notice.frozen)
+    return notice._replace(call=begin(exchange, STEP, notice.step, values))
+
+
 def share_readiness(exchange: Exchange, notice: Notice) -> Bools | None:
-    """Raise on all ranks if any cannot go on, or if densities or frozen parameters differ. Collective.
+    """Raise on all ranks if any is elsewhere or cannot go on, or if densities or frozen parameters differ. Collective.
 
     Returns which parameters had a gradient on some rank; None if all parameters had one on all ranks.
     """
-    mine = np.array([notice.status, notice.detail, notice.k, int(notice.unused.any()), notice.frozen], dtype=np.int64)
-    rows = exchange.allgather(mine) if exchange.size > 1 else mine[None]
+    answered = answers(told(exchange, notice).call, exchange)
+    rows = answered[:, 2:]
     if rows[:, 0].any():
         refuse(rows, notice)
     if (rows[:, 4] != notice.frozen).any():
         raise FrozenDiffers
-    if (rows[:, 2] != notice.k).any():
+    if (rows[:, 2] != notice.k).any() and (at_work(answered)[:, 4] != notice.k).any():
         raise DensityDiffers(rows[:, 2].tolist())
     if not rows[:, 3].any():
         return None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from mpisparse.arrays import Bools
 from mpisparse.model.layout import Layout
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ class Frozen:
     def look(self) -> None:
         """See which are frozen now."""
         now = np.fromiter((not p.requires_grad for p in self.layout.params), dtype=bool, count=len(self.layout.params))
+        self.hold(now)
+
+    def hold(self, now: Bools) -> None:
+        """Let these parameters wait, and no others."""
         if np.array_equal(now, self.mask):
             return
         self.mask, self.changed = now, True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,10 +14,10 @@ from mpisparse.errors import ConfigurationError
 
 
 class Layout:
-    """The slots of all trainable parameters, in the order of model.parameters()."""
+    """The slots of all trainable parameters, in the order of model.parameters(); `named`: of these tensors instead."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    def __init__(self, model: torch.nn.Module, named: Sequence[tuple[str, Any]] | None = None) -> None:
+        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad] if named is None else named
         if not trainable:
             raise ConfigurationError(
                 f"{type(model).__name__} has no parameter that requires a gradient; nothing would be exchanged"

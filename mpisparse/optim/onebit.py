@@ -19,7 +19,9 @@ import torch
 
 from mpisparse.arrays import Bools
 from mpisparse.comm.agreement import BROKEN, FINE, NONFINITE, FrozenDiffers, Notice, Refusal, StepRefused
-from mpisparse.comm.exchange import Exchange, end_job_on_uncaught_exception
+from mpisparse.comm.exchange import Exchange
+from mpisparse.comm.roll_call import answer_at_exit, meet
+from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.core.records import Stats
 from mpisparse.core.refusals import explain
 from mpisparse.core.step import share_readiness
@@ -56,7 +58,7 @@ class OneBitAdamW(torch.optim.Optimizer):
         capturable: bool = False, differentiable: bool = False, fused: bool | None = None, comm: Any = None,
         warmup: int = 100, refresh: int | None = None, codec: str = "sign", warmup_codec: str = "int4",
     ) -> None:  # fmt: skip
-        end_job_on_uncaught_exception()
+        end_job_on_uncaught_exception(comm)
         self._exchange = Exchange(comm)
         self._ready = False
         self._settings = {"warmup": warmup, "refresh": refresh, "codec": codec, "warmup_codec": warmup_codec}
@@ -86,6 +88,7 @@ class OneBitAdamW(torch.optim.Optimizer):
         self._damaged = ""
         self._tie([0.0] * len(self._places.slots), [0.0] * len(self._places.slots))
         self._ready = True
+        answer_at_exit(self._exchange)
 
     # What a training loop calls
 
@@ -115,6 +118,8 @@ class OneBitAdamW(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Free the communicator; collective."""
+        if self._exchange.is_open and not self._exchange.gone:
+            meet(self._exchange, "close")
         self._exchange.close()
 
     # A step
@@ -146,7 +151,7 @@ class OneBitAdamW(torch.optim.Optimizer):
             digest = self._digest()
         except (TypeError, ValueError) as error:
             trouble = trouble or f"a group's learning rate, or another of its numbers, is none: {error}"
-        notice, infinite = Notice(0, unused, frozen=digest), getattr(self, "found_inf", None)
+        notice, infinite = Notice(0, unused, frozen=digest, step=self._steps), getattr(self, "found_inf", None)
         if trouble:
             notice = notice._replace(status=BROKEN, trouble=trouble)
         else:
@@ -287,6 +292,7 @@ class OneBitAdamW(torch.optim.Optimizer):
             error = caught
         except (LookupError, TypeError, ValueError, AttributeError) as caught:
             error = ConfigurationError(f"the state is not one that state_dict() gave: {type(caught).__name__}: {caught}")
+        meet(self._exchange, "load_state_dict")
         self._exchange.raise_together(error)
         own, saved = state_dict["onebit"], [state_dict["state"][number] for number in self._places.numbers]
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})

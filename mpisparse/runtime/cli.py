@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpisparse.bench import commands as bench_commands
+from mpisparse.comm.world import first_task
 from mpisparse.errors import ConfigurationError
-from mpisparse.runtime import sbatch, slurm
+from mpisparse.runtime import sbatch
 from mpisparse.runtime.flags import add_arguments, add_list, resolve
 from mpisparse.runtime.settings import import_modules
-from mpisparse.runtime.signals import StopRequest, ignore
+from mpisparse.stopping import StopRequest, ignore
 from mpisparse.version import __version__
 
 PATIENCE = 3.0  # seconds that tasks of srun wait for the first one to print an error
@@ -33,6 +34,8 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory, or a FILE.jsonl of bench")
     report.add_argument("--pictures", type=Path, metavar="DIR", help="also write each chart of bench records as an SVG file")
     report.add_argument("--out", type=Path, metavar="FILE.html", help="the page to write (default: in the run's directory)")
+    report.add_argument("--serve", action="store_true", help="write no file; show runs in a browser while they go on")
+    report.add_argument("--port", type=int, metavar="N", help="with --serve: the port on this host (default 8765; 0: any)")
     inspect = commands.add_parser("inspect", help="show the contents of a checkpoint")
     inspect.add_argument("directory", type=Path, help="a checkpoint, a directory of checkpoints, or a run's directory")
     inspect.add_argument("--verify", action="store_true", help="read everything and check all digests")
@@ -68,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _printed_by_another(error: ConfigurationError) -> bool:
     """Return whether another rank prints this error. Tasks of srun wait for the first one to print it and to end the job."""
-    if error.repeated or slurm.first_task():
+    if error.repeated or first_task():
         return error.repeated
     stop = StopRequest()
     until = time.monotonic() + PATIENCE
@@ -94,9 +97,22 @@ def _slurm(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
+    if args.serve:
+        return _serve(args)
+    if args.port is not None:
+        raise ConfigurationError("--port needs --serve; add it, or leave --port out")
     from mpisparse.runtime.report import write
 
     print(f"report: {write(args.runs, args.out, args.pictures)}")
+    return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    if args.out is not None or args.pictures is not None:
+        raise ConfigurationError("--serve writes no file, got --out or --pictures; leave them out, or --serve")
+    from mpisparse.runtime.report.serve import PORT, serve
+
+    serve(args.runs, PORT if args.port is None else args.port)
     return 0
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from mpisparse.comm.world import first_task, separate_worlds, started_by
 from mpisparse.runtime import slurm
 from mpisparse.version import __version__
 
@@ -21,7 +22,7 @@ CPU_FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512bw", "amx_tile", "asimd
 def run(*, as_json: bool) -> int:
     """Print what is here on rank 0; return 1 if MPI does not work like this, else 0. Collective under mpirun and srun."""
     mpi, rank = _mpi()
-    if rank or not slurm.first_task():
+    if rank or not first_task():
         return 0
     found: dict[str, dict[str, Any]] = {
         "mpisparse": {"version": __version__, "python": platform.python_version()},
@@ -43,21 +44,22 @@ def run(*, as_json: bool) -> int:
 def _mpi() -> tuple[dict[str, Any], int]:
     """Describe the library, how ranks were started, and their placement on hosts and cores; and return this rank."""
     try:
-        from mpisparse.comm.exchange import Exchange, cuda_awareness, library
+        from mpisparse.comm.exchange import Exchange
+        from mpisparse.comm.mpi import cuda_awareness, everyone, library
     except (ImportError, RuntimeError) as error:
         hint = "load your site's MPI module, or install PyPI's Open MPI: pip install 'mpisparse[mpi]'"
         return {"error": f"{error}; {hint}"}, 0
-    exchange = Exchange()
+    exchange = Exchange(everyone())
     hosts = exchange.gather_texts(platform.node())
     facts: dict[str, Any] = {
         **library(),
         "mpi4py": importlib.metadata.version("mpi4py"),
         "cuda-aware": str(cuda_awareness()),
     }
-    facts["launcher"], facts["pmi"] = slurm.started_by(), slurm.pmi()
+    facts["launcher"], facts["pmi"] = started_by(), slurm.pmi()
     facts["ranks"] = f"{exchange.size} on {', '.join(f'{host} ({n})' for host, n in Counter(hosts).items())}"
     facts["binding"] = _binding(hosts, exchange.gather_texts(_ranges(os.sched_getaffinity(0))))
-    problem = slurm.separate_worlds(exchange.size, facts["name"])
+    problem = separate_worlds(exchange.size, facts["name"])
     if problem:
         facts["warning"] = problem
     return facts, exchange.rank

@@ -9,7 +9,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpisparse.runtime.slurm import PMI, command_output
+from mpisparse.comm.world import PMI
+from mpisparse.stopping import command_output
 
 MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH", "intel": "Intel MPI", "cray": "Cray MPICH"}
 

@@ -20,7 +20,7 @@ from mpisparse.comm.exchange import Exchange
 from mpisparse.errors import ConfigurationError, LockError
 from mpisparse.owner import Owner, this_process
 from mpisparse.runtime.lock_file import READ_NBYTES, LockRecord, lock_text, read_lock, write_new
-from mpisparse.runtime.signals import INTERRUPTED, StopRequest
+from mpisparse.stopping import INTERRUPTED, StopRequest
 
 NAME = "lock"
 BEAT_SECONDS = 5.0

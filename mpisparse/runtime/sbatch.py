@@ -1,4 +1,7 @@
-"""Scripts for sbatch that train and requeue themselves until training is done. No MPI, no torch."""
+"""Scripts for sbatch that train and requeue themselves until training is done: by mpisparse train, or a user's program.
+
+No MPI, no torch.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,20 @@ from pathlib import Path
 
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.launcher import MPI_NAMES, JobLauncher, choose_launcher
-from mpisparse.runtime.signals import INTERRUPTED
-from mpisparse.runtime.slurm import parse_time
+from mpisparse.stopping import INTERRUPTED, parse_time
 
 # Export nothing for GPUs: an MPI built for them uses GPU memory by itself, another may abort in MPI_Init if asked to.
 GPU_MEMORY = (
     "# A CUDA-aware MPI uses GPU memory directly; otherwise selected values go through host memory (see mpisparse doctor)"
 )
 CRAY_GPU_MEMORY = "# export MPICH_GPU_SUPPORT_ENABLED=1  # only if mpi4py was built with craype-accel-*, else MPI_Init fails"
+OTHER_COMMANDS = ("bench", "doctor", "export", "inspect", "report", "slurm")  # of mpisparse, which are no jobs
 SIGNAL_SECONDS = (30, 300)  # before the time limit: minimum, maximum
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a script does. `words` are the flags of mpisparse train."""
+    """What a script does. `words` is the command that trains: train and its flags, or a user's own program."""
 
     launcher: JobLauncher
     words: Sequence[str]
@@ -41,6 +44,11 @@ class Request:
     sweep: str | None = None
     settings_in_sweep: int = 0
     container: str | None = None
+
+    @property
+    def own(self) -> bool:
+        """Whether a program of the user's trains."""
+        return self.words[0] != "train"
 
 
 def script(request: Request) -> str:
@@ -79,7 +87,8 @@ def _head(request: Request) -> list[str]:
     what = f"{ranks} ranks on {request.nodes} nodes" + (", one GPU each" if request.gpus_per_node else "")
     return [
         "#!/bin/bash",
-        f"# mpisparse: {what}. Settings after the script's name are added: sbatch SCRIPT --seed 7",
+        f"# mpisparse: {what}. {'Arguments' if request.own else 'Settings'} after the script's name are added: "
+        "sbatch SCRIPT --seed 7",
         *lines,
     ]
 
@@ -105,17 +114,12 @@ def _environment(request: Request) -> list[str]:
 
 
 def _start(request: Request) -> list[str]:
-    words = ["mpisparse", "train", *(shlex.quote(word) for word in request.words)]
-    if request.gpus_per_node and not any(word.partition("=")[0] in ("--device", "--config") for word in request.words):
-        words += ["--device", "cuda"]
+    words = [shlex.quote(word) for word in request.words] if request.own else _train_words(request)
     lines = [f"# Launcher: {request.launcher.why}."]
     if request.sweep is not None:
         lines.append(f'read -ra settings < <(sed -n "${{SLURM_ARRAY_TASK_ID}}p" {shlex.quote(request.sweep)})')
-        words += ['\\\n  "${settings[@]}"', "--out", '"runs/$SLURM_JOB_NAME-$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID"']
-    elif not any(word.partition("=")[0] in ("--out", "--config") for word in request.words):
-        words += ["\\\n  --out", '"runs/$SLURM_JOB_NAME-$SLURM_JOB_ID"']
-    if not any(word in ("--wait-for-lock", "--no-wait-for-lock") for word in request.words):
-        words.append("--wait-for-lock")  # a requeued job may overlap with the end of its predecessor
+    if request.own and request.sweep is not None:
+        words.append('\\\n  "${settings[@]}"')
     words.append('"$@"')
     if request.container is not None:
         gpus = "--nv " if request.gpus_per_node else ""
@@ -137,8 +141,24 @@ def _start(request: Request) -> list[str]:
     return [*lines, f"{request.launcher.command} --kill-on-bad-exit=1 {bind}{command}", "code=$?"]
 
 
+def _train_words(request: Request) -> list[str]:
+    """Return the command of mpisparse train, with what a job needs and the user did not give."""
+    words = ["mpisparse", *(shlex.quote(word) for word in request.words)]
+    given = {word.partition("=")[0] for word in request.words}
+    if request.gpus_per_node and not given & {"--device", "--config"}:
+        words += ["--device", "cuda"]
+    if request.sweep is not None:
+        words += ['\\\n  "${settings[@]}"', "--out", '"runs/$SLURM_JOB_NAME-$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID"']
+    elif not given & {"--out", "--config"}:
+        words += ["\\\n  --out", '"runs/$SLURM_JOB_NAME-$SLURM_JOB_ID"']
+    if not given & {"--wait-for-lock", "--no-wait-for-lock"}:
+        words.append("--wait-for-lock")  # a requeued job may overlap with the end of its predecessor
+    return words
+
+
 def _ending(request: Request) -> list[str]:
     array, most = request.sweep is not None, request.restarts
+    same = "" if request.own else " with the same --out"
     job = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if array else "$SLURM_JOB_ID"
     stopped = (
         f'[[ $state != *" PreemptTime="[0-9]* ]] || code={INTERRUPTED}  # mpirun returns 0 when preemption kills its daemons'
@@ -153,9 +173,9 @@ def _ending(request: Request) -> list[str]:
         f'elif [ $code -ne {INTERRUPTED} ] && [[ $state != *" PreemptTime="[0-9]* ]]; then',
         '  echo "mpisparse: training failed with exit code $code" >&2',
         'elif [[ $state != *" JobState=RUNNING "* ]]; then',
-        '  echo "mpisparse: stopped by Slurm; if the job does not come back, submit it again with the same --out" >&2',
+        f'  echo "mpisparse: stopped by Slurm; if the job does not come back, submit it again{same}" >&2',
         f"elif [ $restarts -ge {most} ]; then",
-        f'  echo "mpisparse: stopped after {most} restarts; to continue, submit it again with the same --out" >&2',
+        f'  echo "mpisparse: stopped after {most} restarts; to continue, submit it again{same}" >&2',
         "else",
         '  echo "mpisparse: stopped before the end; requeued, restart $((restarts + 1))"',
         '  scontrol requeue "$job" && exit 0',
@@ -196,7 +216,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     command.add_argument("--sweep", metavar="FILE", help="a job array: one task per line of the file, with its settings")
     command.add_argument("--container", metavar="IMAGE", help="train inside an Apptainer image")
-    command.add_argument("words", nargs="+", metavar="train", help="after --: train and its settings")
+    command.add_argument(
+        "words",
+        nargs="+",
+        metavar="COMMAND",
+        help="after --: train and its settings, or your program: python mine.py ...",
+    )
 
 
 def _count(text: str) -> int:
@@ -207,17 +232,20 @@ def _count(text: str) -> int:
 
 def run(args: argparse.Namespace, check: Callable[[Sequence[str]], object]) -> int:
     """Print the script; `check` raises for an invalid command line of train."""
-    if args.words[0] != "train":
-        raise ConfigurationError(f"scripts are for mpisparse train only: end with -- train ..., got {args.words[0]!r}")
+    words = args.words[1:] if args.words[:2] == ["mpisparse", "train"] else args.words
+    if words[0] in (*OTHER_COMMANDS, "mpisparse"):
+        raise ConfigurationError(
+            f"a job trains: end with -- train ..., or with your own program, -- python mine.py ...; got {shlex.join(words)}"
+        )
     lines = read_sweep(args.sweep) if args.sweep else []
-    for settings in lines or [[]]:
-        check([*args.words, *settings])
+    for settings in (lines or [[]]) if words[0] == "train" else []:
+        check([*words, *settings])
     gpus = args.gpus_per_node or 0
     ranks = args.ranks_per_node or gpus or 1
     if gpus and ranks != gpus:
         raise ConfigurationError(f"each rank needs one GPU: got {ranks} ranks and {gpus} GPUs per node; pass equal numbers")
     request = Request(
-        launcher=choose_launcher(args.mpi, args.launcher), words=args.words[1:], nodes=args.nodes, ranks_per_node=ranks,
+        launcher=choose_launcher(args.mpi, args.launcher), words=words, nodes=args.nodes, ranks_per_node=ranks,
         cpus_per_rank=args.cpus_per_rank, gpus_per_node=gpus, time=args.time, account=args.account,
         partition=args.partition, job_name=args.job_name, restarts=args.restarts, setup=args.setup, sweep=args.sweep,
         settings_in_sweep=len(lines), container=args.container,

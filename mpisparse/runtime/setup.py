@@ -10,21 +10,20 @@ import numpy as np
 import torch
 
 from mpisparse.backends.device import local_device
-from mpisparse.comm.exchange import Exchange, library, local_rank
+from mpisparse.comm.exchange import Exchange
+from mpisparse.comm.transport import local_rank
 from mpisparse.errors import ConfigurationError
-from mpisparse.runtime import slurm
 from mpisparse.runtime.evaluate import check_steering
 from mpisparse.runtime.lock import RunLock, take
 from mpisparse.runtime.output import RankOutput
 from mpisparse.runtime.settings import Settings
-from mpisparse.runtime.signals import StopRequest
 from mpisparse.runtime.workloads import Data, Task, build, hold_out
+from mpisparse.stopping import StopRequest
 
 
 def open_output(settings: Settings) -> RankOutput:
     """Check that the ranks see each other, and prepare where their output goes. Collective."""
     exchange = Exchange()
-    slurm.check_world(exchange.size, library()["name"])
     error: ConfigurationError | None = None
     try:
         output = RankOutput(exchange.rank, Path(settings.out) / "logs" if settings.log_ranks else None)

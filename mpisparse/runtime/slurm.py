@@ -1,26 +1,13 @@
-"""What the environment of a Slurm job tells, and when the job ends. No MPI, no torch."""
+"""What the environment of a Slurm job tells. No MPI, no torch."""
 
 from __future__ import annotations
 
 import os
-import re
-import shutil
-import subprocess
 import time
 from collections.abc import Mapping
 
-from mpisparse.errors import ConfigurationError
-
-MPIRUN_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PRTE_LAUNCHED", "MPI_LOCALNRANKS")  # set by mpirun of Open MPI and MPICH
-PMI = {"openmpi": "pmix", "mpich": "pmi2", "intel": "pmi2", "cray": "cray_shasta"}
-COMMAND_SECONDS = 10
-
-
-def started_by(environ: Mapping[str, str] = os.environ) -> str:
-    """Return what started this process: mpirun, srun or none. Ranks of mpirun may have the variables of srun too."""
-    if any(name in environ for name in MPIRUN_VARIABLES):
-        return "mpirun"
-    return "srun" if "SLURM_STEP_ID" in environ else "none"
+from mpisparse.comm.world import started_by
+from mpisparse.stopping import command_output, end_time
 
 
 def pmi(environ: Mapping[str, str] = os.environ) -> str:
@@ -30,105 +17,6 @@ def pmi(environ: Mapping[str, str] = os.environ) -> str:
     if "PMI_FD" in environ or "PMI_RANK" in environ:
         return "pmi2" if started_by(environ) == "srun" else "pmi"
     return "none"
-
-
-def first_task(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this task should print for all tasks, even if MPI sees each as a world of its own."""
-    return started_by(environ) != "srun" or environ.get("SLURM_PROCID", "0") == "0"
-
-
-def separate_worlds(size: int, library: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return what to change if srun started more tasks than MPI sees ranks, which would train separate models; else None."""
-    tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
-    if started_by(environ) != "srun" or not tasks.isdigit() or size >= int(tasks):
-        return None
-    kind = kind_of(library)
-    used = environ.get("SLURM_MPI_TYPE", "none")
-    fitting = PMI[kind] if kind else "pmix for Open MPI, --mpi=pmi2 for MPICH"
-    advice = f"start it with srun --mpi={fitting}"
-    if kind and used == fitting:
-        advice = f"--mpi={used} should fit {library}, but this build of it does not use it"
-    return (
-        f"srun --mpi={used} started {tasks} tasks, but {library} sees {size} of them, so separate models would be trained; "
-        f"{advice} (srun --mpi=list shows the choices), or with mpirun inside sbatch (docs/howto/slurm.md)"
-    )
-
-
-def check_world(size: int, library: str) -> None:
-    """Raise ConfigurationError if the tasks of this job do not see each other."""
-    problem = separate_worlds(size, library)
-    if problem:
-        raise ConfigurationError(problem)
-
-
-def kind_of(library: str) -> str | None:
-    """Return the family of an MPI library by its name, or None."""
-    name = library.lower()
-    found = [
-        kind
-        for kind, word in (("cray", "cray"), ("intel", "intel"), ("openmpi", "open"), ("mpich", "mpich"))
-        if word in name
-    ]
-    return found[0] if found else None
-
-
-class Deadline:
-    """When the job ends, and whether it is time to stop."""
-
-    def __init__(self, end: float | None, margin: float) -> None:
-        """`end` in seconds since the epoch; `margin` is limited to a tenth of the remaining time."""
-        self.end = end
-        self.margin = margin if end is None else min(margin, max(0.0, end - time.time()) / 10)
-        self.longest = 0.0
-        self.last: float | None = None
-        self.reached = False
-
-    def near(self) -> bool:
-        """Return whether there may be no time for another step and a checkpoint; call once per step.
-
-        Together they are assumed to take twice the longest time between calls so far.
-        """
-        now = time.time()
-        if self.last is not None:
-            self.longest = max(self.longest, now - self.last)
-        self.last = now
-        self.reached = self.end is not None and now + 2 * self.longest + self.margin >= self.end
-        return self.reached
-
-
-def end_time(environ: Mapping[str, str] = os.environ) -> float | None:
-    """Return when this job reaches its time limit, in seconds since the epoch; None without a job or a limit."""
-    if "SLURM_JOB_END_TIME" in environ:
-        try:
-            return float(environ["SLURM_JOB_END_TIME"])
-        except ValueError:
-            return None
-    if "SLURM_JOB_ID" not in environ:
-        return None
-    left = command_output("squeue", "--noheader", "--jobs", environ["SLURM_JOB_ID"], "--format", "%L")
-    seconds = parse_time(left.strip()) if left else None
-    return None if seconds is None else time.time() + seconds
-
-
-def parse_time(text: str, *, left: bool = True) -> int | None:
-    """Convert a time of Slurm to seconds; None for UNLIMITED and the like.
-
-    `left`: the text is time left as squeue prints it, where a single number is seconds; else it is minutes.
-    """
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
-    if match is None:
-        return None
-    days, *rest = match.groups()
-    numbers = [int(number) for number in rest if number is not None]
-    if days is not None:
-        hours, minutes, seconds = (*numbers, 0, 0)[:3]
-        return ((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds
-    if len(numbers) == 1 and not left:
-        return 60 * numbers[0]
-    total = 0
-    for number in numbers:
-        total = 60 * total + number
-    return total
 
 
 def facts(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -145,14 +33,3 @@ def facts(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     if started_by(environ) == "srun":
         found["srun --mpi"] = environ.get("SLURM_MPI_TYPE", "none")
     return found
-
-
-def command_output(*command: str) -> str | None:
-    """Return what a command prints, or None if it is missing, fails or times out."""
-    if shutil.which(command[0]) is None:
-        return None
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout + done.stderr if done.returncode == 0 else None

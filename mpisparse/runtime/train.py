@@ -9,10 +9,9 @@ import torch
 
 import mpisparse
 from mpisparse.checkpoint import onefile
-from mpisparse.comm.exchange import end_job_on_uncaught_exception
+from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.core.step import Clock
 from mpisparse.errors import CheckpointError, ConfigurationError
-from mpisparse.runtime import slurm
 from mpisparse.runtime.evaluate import Evaluations, reached
 from mpisparse.runtime.journal import Journal
 from mpisparse.runtime.metrics import BYTES, StepRows
@@ -27,7 +26,7 @@ from mpisparse.runtime.scheme_losses import SchemeLosses
 from mpisparse.runtime.settings import Settings
 from mpisparse.runtime.settings_file import to_toml
 from mpisparse.runtime.setup import build_together, lock_together, make_optimizer, open_output, seed_rank
-from mpisparse.runtime.signals import INTERRUPTED, StopRequest
+from mpisparse.stopping import INTERRUPTED, Deadline, StopRequest, end_time
 
 DEFAULT_EPOCHS = 5
 
@@ -87,7 +86,7 @@ class Trainer:
         self.evaluations = Evaluations(parts, self.journal, self.state)
         self.recorder = self._make_recorder()
         watches = self.sync.rank == 0 and settings.stop_before > 0
-        self.deadline = slurm.Deadline(slurm.end_time() if watches else None, settings.stop_before)
+        self.deadline = Deadline(end_time() if watches else None, settings.stop_before)
 
     def make_sync(self) -> mpisparse.GradientSync:
         """Create the gradient exchange that the settings name. Collective."""

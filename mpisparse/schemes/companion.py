@@ -84,8 +84,11 @@ class Companion:
     def begin(self) -> None:
         """A step begins. Raise if the weights are not where they belong."""
 
-    def average(self, trouble: str | None) -> None:
-        """Replace each rank's gradients by their mean; collective. trouble: why this rank cannot go on, if so."""
+    def average(self, trouble: str | None, call: Any = None) -> None:
+        """Replace each rank's gradients by their mean; collective. trouble: why this rank cannot go on, if so.
+
+        call: the roll call of the step, if this rank has no more batches and takes part with zeros.
+        """
 
     def published(self, delivered: Delivered | None, stats: Stats, *, sound: bool) -> Stats:
         """The mean of a delivery is published (None: of none), and the optimizer will use it.
@@ -114,6 +117,10 @@ class Companion:
 
     def hold(self, frozen: Sequence[bool]) -> None:
         """Other parameters than before are frozen."""
+
+    def counted(self, number: int) -> int:
+        """The number of the step that an exchange belongs to, for messages; number: that of the exchange."""
+        return number
 
     def is_due(self) -> bool:
         """Count one step of the optimizer; tell whether an exchange follows it."""

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 # Names of optimizers that divide by what they have seen of an element's gradient, in torch and elsewhere, or parts of names.
 ADAPTIVE = ("adam", "adagrad", "adadelta", "adafactor", "adabelief", "rmsprop", "rprop", "lamb")
 # Optimizers whose state holds copies of weights, or parts of their names.
 HOLDS_COPIES = ("schedulefree", "lookahead")
+# Wrappers that only pass step() on, or leave it out, and where they have the optimizer.
+WRAPPERS = {"AcceleratedOptimizer": "optimizer", "LightningOptimizer": "_optimizer"}
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer inside Accelerate's or Lightning's wrapper: hooks and states belong to it."""
+    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+    name = next((name for kind, name in WRAPPERS.items() if kind in kinds), None)
+    return optimizer if name is None else unwrapped(getattr(optimizer, name))
 
 
 def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:

@@ -11,8 +11,9 @@ from emulator import DeviceBuffer
 from mpi4py import MPI
 
 from mpisparse.backends import device
-from mpisparse.comm import exchange
-from mpisparse.comm.exchange import Exchange, cuda_awareness, local_rank
+from mpisparse.comm import mpi
+from mpisparse.comm.exchange import Exchange, local_rank
+from mpisparse.comm.mpi import cuda_awareness
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.settings import Settings
 from mpisparse.runtime.setup import build_together
@@ -45,7 +46,7 @@ def test_mpi4py_takes_cuda_arrays() -> None:
     ],
 )
 def test_variables_decide(monkeypatch: pytest.MonkeyPatch, library: str, variables: dict[str, str], usable: bool) -> None:
-    monkeypatch.setattr(exchange.MPI, "Get_library_version", lambda: library)
+    monkeypatch.setattr(mpi.MPI, "Get_library_version", lambda: library)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     found = cuda_awareness()
@@ -60,22 +61,22 @@ def test_variables_decide(monkeypatch: pytest.MonkeyPatch, library: str, variabl
 @pytest.mark.parametrize("answer", [0, 1])
 def test_mpi_is_asked(monkeypatch: pytest.MonkeyPatch, answer: int) -> None:
     library = types.SimpleNamespace(MPIX_Query_cuda_support=lambda: answer)
-    monkeypatch.setattr(exchange.ctypes, "CDLL", lambda path: library)
+    monkeypatch.setattr(mpi.ctypes, "CDLL", lambda path: library)
     assert cuda_awareness().usable is bool(answer)
     assert cuda_awareness().why == f"MPIX_Query_cuda_support() is {answer}"
 
 
 def test_variables_of_another_mpi_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Job scripts set the variables of all MPI libraries."""
-    monkeypatch.setattr(exchange.MPI, "Get_library_version", lambda: "Open MPI v5")
-    monkeypatch.setattr(exchange.ctypes, "CDLL", lambda path: types.SimpleNamespace(MPIX_Query_cuda_support=lambda: 0))
+    monkeypatch.setattr(mpi.MPI, "Get_library_version", lambda: "Open MPI v5")
+    monkeypatch.setattr(mpi.ctypes, "CDLL", lambda path: types.SimpleNamespace(MPIX_Query_cuda_support=lambda: 0))
     monkeypatch.setenv("MPICH_GPU_SUPPORT_ENABLED", "1")
     monkeypatch.setenv("MPIR_CVAR_ENABLE_GPU", "1")
     assert not cuda_awareness().usable
 
 
 def test_an_mpi_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange.ctypes, "CDLL", lambda path: types.SimpleNamespace())
+    monkeypatch.setattr(mpi.ctypes, "CDLL", lambda path: types.SimpleNamespace())
     assert not cuda_awareness().usable
     assert "MPISPARSE_CUDA_AWARE=1" in cuda_awareness().why
 

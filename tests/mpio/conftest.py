@@ -9,6 +9,7 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
+import debian
 import pytest
 
 PYTHON, MPIRUN = "/usr/bin/python3", "/usr/bin/mpirun.openmpi"
@@ -45,17 +46,6 @@ def probe() -> str:
 
 def install() -> str:
     """Install Debian's packages; returns as probe()."""
-    if os.geteuid() != 0:
-        pytest.skip(f"no parallel HDF5: to install {' '.join(PACKAGES)} needs root")
-    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    get = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "-o", "DPkg::Lock::Timeout=300", *PACKAGES]
-    told = "there is no apt-get"
-    for words in (get, ["apt-get", "update", "-qq"], get):
-        try:
-            ended = subprocess.run(words, capture_output=True, text=True, timeout=1800, env=environment, check=False)
-        except FileNotFoundError:
-            break
-        if ended.returncode == 0 and words is get:
-            return probe() or pytest.skip("no parallel HDF5: installed, but h5py has no MPI")
-        told = (ended.stderr.strip().splitlines() or [told])[-1]
-    pytest.skip(f"no parallel HDF5: {told}")
+    if reason := debian.install(*PACKAGES):
+        pytest.skip(f"no parallel HDF5: {reason}")
+    return probe() or pytest.skip("no parallel HDF5: installed, but h5py has no MPI")

@@ -7,12 +7,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from mpi4py import MPI
+
+import mpisparse
 
 
 @pytest.fixture(scope="session")
 def comm() -> MPI.Intracomm:
     return MPI.COMM_WORLD
+
+
+@pytest.fixture(scope="session")
+def group(comm: MPI.Intracomm) -> dist.ProcessGroup:
+    """All ranks as a process group of torch.distributed."""
+    mpisparse.init_torch_distributed()
+    made = dist.group.WORLD
+    assert made is not None
+    return made
 
 
 @pytest.fixture

@@ -32,20 +32,23 @@ class Fresh(Synthetic):
         return np.concatenate(parts).astype(np.float32)
 
 
-def bytes_of_steps(comm: MPI.Intracomm, n: int, **options: Any) -> tuple[float, float]:
-    """Return the mean over steps and ranks of control bytes and of the others, in the steady state."""
-    model = GivenModel.of(Fresh(n, comm.size), comm.rank)
+def bytes_of_steps(
+    comm: MPI.Intracomm, source: Synthetic, **options: Any
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the mean over ranks of control bytes and of the others, for each step of the steady state."""
+    model = GivenModel.of(source, comm.rank)
     sync = mpisparse.GradientSync(model, **options)
-    control = payload = 0
+    moved = np.zeros((2, STEPS))
     for step in range(FIRST + STEPS):
         model.zero_grad()
         model.backward()
         sync.step()
         if step >= FIRST:
-            control += sync.stats.control_bytes
-            payload += sync.stats.bytes_received - sync.stats.control_bytes
+            control = sync.stats.control_bytes
+            moved[:, step - FIRST] = control, sync.stats.bytes_received - control
     sync.close()
-    return comm.allreduce(control) / comm.size / STEPS, comm.allreduce(payload) / comm.size / STEPS
+    control, payload = comm.allreduce(moved) / comm.size
+    return control, payload
 
 
 @pytest.mark.parametrize(
@@ -63,8 +66,17 @@ def bytes_of_steps(comm: MPI.Intracomm, n: int, **options: Any) -> tuple[float, 
 def test_control_is_a_quarter_of_the_rest_and_a_kilobyte_for_each_other_rank(
     comm: MPI.Intracomm, n: int, density: float, options: dict[str, Any]
 ) -> None:
-    control, payload = bytes_of_steps(comm, n, density=density, **options)
-    assert control <= payload / 4 + OTHER * (comm.size - 1)
+    control, payload = bytes_of_steps(comm, Fresh(n, comm.size), density=density, **options)
+    assert control.mean() <= payload.mean() / 4 + OTHER * (comm.size - 1)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_step_whose_threshold_is_hard_to_find_costs_at_most_three_times_that(comm: MPI.Intracomm) -> None:
+    """Gradients that repeat, of which each rank's nets learn keys of another scale: docs/explanation/design.md says why."""
+    control, payload = bytes_of_steps(comm, Synthetic(60_000, comm.size), scheme="predictive", density=0.01)
+    bound = payload / 4 + OTHER * (comm.size - 1)
+    assert control.mean() <= 1.25 * bound.mean()
+    assert (control <= 3 * bound).all()
 
 
 @pytest.mark.parametrize("total", [0, 1, 30, 100, 5000])

@@ -18,7 +18,8 @@ import mpisparse.sync
 from mpisparse.backends.cuda.backend import CudaBackend
 from mpisparse.backends.device import load_backend, local_device
 from mpisparse.comm import device_memory
-from mpisparse.comm.exchange import cuda_awareness, local_rank
+from mpisparse.comm.exchange import local_rank
+from mpisparse.comm.mpi import cuda_awareness
 
 pytestmark = pytest.mark.mpi
 

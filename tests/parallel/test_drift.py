@@ -308,13 +308,20 @@ def test_a_scaler_may_skip_a_step_on_one_rank(comm: MPI.Intracomm) -> None:
     sync.close()
 
 
+@pytest.mark.parametrize("knows", [False, True], ids=["none given", "another given"])
 @pytest.mark.parametrize("options", [{"scheme": "drift"}, {"scheme": "exdyna", "density": 0.1}], ids=str)
-def test_a_scaler_that_attach_does_not_know_is_refused(comm: MPI.Intracomm, options: dict[str, Any]) -> None:
+def test_a_scaler_that_attach_does_not_know_is_refused(comm: MPI.Intracomm, options: dict[str, Any], knows: bool) -> None:
     """A rank that skips a step alone calls no hook: the others would wait for it."""
     model = small()
     sync = mpisparse.GradientSync(model, **options)
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu", init_scale=2.0)
-    handle = mpisparse.attach(optimizer, sync)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler, known = (torch.amp.GradScaler("cpu", init_scale=2.0) for _ in range(2))
+    handle = mpisparse.attach(optimizer, sync, known if knows else None)
+    if knows:
+        known.scale(loss_of(model, seeded(comm.rank, 1))).backward()
+        known.step(optimizer)
+        known.update()
+        assert everywhere(comm, sync._aggregator.number == 1)
     scaler.scale(loss_of(model, seeded(comm.rank, 0)) * (float("inf") if comm.rank == 0 else 1.0)).backward()
     said = raised(comm, mpisparse.ConfigurationError, lambda: scaler.step(optimizer))
     assert "attach(optimizer, sync, scaler)" in said

@@ -178,7 +178,7 @@ def test_the_bytes_of_one_step(comm: MPI.Intracomm) -> None:
     borders = sync.stats.borders
     lengths = np.diff(borders).tolist()
     mine = lengths[comm.rank]  # in the first step partition r is rank r's
-    header = others * (5 * 8 + 2 * 8 + 2 * 4)  # status, detail, k, unused, frozen; then status, detail, a ladder's ends
+    header = others * (9 * 8 + 2 * 8 + 2 * 4)  # the roll call with status, k and so on; then status, detail, a ladder's ends
     rows = [1 + -(-length // 8) for length in lengths]  # one bit says that there is no gap before an element
     indices = sum(rows) - rows[comm.rank]
     values = others * 4 * mine  # the others' values of my partition
@@ -198,7 +198,7 @@ def test_the_bytes_of_a_dense_step(comm: MPI.Intracomm) -> None:
     sync = mpisparse.GradientSync(model, scheme="dense")
     loss_of(model, seeded(comm.rank, 0)).backward()
     sync.step()
-    expected = 2 * 4 * 785 * (comm.size - 1) // comm.size + (comm.size - 1) * (5 + 2) * 8
+    expected = 2 * 4 * 785 * (comm.size - 1) // comm.size + (comm.size - 1) * (9 + 2) * 8
     assert sync.stats.bytes_received == expected
     assert sync.stats.bytes_sent == expected
     sync.close()

@@ -18,7 +18,7 @@ from mpisparse import checkpoint
 from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError
 from mpisparse.runtime import train
 from mpisparse.runtime.settings import Settings
-from mpisparse.runtime.signals import StopRequest
+from mpisparse.stopping import StopRequest
 from mpisparse.wire.reduction import OwnByOwner
 
 # Checkpoints

@@ -12,7 +12,7 @@ from ranks import everywhere
 
 from mpisparse.runtime import train
 from mpisparse.runtime.settings import Settings
-from mpisparse.runtime.signals import StopRequest
+from mpisparse.stopping import StopRequest
 
 pytestmark = pytest.mark.mpi
 

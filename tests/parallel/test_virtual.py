@@ -1,7 +1,8 @@
-"""Virtual workers compute what real ranks compute, bit by bit: every scheme, 1 to 4 ranks.
+"""Every transport computes what MPI computes, bit by bit: every scheme, 1 to 4 ranks.
 
-Real ranks train, then rank 0 trains as many virtual workers and compares. Sums of floats by Allreduce are the exception: MPI
-may add in another order on three ranks and more, so there weights are only close. Two ranks are exact.
+Ranks train over MPI, then over a process group of torch.distributed; then rank 0 trains as many virtual workers. Sums of
+floats by Allreduce are the exception: MPI may add in another order on three ranks and more, so there weights are only close.
+Two ranks are exact.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from mpi4py import MPI
 from torch import nn
 
@@ -79,13 +81,15 @@ def train(case: dict[str, Any], comm: Any) -> tuple[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_virtual_workers_compute_what_ranks_compute(comm: MPI.Intracomm, name: str) -> None:
+def test_all_transports_compute_the_same(comm: MPI.Intracomm, group: dist.ProcessGroup, name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         real = comm.allgather(train(CASES[name], comm))
+        over_gloo = comm.allgather(train(CASES[name], group))
         virtual = comm.bcast(run_virtual(comm.size, lambda own: train(CASES[name], own)) if comm.rank == 0 else None)
-    if name in SUMMED_BY_MPI and comm.size > 2:
-        assert torch.allclose(real[0][1], virtual[0][1], rtol=1e-4, atol=1e-6)
-    else:
-        assert [digest for digest, _ in real] == [digest for digest, _ in virtual]
+    for other in (over_gloo, virtual):
+        if name in SUMMED_BY_MPI and comm.size > 2:
+            assert torch.allclose(real[0][1], other[0][1], rtol=1e-4, atol=1e-6)
+        else:
+            assert [digest for digest, _ in real] == [digest for digest, _ in other]
     assert len({digest for digest, _ in real}) == comm.size or comm.size == 1, "a test that compares nothing"

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mpisparse.checkpoint import h5file, store
+from mpisparse.checkpoint.model_files import read_model
 
 pytestmark = pytest.mark.usefixtures("lab")
 
@@ -254,6 +256,71 @@ def assert_same_end(out: Path, reference: Path) -> None:
     ended, expected = arrays(out), arrays(reference)
     assert ended.keys() == expected.keys()
     assert [name for name in expected if ended[name] != expected[name]] == []
+
+
+# A script of the user's own
+
+MINE = """
+import os, sys, time
+import torch
+import mpisparse
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 4))
+sync = mpisparse.GradientSync(model, density=0.1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+mpisparse.attach(optimizer, sync)
+torch.manual_seed(sync.rank)
+saves = mpisparse.checkpoint.every(sys.argv[1], steps=5, model=model, optimizer=optimizer, sync=sync)
+for step in range(saves.step, 30):
+    optimizer.zero_grad()
+    model(torch.randn(6, 12)).square().mean().backward()
+    optimizer.step()
+    time.sleep(0.0 if "SLURM_RESTART_COUNT" in os.environ else float(os.environ.get("SLOW", "0")))
+    saves.step_done()
+saves.finish()
+print("reached", saves.step, "of", sync.size, "ranks")
+"""
+
+
+def test_a_script_of_ones_own_is_stopped_and_requeued(openmpi: Site) -> None:
+    """As `mpisparse slurm -- python mine.py` prints it; the end has the bits of a run that nobody disturbed."""
+    home = openmpi.home
+    (home / "mine.py").write_text(MINE)
+    words = [
+        "slurm",
+        "--mpi",
+        "openmpi",
+        "--launcher",
+        "srun",
+        "--ranks-per-node",
+        "2",
+        "--",
+        "python",
+        "mine.py",
+        "disturbed",
+    ]
+    text = subprocess.run([sys.executable, "-m", "mpisparse", *words], capture_output=True, text=True, check=True).stdout
+    (home / "mine.sbatch").write_text(text)
+    done = openmpi.sbatch("--parsable", "--job-name=mine", home / "mine.sbatch", SLOW="1")
+    assert done.returncode == 0, done.stderr
+    openmpi.submitted.append(int(done.stdout))
+    job = Job(int(done.stdout), home / "disturbed", home / f"mine-{int(done.stdout)}.log")
+    wait_until(lambda: store.found(job.out) or job.fields()["JobState"] in ENDED, job.told)
+    slurm("scancel", "--signal=USR1", job.number)
+    assert job.wait() == ("COMPLETED", 0), job.told()
+    told = job.told()
+    for words_told in ("asked to stop; start the same command again", "requeued, restart 1", "continues from step"):
+        assert words_told in told, told
+    assert "reached 30 of 2 ranks" in told
+    assert "training is done, after 1 restarts" in told
+    whole = subprocess.run(
+        [openmpi.programs / "mpirun", "-n", "2", "--oversubscribe", sys.executable, "mine.py", "whole"], cwd=home,
+        env={**openmpi.environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=TIMEOUT, check=False,
+    )  # fmt: skip
+    assert whole.returncode == 0, whole.stderr
+    models = [read_model(home / name / store.name_of(30)).tensors for name in ("disturbed", "whole")]
+    assert [name for name in models[0] if not torch.equal(models[0][name], models[1][name])] == []
 
 
 # Templates

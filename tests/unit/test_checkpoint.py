@@ -1012,7 +1012,9 @@ def lines_with(pattern: re.Pattern[str], sources: list[Path]) -> list[str]:
 def test_nothing_is_pickled() -> None:
     sources = list(Path(mpisparse.__file__).parent.rglob("*.py"))
     assert len(sources) > 20
-    assert not lines_with(PICKLING, sources)
+    found = [line for line in lines_with(PICKLING, sources) if "weights_only=True" not in line]
+    assert [line for line in found if "model_files.py" not in line] == []
+    assert [line.partition(": ")[2] for line in found] == ["torch.save(saved.tensors, draft)"], "for other programs to read"
     loads = lines_with(re.compile(r"\bnp\.load\("), sources)
     assert not loads, "np.load without allow_pickle=False in the same line"
 

@@ -17,11 +17,13 @@ from typing import Any
 
 import pytest
 
+from mpisparse.bench.converge import training
 from mpisparse.bench.converge.cases import ALONE, DENSE, Case, all_cases, parse_case, read_cases
-from mpisparse.bench.converge.plan import ConvergePlan
+from mpisparse.bench.converge.plan import ConvergePlan, Run
 from mpisparse.bench.converge.rates import Grid, at_edge, best_rate
 from mpisparse.bench.converge.store import Store
 from mpisparse.bench.converge.summary import captured, markdown, summary
+from mpisparse.bench.converge.work import perform
 from mpisparse.errors import ConfigurationError
 from mpisparse.owner import start_of
 from mpisparse.runtime.cli import main
@@ -319,6 +321,15 @@ def test_the_bench_runs_and_goes_on(home: Path, capsys: pytest.CaptureFixture[st
         assert before == now, "the same bits"
 
 
+def test_the_last_delivery_in_flight_counts(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A late exchange of all elements receives what one at once does, and its last result is applied in no step."""
+    cases = [f"{name}: scheme=drift density=1 codec=fp32 staleness={late}" for name, late in (("now", 0), ("late", 1))]
+    more = ["--case", cases[0], "--case", cases[1], "--seeds", "1", "--most-rates", "3"]
+    assert main([*SMALL, *more, "--out", "out", "--json"]) == 0
+    records = {r["case"]: r for r in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert records["late"]["bytes"] == records["now"]["bytes"] > 0
+
+
 def test_jobs_side_by_side_find_the_same(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tables = []
     for jobs in ("1", "2"):
@@ -409,3 +420,13 @@ def test_training_that_diverges_is_no_error(home: Path, capsys: pytest.CaptureFi
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert all(None in r["validation_by_rate"].values() for r in records)
     assert all(r["lr"] <= 1.0 for r in records)
+
+
+def test_a_validation_loss_that_rises_for_a_while_ends_no_training(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with batch normalization at a high rate. The training loss tells; in the end the validation loss does."""
+    losses = iter([1.0, *[50.0] * (training.LOOKS - 1), 0.5, 0.5])
+    monkeypatch.setattr(training, "evaluate", lambda *_: (next(losses), 0.0))
+    settings = Settings(model="converging:model", data="converging:data", steps=12, batch_size=4)
+    record = perform(Run(settings, Case(ALONE, {"scheme": "dense"}), 1, 64))
+    assert not record["diverged"]
+    assert record["steps"] == 12

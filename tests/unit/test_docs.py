@@ -166,6 +166,7 @@ def given() -> dict[str, Any]:
         "torch": torch, "mpisparse": mpisparse, "Net": Net, "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loss": torch.nn.functional.cross_entropy,
         "loss_of": loss_of, "held_out_inputs": held_out[0], "held_out_targets": held_out[1], "some_batch": batch(),
+        "dataset": torch.utils.data.TensorDataset(*held_out),
         "my_shard": lambda rank, size: [batch() for _ in range(3)], "accuracy": 0.5,
         "evaluate": lambda model: model(held_out[0]),
     }  # fmt: skip

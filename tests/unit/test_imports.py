@@ -1,4 +1,4 @@
-"""Imports between modules: no cycles, each layer imports only those below it, and only comm.exchange imports mpi4py.
+"""Imports between modules: no cycles, each layer imports only those below it, and only comm.mpi imports mpi4py.
 
 All imports count: those inside functions and those for types only (`if TYPE_CHECKING`).
 """
@@ -20,12 +20,12 @@ Edge = tuple[str, str]  # the importing module and the imported one
 
 # From the bottom to the top. A name covers all modules below it that have no layer of their own.
 LAYERS = (
-    ("_cpu", "arrays", "errors", "measures", "names", "owner", "randomness", "version"),
+    ("_cpu", "arrays", "errors", "measures", "names", "owner", "randomness", "stopping", "version"),
     ("backends", "comm"),
     ("wire", "select"),
     ("core",),
     ("schemes",),
-    ("model", "sync", "attachment", "vectors", "optim"),
+    ("model", "sync", "attachment", "vectors", "optim", "sharding"),
     ("checkpoint", "integrations"),
     ("",),  # mpisparse/__init__.py, which offers the names of all these
     ("runtime", "examples"),
@@ -130,13 +130,13 @@ def test_no_layer_imports_one_above_it() -> None:
     assert not sorted((a, b) for a, b in edges() if layer(a) < layer(b))
 
 
-def test_only_exchange_and_the_benchmarks_import_mpi4py() -> None:
+def test_only_comm_mpi_and_the_benchmarks_import_mpi4py() -> None:
     users = {
         name
         for name, path in modules().items()
         if any(target.split(".")[0] == "mpi4py" for target in imported(ast.parse(path.read_text()), ()))
     }
-    assert {name for name in users if package(name) != "bench"} == {"mpisparse.comm.exchange"}
+    assert {name for name in users if package(name) != "bench"} == {"mpisparse.comm.mpi"}
 
 
 @pytest.mark.parametrize(

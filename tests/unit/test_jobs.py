@@ -97,13 +97,42 @@ for step in range(1_000_000):
 LEAVES = """
 import time
 sync = mpisparse.GradientSync(model, density=0.05, timeout=3)
-for step in range(8 if rank == 0 else 1_000_000):  # the rank that collects heartbeats leaves its loop early
+for step in range(8 if rank == 0 else 1_000_000):  # the rank that collects heartbeats computes for ever
     backward()
     if step == 5 and rank == 1:
         with sync.unwatched("plotting"):
             time.sleep(8)
     sync.step()
 print(f"r{rank} is through", flush=True)
+while True:
+    time.sleep(1)
+"""
+
+ENDS = """
+sync = mpisparse.GradientSync(model, density=0.05)
+late = mpisparse.GradientSync(torch.nn.Linear(3, 2))  # two of them, of which one is fine
+for step in range(8 if rank == 0 else 9):
+    backward()
+    try:
+        sync.step()
+    except mpisparse.errors.CollectiveError as error:
+        print(f"r{rank} caught: {error}", flush=True)
+if rank > 0:
+    try:
+        mpisparse.checkpoint.save(sys.argv[1], step=1, model=model, sync=sync)
+    except mpisparse.errors.CollectiveError as error:
+        print(f"r{rank} caught again: {error}", flush=True)
+"""
+
+SAVES_ALONE = """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+sync = mpisparse.GradientSync(model, scheme="speculative", density=0.05)
+mpisparse.attach(optimizer, sync)
+for step in range(5):
+    backward()
+    optimizer.step()
+if rank == 0:
+    mpisparse.checkpoint.save(sys.argv[1], step=5, model=model, optimizer=optimizer, sync=sync)
 """
 
 STOPS = """
@@ -234,6 +263,24 @@ def assert_waiting(job: Ended, ranks: list[int]) -> None:
     assert re.search(rf"r0 \|   ({together}|{apart}): waiting in \w+ after \d+ steps", job.output), job.output
 
 
+def test_a_rank_that_ends_early_tells_those_that_wait_for_it(launcher: Launcher) -> None:
+    job = launcher.run(ENDS, 3)
+    assert job.code == 0, job.output
+    found = "rank 0 is at the end of the program, ranks 1 and 2 in step 8: "
+    assert f"r0 | {found}" in job.output, job.output
+    for rank in (1, 2):
+        assert f"r{rank} caught: r{rank} | {found}" in job.output, job.output
+        assert f"r{rank} caught again: r{rank} | {found}" in job.output, job.output
+
+
+def test_a_checkpoint_of_rank_0_alone_at_the_end(launcher: Launcher) -> None:
+    job = launcher.run(SAVES_ALONE, 2)
+    assert job.code != 0, job.output
+    found = "rank 0 is in checkpoint.save, rank 1 at the end of the program: save is collective, call it on every rank"
+    for rank in (0, 1):
+        assert f"r{rank} | {found}" in job.output, job.output
+
+
 def test_a_rank_that_leaves_its_loop_ends_the_job_and_one_in_an_exempt_phase_does_not(launcher: Launcher) -> None:
     job = launcher.run(LEAVES, 3)
     assert job.code == 87, job.output
@@ -243,7 +290,7 @@ def test_a_rank_that_leaves_its_loop_ends_the_job_and_one_in_an_exempt_phase_doe
         assert re.search(rf"r{rank} \| .*job.py\", line \d+, in <module>\nr{rank} \|     sync.step\(\)", job.output), (
             job.output
         )
-    assert "r0 |   rank 0: left its loop after 8 steps: its interpreter is at exit" in job.output, job.output
+    assert re.search(r"r0 \|   rank 0: .*job.py:\d+ in <module>", job.output), job.output
     assert_waiting(job, [1, 2])
     assert "ending all ranks with exit code 87" in job.output, job.output
 

@@ -5,194 +5,19 @@ from __future__ import annotations
 import errno
 import json
 import math
-import re
-import xml.etree.ElementTree as ET
-from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fabricated import ELEMENTS, by_hand, evaluation, make_run, steps, whole_run
+from page_of_runs import Page
 
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime import report
 from mpisparse.runtime.report import read, scale, thin, units
 
-ELEMENTS = 1_146_890
-EXCHANGE = {"accumulate": 2.1, "agree": 0.6, "unite": 0.8, "reduce": 1.4, "feedback": 0.1, "publish": 0.3, "adapt": 0.2}
-
-
-def spread(value: float, width: float = 0.1) -> dict[str, float]:
-    """Return minimum, mean and maximum over ranks."""
-    return {"min": round(value * (1 - width), 7), "mean": round(value, 7), "max": round(value * (1 + width), 7)}
-
-
-def steps(count: int, *, ranks: int = 4, density: float = 0.001, seed: int = 0, every: int = 1) -> list[dict[str, Any]]:
-    """Fabricate plausible steps."""
-    rng = np.random.default_rng(seed)
-    noise = rng.standard_normal((count, 4))
-    wobble = rng.standard_normal((count, ranks)) * 0.04
-    drift = np.cumsum(rng.standard_normal((count, ranks)) * 0.3 / math.sqrt(count), axis=0) * 0.5
-    dense = ELEMENTS * 8 * (ranks - 1) // ranks
-    records = []
-    for i in range(count):
-        done = i / max(1, count - 1)
-        loss = 2.3 * math.exp(-4 * done) + 0.05 + 0.12 * abs(noise[i, 0]) * (1 - 0.6 * done)
-        chosen = max(density, 0.25 * math.exp(-done * 60)) if density < 0.25 else density
-        actual = chosen * (1 + 0.03 * noise[i, 1]) if density < 1 else 1.0
-        shares = np.maximum(1 + wobble[i], 0.2)
-        sizes = np.exp(drift[i])
-        received = ELEMENTS * actual * 6.5 if density < 1 else dense
-        slow = 20 if i == 0 else 1 + 0.1 * abs(noise[i, 2])
-        seconds = {phase: spread(ms * slow * 1e-3) for phase, ms in EXCHANGE.items()}
-        seconds |= {"compute": spread(0.018 * slow), "data": spread(0.0012 * slow)}
-        record = {
-            "kind": "step", "step": (i + 1) * every, "epoch": i * every // 100, "time": round((i + 1) * every * 0.026, 3),
-            "loss": spread(loss, 0.15), "lr": round(0.05 * (0.5 + 0.5 * math.cos(math.pi * done)), 6),
-            "density": actual, "set_density": chosen, "threshold": 0.03 * math.exp(-2 * done) * (1 + 0.05 * noise[i, 3]),
-            "selected": round(ELEMENTS * actual), "bytes_sent": spread(received), "bytes_received": spread(received, 0.03),
-            "bytes_dense": dense, "imbalance": float(shares.max() / shares.mean() - 1), "reselected": 0, "refined": 0,
-            "skipped": False, "seconds": seconds,
-            "workloads": np.round(ELEMENTS * actual * shares / ranks).astype(int).tolist(),
-            "borders": [0, *np.round(ELEMENTS * np.cumsum(sizes) / sizes.sum()).astype(int).tolist()],
-        }  # fmt: skip
-        records.append(record | {"every": every} if every > 1 else record)
-    return records
-
-
-def evals(records: list[dict[str, Any]], *, points: int = 25, top: float = 0.97) -> list[dict[str, Any]]:
-    """Fabricate evaluations."""
-    chosen = records[:: max(1, len(records) // points)]
-    return [
-        {
-            "kind": "eval", "step": r["step"], "time": r["time"] + 0.01, "loss": r["loss"]["mean"] * 1.1,
-            "metric": top * (1 - math.exp(-6 * (i + 1) / len(chosen))), "metric_name": "accuracy", "higher_is_better": True,
-        }
-        for i, r in enumerate(chosen)
-    ]  # fmt: skip
-
-
-def events(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Fabricate events: start, checkpoint, kill and resume, end."""
-    chosen = {0: "start", len(records) // 2: "signal", len(records) // 2 + 1: "resume", len(records) - 1: "end"}
-    chosen |= {i: "checkpoint" for i in range(0, len(records), max(1, len(records) // 12)) if i not in chosen}
-    return [
-        {
-            "kind": "event",
-            "step": records[i]["step"],
-            "time": records[i]["time"],
-            "event": event,
-            "text": f"{event} of the run",
-        }
-        for i, event in sorted(chosen.items())
-        if i < len(records)
-    ]
-
-
-def make_run(path: Path, records: list[dict[str, Any]], **settings: Any) -> Path:
-    """Write a run directory."""
-    path.mkdir(parents=True)
-    known = {"model": "digits-cnn", "data": "digits", "scheme": "exdyna", "density": 0.001, "codec": "fp32", "ranks": 4,
-             "seed": 1, "batch_size": 64, "optimizer": "sgd", "lr": 0.05, "checkpoint_every": 100} | settings  # fmt: skip
-    (path / "config.toml").write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in known.items()))
-    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def whole_run(path: Path, count: int, **options: Any) -> Path:
-    """Write a run with steps, evaluations and events."""
-    settings = {key: options.pop(key) for key in ("scheme", "codec") if key in options}
-    records = steps(count, **options)
-    shown = {key: options[key] for key in ("ranks", "density", "seed") if key in options}
-    return make_run(path, [*records, *evals(records), *events(records)], **settings, **shown)
-
-
 SECTIONS = ("summary", "settings", "loss", "metric", "density", "traffic", "time", "partitions", "events")
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-class Balanced(HTMLParser):
-    """Fails on a tag that is closed but was not opened, or the other way round."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.ids: list[str] = []
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.open.append(tag)
-        self.ids += [value for name, value in attrs if name == "id" and value]
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        pass
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if not self.open or self.open[-1] not in ("script", "style"):
-            self.text += data
-
-
-class Page:
-    """A parsed and validated page."""
-
-    def __init__(self, path: Path) -> None:
-        self.html = path.read_text(encoding="utf-8")
-        parser = Balanced()
-        parser.feed(self.html)
-        parser.close()
-        assert parser.open == []
-        assert len(parser.ids) == len(set(parser.ids))
-        self.ids, self.text = parser.ids, parser.text
-        self.root = ET.fromstring(self.html.removeprefix("<!DOCTYPE html>\n"))
-        self.figures = {self._title(figure): figure for figure in self.root.iter("figure")}
-        assert not re.search(r"""(?:src|href)=["'](?!data:)|url\(|@import|https?://(?!www\.w3\.org/2000/svg)""", self.html)
-        for picture in self.pictures():
-            check_picture(picture)
-
-    def pictures(self) -> Iterator[ET.Element]:
-        for figure in self.root.iter("figure"):
-            (picture,) = figure.findall(f"{SVG}svg")
-            yield picture
-
-    def table(self) -> dict[str, list[float | str]]:
-        """Return the headline: values if present, else the text shown."""
-        rows = self.root.findall(".//section[@id='summary']//tbody/tr")
-        return {row.findtext("th", ""): [_value(cell) for cell in row.findall("td")] for row in rows}
-
-    def shown(self, label: str) -> list[str]:
-        """Return the text of a row of the headline."""
-        rows = self.root.findall(".//section[@id='summary']//tbody/tr")
-        row = next(row for row in rows if row.findtext("th") == label)
-        return ["".join(cell.itertext()) for cell in row.findall("td")]
-
-    def lines(self, title: str) -> list[str]:
-        """Return the names of a chart's lines."""
-        paths = self.figures[title].iter(f"{SVG}path")
-        return [path.get("data-name", "") for path in paths if path.get("class", "").startswith("line ")]
-
-    @staticmethod
-    def _title(figure: ET.Element) -> str:
-        return figure.findtext("figcaption/b", "")
-
-
-def _value(cell: ET.Element) -> float | str:
-    data = cell.find("data")
-    return "".join(cell.itertext()) if data is None else float(data.get("value", ""))
-
-
-def check_picture(picture: ET.Element) -> None:
-    """Assert that a picture has a title, a description, and only finite coordinates."""
-    alone = ET.fromstring(ET.tostring(picture))
-    assert alone.findtext(f"{SVG}title")
-    assert alone.findtext(f"{SVG}desc")
-    for element in alone.iter():
-        drawn = " ".join(value for name, value in element.items() if name in ("d", "x", "y", "width", "height", "viewBox"))
-        assert not re.search(r"nan|inf|e[+-]?\d", drawn), drawn[:200]
-        assert element.get("d", "M") != ""
 
 
 def render(*runs: Path, out: Path | None = None) -> Page:
@@ -202,8 +27,8 @@ def render(*runs: Path, out: Path | None = None) -> Page:
 def test_sections_and_pictures(tmp_path: Path) -> None:
     page = render(whole_run(tmp_path / "run", 300))
     assert [name for name in SECTIONS if name not in page.ids] == []
-    assert len(list(page.pictures())) == 18
-    assert page.lines("Loss by steps") == ["run", "run, evaluation"]
+    assert len(page.figures) == 18
+    assert page.lines("loss-by-steps") == ["run", "run, evaluation"]
     assert "digits-cnn" in page.text
     assert "checkpoint ×10" in page.text
 
@@ -213,25 +38,10 @@ def test_speculation_has_a_section_where_there_is_any(tmp_path: Path) -> None:
     records = [by_hand(step, speculation={**ahead, "fine": 0.1 * step}) for step in range(1, 6)]
     page = render(make_run(tmp_path / "ahead", records), make_run(tmp_path / "plain", [by_hand(1)]))
     assert "speculation" in page.ids
-    for title in ("Granularity", "Corrections", "Drift"):
-        assert page.lines(title)[-1].startswith("ahead")
+    for mark in ("granularity", "corrections", "drift"):
+        assert page.lines(mark)[-1].startswith("ahead")
+    assert page.values("granularity") == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
     assert "speculation" not in render(tmp_path / "plain").ids
-
-
-def by_hand(step: int, **changes: Any) -> dict[str, Any]:
-    """Return a step with round numbers."""
-    ranks = {"min": 900, "mean": 1000, "max": 1100}
-    return {
-        "kind": "step", "step": step, "time": step * 0.5, "loss": {"min": 0.5, "mean": 1.0, "max": 1.5}, "lr": 0.1,
-        "density": 0.011, "set_density": 0.01, "threshold": 0.5, "selected": 110, "bytes_sent": ranks,
-        "bytes_received": ranks, "bytes_dense": 40_000, "imbalance": 0.1, "skipped": False,
-        "seconds": {"reduce": {"min": 0, "mean": 0.001, "max": 1}}, "workloads": [50, 60], "borders": [0, 4000, 10_000],
-    } | changes  # fmt: skip
-
-
-def evaluation(step: int, metric: float, **changes: Any) -> dict[str, Any]:
-    record = {"kind": "eval", "step": step, "time": step * 0.5, "loss": 0.75, "metric": metric, "metric_name": "accuracy"}
-    return record | {"higher_is_better": True} | changes
 
 
 def test_evaluations_are_named_by_their_data(tmp_path: Path) -> None:
@@ -302,21 +112,16 @@ def test_overlays_have_a_line_for_each_run(tmp_path: Path) -> None:
     names = ["first", "second", "third"]
     runs = [whole_run(tmp_path / name, 60 + 10 * i, seed=i, density=0.1**i) for i, name in enumerate(names, 1)]
     page = render(*runs, out=tmp_path / "page.html")
-    overlaid = ["by steps", "by time", "by bytes received"]
-    for title in (*(f"{what} {by}" for what in ("Loss", "Accuracy") for by in overlaid), "Deviation of density", "Threshold",
-                  "Bytes per step", "Imbalance", "Time per step", "Learning rate"):  # fmt: skip
-        assert [name for name in page.lines(title) if "," not in name] == names, title
-    assert page.lines("Density") == [*(f"{name}, set" for name in names), *names]
-    for i, name in enumerate(names):
-        looks = {
-            p.get("class", "").split()[1:3] == [f"r{i}", f"c{i}"]
-            for p in page.root.iter(f"{SVG}path")
-            if p.get("data-name") == name
-        }
-        assert looks == {True}
+    overlaid = ["by-steps", "by-time", "by-bytes-received"]
+    for mark in (*(f"{what}-{by}" for what in ("loss", "accuracy") for by in overlaid), "deviation-of-density", "threshold",
+                 "bytes-per-step", "imbalance", "time-per-step", "learning-rate"):  # fmt: skip
+        assert [name for name in page.lines(mark) if "," not in name] == names, mark
+    assert page.lines("density") == [*(f"{name}, set" for name in names), *names]
+    for mark in page.charts:
+        for line in page.charts[mark]["lines"]:
+            assert line["name"] == names[line["run"]] or line["colour"]
     assert page.table()["Steps"] == [70, 80, 90]
-    assert len(list(page.pictures())) == 15 + 3 * 3
-    assert page.root.find(".//input[@id='show-2']") is not None
+    assert len(page.figures) == 15 + 3 * 3
 
 
 def last_values(run: Path) -> dict[str, Any]:
@@ -426,20 +231,17 @@ def test_without_settings(tmp_path: Path) -> None:
 
 
 def test_losses_that_are_not_finite(tmp_path: Path) -> None:
-    """Axes cover the finite values; the others are drawn as crosses and interrupt the line."""
+    """The line is interrupted where values are not finite, and there are crosses."""
     records = steps(90)
     for i, bad in ((30, math.nan), (31, math.inf), (32, -math.inf), (33, 1e300), (89, math.nan)):
         records[i]["loss"] = {"min": bad, "mean": bad, "max": bad}
-    finite = [r["loss"][part] for r in records for part in ("min", "max") if abs(r["loss"][part]) < 1e9]
     page = render(make_run(tmp_path / "run", records))
     assert page.table()["Final loss"] == ["NaN"]
-    figure = page.figures["Loss by steps"]
-    lo, hi = map(float, figure[1].get("data-y", "").split()[:2])
-    assert lo <= min(finite) < max(finite) <= hi < 2 * max(finite)
-    paths = {path.get("class", "").split()[0]: path.get("d", "") for path in figure.iter(f"{SVG}path")}
-    assert paths["line"].count("M") == 2
-    assert paths["cross"].count("M") == 5
-    assert "5 not finite" in "".join(figure.itertext())
+    values = page.values("loss-by-steps")
+    bad = [30, 31, 32, 33, 89]
+    assert [i for i, value in enumerate(values) if value is None] == bad == page.values("loss-by-steps", what=".bad")
+    assert max(page.values("loss-by-steps", what=".high"), key=lambda v: v or 0.0) < 10
+    assert "5 not finite" in "".join(page.figures["loss-by-steps"].itertext())
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, None])
@@ -448,7 +250,10 @@ def test_nothing_finite_at_all(tmp_path: Path, bad: float | None) -> None:
     spreads = {name: {"min": bad, "mean": bad, "max": bad} for name in ("loss", "bytes_received")}
     records = [by_hand(i, **dict.fromkeys(fields, bad), **spreads, seconds={"reduce": {"mean": bad}}) for i in (1, 2, 3)]
     page = render(make_run(tmp_path / "run", [*records, evaluation(3, math.nan, loss=bad)]))
-    assert "no loss is finite" in page.text
+    assert not [mark for mark in page.charts if mark.startswith("loss")]
+    assert page.shown("Final loss") == ["NaN"] or bad == math.inf
+    assert {"summary", "settings", "partitions"} <= set(page.ids)
+    assert not {"loss", "metric", "density", "traffic", "time"} & set(page.ids)
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:
@@ -460,8 +265,9 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     (run / "config.toml").write_text("".join(f"{json.dumps(k)} = {json.dumps(v)}\n" for k, v in settings.items()))
     page = render(run, make_run(tmp_path / "b", [by_hand(1)]), out=tmp_path / "page.html")
     assert name in page.text
-    assert name in page.lines("Loss by steps")
+    assert name in page.lines("loss-by-steps")
     assert page.html.count("<script>") == 1
+    assert page.html.count("</script>") == 2
     assert "</table>&" in page.text
 
 
@@ -518,27 +324,35 @@ def test_a_read_only_file_system_is_told(tmp_path: Path, monkeypatch: pytest.Mon
         report.write([run])
 
 
-@pytest.mark.parametrize(("ranks", "lines", "images"), [(1, 1, 0), (2, 2, 0), (16, 16, 0), (17, 0, 1), (300, 0, 1)])
-def test_partitions_of_few_and_many_ranks(tmp_path: Path, ranks: int, lines: int, images: int) -> None:
+@pytest.mark.parametrize(("ranks", "lines"), [(1, 1), (2, 2), (16, 16), (17, 0), (300, 0)])
+def test_partitions_of_few_and_many_ranks(tmp_path: Path, ranks: int, lines: int) -> None:
+    """Above 16 ranks workloads are a heat map, and above 32 neighbouring partitions share an area."""
     page = render(whole_run(tmp_path / "run", 20, ranks=ranks))
-    workloads, borders = page.figures["Workload of each partition"], page.figures["Partition borders"]
-    assert len(page.lines("Workload of each partition")) == lines
-    assert len(list(workloads.iter(f"{SVG}image"))) == images
-    assert len(page.lines("Partition borders")) == max(0, lines - 1)
-    areas = [path for path in borders.iter(f"{SVG}path") if path.get("class", "").startswith("area")]
-    assert len(areas) == (ranks if ranks <= 32 else math.ceil(ranks / math.ceil(ranks / 32)))
+    workloads, borders = page.charts["workload-of-each-partition-0"], page.charts["partition-borders-0"]
+    assert (workloads["shape"], len(workloads["lines"])) == (("lines", lines) if lines else ("heat", 1))
+    if not lines:
+        (stretch,) = workloads["heat"]["stretches"]
+        assert (stretch["count"], workloads["heat"]["most"]) == (ranks, ranks)
+        assert {len(column) for column in stretch["cells"]} == {min(ranks, 128)}
+    assert len(borders["lines"]) == 1 + (ranks if ranks <= 32 else math.ceil(ranks / math.ceil(ranks / 32)))
 
 
 def test_rank_count_may_change(tmp_path: Path) -> None:
     records = [*steps(10, ranks=4), *steps(30, ranks=2)[10:]]
     page = render(make_run(tmp_path / "run", records))
-    assert page.lines("Partition borders") == ["border 1", "border 2", "border 3", "border 1"]
+    assert page.lines("partition-borders-0") == [f"border {i}" for i in range(5)]
+    edges = [page.values("partition-borders-0", i) for i in range(5)]
+    assert [sum(value is not None for value in edge) for edge in edges] == [30, 30, 30, 10, 10]
+    assert edges[4][:10] == [ELEMENTS] * 10
+    assert edges[2][10:] == [ELEMENTS] * 20
 
 
 def test_one_step(tmp_path: Path) -> None:
     page = render(make_run(tmp_path / "zero", [by_hand(0, time=0.0)]), make_run(tmp_path / "one", [by_hand(1)]))
-    assert page.lines("Loss by steps") == ["zero", "one"]
-    assert render(tmp_path / "zero").lines("Loss by steps") == ["zero"]
+    assert page.lines("loss-by-steps") == ["zero", "one"]
+    alone = render(tmp_path / "zero")
+    assert alone.lines("loss-by-steps") == ["zero"]
+    assert alone.data["axes"]["steps"]["range"] == [0, 1]
 
 
 def test_a_hundred_thousand_steps(tmp_path: Path) -> None:
@@ -561,24 +375,33 @@ def test_a_hundred_thousand_steps(tmp_path: Path) -> None:
         )
     path = report.write([run], None)
     assert path.stat().st_size < 1_000_000
-    figure = Page(path).figures["Loss by steps"]
-    lo, hi = map(float, figure[1].get("data-y", "").split()[:2])
-    _, top, _, bottom = map(float, figure[1].get("data-box", "").split())
-    (band,) = (p.get("d", "") for p in figure.iter(f"{SVG}path") if p.get("class", "").startswith("band"))
-    heights = [float(pair.split()[1]) for pair in re.split("[MLz]", band) if pair]
-    reached = [lo + (hi - lo) * (bottom - height) / (bottom - top) for height in (max(heights), min(heights))]
-    assert reached == pytest.approx([0.5, 9.0], abs=0.05)
+    page = Page(path)
+    assert 500 < len(page.values("loss-by-steps")) <= 1000
+    assert min(page.values("loss-by-steps", what=".low")) == 0.5
+    assert max(page.values("loss-by-steps", what=".high")) == 9.0
+    assert np.mean(page.values("loss-by-steps")) == pytest.approx(losses.mean(), rel=1e-3)
+    assert page.charts["loss-by-steps"]["lines"][0]["y"] == page.charts["loss-by-time"]["lines"][0]["y"]
+    assert page.data["axes"]["steps"]["range"] == [0, 99_999]
+    assert 0 < len(page.data["runs"][0]["events"]["loud"]["steps"]) <= 400
 
 
 def test_thinning_keeps_mean_and_extremes() -> None:
     values = np.arange(1000.0)
     values[500] = math.nan
-    thinned = thin.thin(np.linspace(0, 1, 1000), values, values - 1, values + 1, 10)
-    assert thinned.mean.shape == (10, 1)
-    assert thinned.mean[0, 0] == pytest.approx(49.5)
-    assert thinned.low[:, 0].tolist() == [-1, 99, 199, 299, 399, 500, 599, 699, 799, 899]
-    assert thinned.high[-1, 0] == 1000
-    assert thinned.bad.tolist() == [pytest.approx(500 / 999)]
+    values[700:800] = math.inf
+    columns = thin.Columns.along(np.linspace(0, 1, 1000), 10)
+    mean = columns.mean(values)
+    assert len(mean) == 10
+    assert mean[[0, 9]].tolist() == pytest.approx([49.5, 949.5])
+    assert columns.low(values)[:7].tolist() == [0, 100, 200, 300, 400, 501, 600]
+    assert columns.high(values)[[5, 9]].tolist() == [599, 999]
+    assert np.flatnonzero(columns.bad(values)).tolist() == [5, 7]
+    assert np.flatnonzero(np.isnan([mean, columns.low(values), columns.high(values)]).any(axis=0)).tolist() == [7]
+    assert columns.last(values)[0] == 99
+    few = thin.Columns.along(np.arange(3.0), 10)
+    assert few.mean(np.array([1.0, math.nan, 3.0])).tolist() == pytest.approx([1, math.nan, 3], nan_ok=True)
+    none = thin.Columns.along(np.empty(0), 10)
+    assert (len(none.last(np.empty(0))), len(none.mean(np.empty(0)))) == (0, 0)
 
 
 @pytest.mark.parametrize(

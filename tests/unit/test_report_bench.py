@@ -13,6 +13,7 @@ from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.report import write
 from mpisparse.runtime.report.scatter import Dot, frontier
 
+DOCS = Path(__file__).parents[2] / "docs"
 CURVE = {"validation_by_step": [5.0, 2.4], "evaluated_by_step": [0, 9]}
 RECORDS: dict[str, list[dict[str, object]]] = {
     "sync": [{"what": "exdyna, step", "ranks": 2, "ms": 3.5, "times_faster": 3.2, "build_up": 1.0}],
@@ -56,6 +57,19 @@ def test_records_of_benchmarks_become_pictures(tmp_path: Path, bench: str) -> No
         left, top, width, height = map(float, root.attrib["viewBox"].split())
         texts = [t for t in root.iter("{http://www.w3.org/2000/svg}text") if t.get("x")]
         assert all(left <= float(t.attrib["x"]) <= width and top <= float(t.attrib["y"]) <= height for t in texts)
+
+
+@pytest.mark.parametrize("records", sorted((DOCS / "results").glob("*.jsonl")), ids=lambda path: path.stem)
+def test_records_in_docs_have_a_page(tmp_path: Path, records: Path) -> None:
+    page = write([records], tmp_path / "page.html")
+    cells = [cell.text or "" for cell in ET.fromstring(page.read_text().removeprefix("<!DOCTYPE html>")).iter("td")]
+    assert {json.loads(line)["case"] for line in records.read_text().splitlines()} <= set(cells)
+    assert not [cell for cell in cells if "{" in cell]
+
+
+def test_the_picture_in_docs_is_that_of_its_records(tmp_path: Path) -> None:
+    write([DOCS / "results" / "gpt-nano.jsonl"], tmp_path / "page.html", tmp_path)
+    assert (tmp_path / "converge-frontier.svg").read_text() == (DOCS / "pictures" / "converge-frontier.svg").read_text()
 
 
 def test_values_of_records_are_drawn_to_scale(tmp_path: Path) -> None:

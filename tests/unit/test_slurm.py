@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from mpisparse import stopping
+from mpisparse.comm import world
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime import cli, launcher, slurm
 from mpisparse.runtime.cli import main, parser
@@ -134,7 +136,7 @@ def test_whether_a_job_waits_for_the_lock_can_be_said(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("-- bench sync", "end with -- train"),
+        ("-- bench sync", "a job trains: end with -- train"),
         ("--time tomorrow -- train", "--time is MINUTES"),
         ("--time 0:30 -- train", "at least one minute"),
         ("--gpus-per-node 4 --ranks-per-node 2 -- train", "each rank needs one GPU: got 2 ranks and 4 GPUs"),
@@ -260,34 +262,34 @@ def test_cray_is_known_by_its_variable(no_slurm: Path, monkeypatch: pytest.Monke
     ],
 )
 def test_times_are_read(text: str, seconds: int | None) -> None:
-    assert slurm.parse_time(text) == seconds
+    assert stopping.parse_time(text) == seconds
 
 
 def test_a_limit_of_one_number_is_minutes() -> None:
-    assert slurm.parse_time("45", left=False) == 2700
-    assert slurm.parse_time("45:30", left=False) == 2730
+    assert stopping.parse_time("45", left=False) == 2700
+    assert stopping.parse_time("45:30", left=False) == 2730
 
 
 def test_the_end_is_known_by_variable_then_by_squeue(no_slurm: Path) -> None:
-    assert slurm.end_time({}) is None
-    assert slurm.end_time({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1234"}) == 1234.0
-    assert slurm.end_time({"SLURM_JOB_ID": "7"}) is None, "there is no squeue"
+    assert stopping.end_time({}) is None
+    assert stopping.end_time({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1234"}) == 1234.0
+    assert stopping.end_time({"SLURM_JOB_ID": "7"}) is None, "there is no squeue"
     program(no_slurm, "squeue", "1:00:00")
-    assert slurm.end_time({"SLURM_JOB_ID": "7"}) == pytest.approx(time.time() + 3600, abs=5)
+    assert stopping.end_time({"SLURM_JOB_ID": "7"}) == pytest.approx(time.time() + 3600, abs=5)
     program(no_slurm, "squeue", "UNLIMITED")
-    assert slurm.end_time({"SLURM_JOB_ID": "7"}) is None
+    assert stopping.end_time({"SLURM_JOB_ID": "7"}) is None
 
 
 def test_a_deadline_leaves_time_for_a_step_and_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(slurm.time, "time", lambda: now)
-    deadline = slurm.Deadline(2000.0, 60.0)
+    deadline = stopping.Deadline(2000.0, 60.0)
     while not deadline.near():
         now += 10.0
     assert now == 2000.0 - 60.0 - 2 * 10.0
     now = 1000.0
-    assert slurm.Deadline(1100.0, 60.0).margin == pytest.approx(10.0)
-    assert not slurm.Deadline(None, 60.0).near()
+    assert stopping.Deadline(1100.0, 60.0).margin == pytest.approx(10.0)
+    assert not stopping.Deadline(None, 60.0).near()
 
 
 def test_training_stops_before_the_limit(
@@ -316,7 +318,7 @@ DAEMON = {**SRUN, "SLURM_STEP_NUM_TASKS": "3", "SLURM_NTASKS": "3", "SLURM_PROCI
 
 def test_singletons_are_told_what_to_change() -> None:
     for library, kind in (("Open MPI", "pmix"), ("MPICH", "pmi2"), ("Cray MPICH", "cray_shasta")):
-        problem = slurm.separate_worlds(1, library, SRUN)
+        problem = world.separate_worlds(1, library, SRUN)
         assert problem is not None
         for part in (
             "srun --mpi=none started 8 tasks",
@@ -325,8 +327,8 @@ def test_singletons_are_told_what_to_change() -> None:
             "mpirun inside sbatch",
         ):
             assert part in problem
-    assert "does not use it" in str(slurm.separate_worlds(1, "Open MPI", {**SRUN, "SLURM_MPI_TYPE": "pmix"}))
-    assert slurm.separate_worlds(2, "MPICH", SRUN) is not None
+    assert "does not use it" in str(world.separate_worlds(1, "Open MPI", {**SRUN, "SLURM_MPI_TYPE": "pmix"}))
+    assert world.separate_worlds(2, "MPICH", SRUN) is not None
 
 
 @pytest.mark.parametrize(
@@ -343,13 +345,13 @@ def test_singletons_are_told_what_to_change() -> None:
     ],
 )
 def test_no_false_alarm(size: int, environ: dict[str, str]) -> None:
-    assert slurm.separate_worlds(size, "Open MPI", environ) is None
+    assert world.separate_worlds(size, "Open MPI", environ) is None
 
 
 def test_train_refuses_singletons(
     no_slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in (*slurm.MPIRUN_VARIABLES, "OMPI_COMM_WORLD_RANK"):
+    for name in (*world.MPIRUN_VARIABLES, "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in SRUN.items():
         monkeypatch.setenv(name, value)
@@ -365,8 +367,8 @@ def test_kinds_of_pmi() -> None:
     assert slurm.pmi({}) == "none"
     assert slurm.pmi({**SRUN, "PMI_FD": "11", "PMI_RANK": "0"}) == "pmi2"
     assert slurm.pmi({"PMIX_NAMESPACE": "slurm.pmix.5.0", "PMIX_VERSION": "4.2.2"}) == "pmix 4.2.2"
-    assert slurm.started_by({**DAEMON, "MPI_LOCALNRANKS": "2"}) == "mpirun"
-    assert slurm.started_by(SRUN) == "srun"
+    assert world.started_by({**DAEMON, "MPI_LOCALNRANKS": "2"}) == "mpirun"
+    assert world.started_by(SRUN) == "srun"
 
 
 # Output

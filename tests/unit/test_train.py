@@ -511,7 +511,7 @@ def test_spread() -> None:
 
 ASKED = """
 import os, signal
-from mpisparse.runtime.signals import StopRequest
+from mpisparse.stopping import StopRequest
 stop = StopRequest()
 assert not stop.asked
 os.kill(os.getpid(), signal.{first})
@@ -558,7 +558,7 @@ def test_a_signal_that_does_not_exist_is_refused() -> None:
 def test_earlier_handlers_are_given_back() -> None:
     code = """
 import signal
-from mpisparse.runtime.signals import StopRequest
+from mpisparse.stopping import StopRequest
 before = signal.getsignal(signal.SIGUSR1)
 stop = StopRequest()
 assert signal.getsignal(signal.SIGUSR1) != before

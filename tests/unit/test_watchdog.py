@@ -35,6 +35,7 @@ class Rank:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.place = rank, size, Place()
         self.spot = self.place.spot()
+        self.comm = None  # nothing to end: the tests have an end_job of their own
 
 
 @contextlib.contextmanager

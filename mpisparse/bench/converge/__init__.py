@@ -12,7 +12,8 @@ from mpisparse.bench.converge.plan import ConvergePlan, Record
 from mpisparse.bench.converge.store import Store, write_whole
 from mpisparse.bench.converge.summary import COLUMNS, markdown, summary
 from mpisparse.bench.converge.work import do_here, do_in_processes, do_on_ranks
-from mpisparse.comm.exchange import Exchange, end_job_on_uncaught_exception
+from mpisparse.comm.exchange import Exchange
+from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.report import write as write_report
 from mpisparse.runtime.table import show

@@ -32,7 +32,7 @@ from mpisparse.runtime.workloads.split import Subset
 
 LOOKS = 6  # evaluations on validation data before the last one
 GLANCE = 256  # examples of each of them
-HOPELESS = 1.5  # a validation loss of so many times that of the beginning has diverged
+HOPELESS = 1.5  # a loss of so many times the validation loss of the beginning has diverged
 PATIENCE = 60.0  # seconds between reports of a run
 
 
@@ -132,11 +132,15 @@ class Training:
                 self.counted, self.received = stats, self.received + stats.bytes_received
 
     def _hopeless(self, step: int) -> bool:
-        """Look at a part of the validation data; tell whether the training has diverged. Collective."""
+        """Look at a part of the validation data; tell whether the training has diverged since the last look. Collective.
+
+        The training loss decides: with batch normalization a validation loss may be large for a while and fall again.
+        """
         assert self.data.validation is not None
         loss, _ = self._evaluate(some(self.data.validation, GLANCE))
+        recent = self.train_losses[self.curve[-1][0] :] if self.curve else []
         self.curve.append((step, loss))
-        return self._diverged(loss)
+        return not math.isfinite(loss) or (bool(recent) and self._diverged(self.sync.average(statistics.fmean(recent))))
 
     def _diverged(self, loss: float) -> bool:
         return not loss <= HOPELESS * self.curve[0][1]
@@ -156,7 +160,7 @@ class Training:
         """Return what is known of every run, diverged or not; collective."""
         done = max(1, len(self.train_losses))
         parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        received = self.sync.average(self.received)
+        received = self.sync.average(self.received + self.sync.nbytes_in_flight)  # the last delivery, if it is late
         return {
             "case": self.case.name, "lr": self.settings.lr, "seed": self.settings.seed, "workers": self.sync.size,
             "definition": self.case.definition(), "steps": len(self.train_losses), "parameters": parameters,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import socket
 import threading
@@ -11,12 +12,15 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpisparse.comm.place import Place, Wait
 from mpisparse.comm.watchdog.beat import CLOSED, EXEMPT, EXITS, RUNS, WAITS, Beat
 from mpisparse.comm.watchdog.transport import Answer, Files, Hub, LastBeat, Line, Mailbox
 from mpisparse.comm.watchdog.words import HUNG, own_report, print_lines, rank_table
+
+if TYPE_CHECKING:
+    from mpisparse.comm.transport import Transport  # needs torch
 
 LONGEST_BEAT = 5.0  # seconds between heartbeats of one rank
 MOST_BEATS = 50  # that rank 0 receives per second
@@ -32,7 +36,7 @@ class Watchdog:
         self.tick = min(max(LONGEST_BEAT, self.size / MOST_BEATS), timeout / 10)
         self.silent = 3 * self.tick + 2.0  # seconds without a heartbeat after which a rank counts as stopped or gone
         self.grace = 2 * self.tick + 3.0  # seconds that other ranks get to report once one has timed out
-        self.end_job: Callable[[int], None] = _end_job
+        self.end_job: Callable[[int], None] = functools.partial(_end_job, exchange.comm)
         key = bytes.fromhex(agreed["key"])
         self.mail = Mailbox(made, key) if made is not None else None
         self.hub = Hub(self.mail, self.size, self.tick / 20) if self.mail is not None and self.rank == 0 else None
@@ -215,27 +219,29 @@ class Watchdog:
         self.end_job(HUNG)
 
 
-def _end_job(code: int) -> None:
-    """End all ranks through MPI; if that fails, end at least this process."""
-    from mpisparse.comm.exchange import end_job
-
+def _end_job(comm: Transport, code: int) -> None:
+    """End all ranks; if that fails, end at least this process."""
     resort = threading.Timer(LAST_RESORT, os._exit, (code,))
     resort.daemon = True
     with contextlib.suppress(RuntimeError):  # the interpreter starts no threads while it exits
         resort.start()
     time.sleep(0.5)  # let mpirun forward the output first
-    end_job(code)
+    comm.end_job(code)
 
 
 _LIVE: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 
 
+def announce_exit() -> None:
+    """Report that this process ends; local."""
+    for watchdog in list(_LIVE):
+        watchdog.close(EXITS)
+
+
 @atexit.register
 def _leave() -> None:
     """Report the interpreter's exit. Rank 0, which MPI_Finalize would block, first answers the others until they leave."""
-    live = list(_LIVE)
-    for watchdog in live:
-        watchdog.close(EXITS)
-    for watchdog in live:
+    announce_exit()
+    for watchdog in list(_LIVE):
         if watchdog.hub is not None:
             watchdog.thread.join()

@@ -1,4 +1,8 @@
-"""mpisparse report: one self-contained HTML page of charts, from runs or from records of benchmarks."""
+"""mpisparse report: one self-contained HTML page of charts, from runs or from records of benchmarks.
+
+Charts of runs are drawn in the browser by uPlot (vendor/uplot) and the scripts beside this module; pictures of records are
+static SVG, drawn here.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from pathlib import Path
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.report.bench import bench_page, figures, read_records, standalone
 from mpisparse.runtime.report.bench_figures import BenchRecord
-from mpisparse.runtime.report.page import asset, page
+from mpisparse.runtime.report.page import page
 from mpisparse.runtime.report.read import read_runs
 
 __all__ = ["write"]
@@ -41,7 +45,7 @@ def _page(runs: Sequence[Path], files: Sequence[bool], pictures: Path | None) ->
         raise ConfigurationError("expected run directories or files of records, got both; make a page for each kind")
     if all(files) and runs:
         records = [record for run in runs for record in read_records(run)]
-        text = bench_page(records, asset("page.css"))
+        text = bench_page(records)
         if pictures is not None:
             _write_pictures(records, pictures)
         return text
@@ -53,12 +57,11 @@ def _page(runs: Sequence[Path], files: Sequence[bool], pictures: Path | None) ->
 
 
 def _write_pictures(records: Sequence[BenchRecord], directory: Path) -> None:
-    style = asset("page.css")
     directory.mkdir(parents=True, exist_ok=True)
     for bench in dict.fromkeys(record["bench"] for record in records):
         for title, _, picture in figures([record for record in records if record["bench"] == bench]):
             name = "".join(c if c.isalnum() else "-" for c in title.lower().replace(",", ""))
-            _write_whole(directory / f"{bench}-{name}.svg", standalone(picture, style))
+            _write_whole(directory / f"{bench}-{name}.svg", standalone(picture))
 
 
 def _write_whole(out: Path, text: str) -> None:

@@ -15,12 +15,13 @@ import numpy as np
 from mpisparse.arrays import Doubles
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.report import svg
+from mpisparse.runtime.report.assets import asset
 from mpisparse.runtime.report.bench_figures import FIGURES, Bars, BenchRecord, Plot, Scatter
-from mpisparse.runtime.report.chart import figure, run_classes
+from mpisparse.runtime.report.chart import figure
 from mpisparse.runtime.report.scale import fit
 from mpisparse.runtime.report.scatter import draw_scatter
-from mpisparse.runtime.report.svg import HEIGHT, RIGHT, WIDTH, Frame, Look
-from mpisparse.runtime.report.thin import thin
+from mpisparse.runtime.report.svg import HEIGHT, RIGHT, WIDTH, Frame, Look, run_classes
+from mpisparse.runtime.report.thin import Columns
 from mpisparse.runtime.report.units import number, say
 from mpisparse.version import __version__
 
@@ -76,8 +77,9 @@ def figures(records: Sequence[BenchRecord]) -> list[tuple[str, str, str]]:
     return drawn
 
 
-def bench_page(records: Sequence[BenchRecord], style: str) -> str:
+def bench_page(records: Sequence[BenchRecord]) -> str:
     """Return a page of pictures and tables."""
+    style = "".join(map(asset, ("colours.css", "page.css", "svg.css")))
     benches = list(dict.fromkeys(record["bench"] for record in records))
     body = [f"<header><h1>bench {escape(', '.join(benches))}</h1></header><main>"]
     shown = "".join(figure(title, note, picture) for title, note, picture in figures(records))
@@ -86,19 +88,18 @@ def bench_page(records: Sequence[BenchRecord], style: str) -> str:
     body.append(f"</main><footer>Written by mpisparse {__version__}.</footer>")
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><meta name="color-scheme" content="light dark"/>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
         f"<title>bench {escape(', '.join(benches))} · mpisparse</title>\n<style>\n{style}</style></head>\n"
         f"<body>\n{''.join(body)}\n</body></html>\n"
     )
 
 
-def standalone(picture: str, style: str) -> str:
-    """Make a picture a file of its own: add a background and the part of the page's style that it needs."""
-    colours, _, others = style.partition("* {")
-    style = colours + "svg text" + others.partition("svg text")[2].partition("#tip")[0]
+def standalone(picture: str) -> str:
+    """Make a picture a file of its own: add its style and a background."""
     opening, rest = picture.split(">", 1)
     ground = '<rect width="100%" height="100%" rx="8" style="fill:var(--card)"/>'
-    font = "svg { font-family: system-ui, sans-serif }"
-    return f"{opening}><style>{escape(style, quote=False)}{font}</style>{ground}{rest}\n"
+    style = asset("colours.css") + asset("svg.css") + "svg { font-family: system-ui, sans-serif }"
+    return f"{opening}><style>{escape(style, quote=False)}</style>{ground}{rest}\n"
 
 
 def _draw(shape: Plot | Bars | Scatter, records: Sequence[BenchRecord]) -> str:
@@ -146,8 +147,8 @@ def _lines(plot: Plot, records: Sequence[BenchRecord]) -> str:
     frame = Frame(x, replace(y, kind=_kind(plot)))
     drawn = []
     for i, s in enumerate(series):
-        thinned = thin(frame.x.fraction(s.x), s.y, s.y, s.y, COLUMNS)
-        drawn.append(svg.draw_line(frame, thinned, Look(run_classes(i), s.name)))
+        columns = Columns.along(s.x, COLUMNS)
+        drawn.append(svg.draw_line(frame, columns.last(s.x), columns.mean(s.y), Look(run_classes(i), s.name)))
     picture = svg.picture(plot.title, _describe(plot, series), frame, drawn)
     size = f"0 0 {WIDTH:g} {HEIGHT:g}"
     return picture.replace(size, f"0 0 {WIDTH:g} {HEIGHT + height:g}").removesuffix("</svg>") + legend + "</svg>"
@@ -215,4 +216,6 @@ def _table(bench: str, records: Sequence[BenchRecord]) -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return ""
+    if isinstance(value, dict):
+        return ", ".join(f"{escape(str(key))}: {_cell(each)}" for key, each in value.items())
     return number(value) if isinstance(value, int | float) and not isinstance(value, bool) else escape(str(value))

@@ -5,177 +5,98 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-import numpy as np
-
-from mpisparse.arrays import Doubles
 from mpisparse.errors import ConfigurationError
-from mpisparse.runtime.report.step_table import StepTable
-
-SPREADS = {
-    name: (f"{name}.min", f"{name}.mean", f"{name}.max")
-    for name in ("loss", "bytes_received", "index_bytes", "control_bytes")
-}
-SINGLES = (
-    "step", "time", "lr", "density", "set_density", "threshold", "bytes_dense", "imbalance", "skipped", "every"
-)  # fmt: skip
-AHEAD = ("fine", "updated", "corrected", "drift", "drift_after")  # fields of scheme speculative, stored as speculation.NAME
+from mpisparse.runtime.report.run import Run
 
 
-@dataclass(frozen=True)
-class Event:
-    """Something that happened between steps: start, resume, checkpoint, signal, stop, end, ..."""
+class RunFiles:
+    """The files of a run. Metrics are read once: a second reading continues where the last one ended."""
 
-    step: float
-    time: float
-    kind: str
-    text: str
+    def __init__(self, path: Path, name: str) -> None:
+        if not path.is_dir():
+            what = "a file" if path.exists() else "nothing that exists"
+            raise ConfigurationError(
+                f"expected a run directory, got {path}, which is {what}; name the --out directory of mpisparse train"
+            )
+        self.path, self.metrics = path, path / "metrics.jsonl"
+        self.run = Run(path, name, {})
+        self._start_over()
 
+    def state(self) -> tuple[object, ...]:
+        """Return what changes whenever the files do."""
+        found = [path.stat() if path.is_file() else None for path in (self.metrics, self.path / "config.toml")]
+        return tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) if stat else None for stat in found)
 
-@dataclass
-class Run:
-    """One run: its settings, measurements and events.
+    def read(self, *, live: bool = False) -> Run:
+        """Read what is new. live: the run goes on, so leave a line without an end for the next time."""
+        if not self.metrics.is_file():
+            raise ConfigurationError(
+                f"expected {self.metrics}, which mpisparse train writes, got no such file; name a directory that holds a run"
+            )
+        with self.metrics.open("rb") as lines:
+            if self._replaced(lines):
+                self._start_over()
+            lines.seek(self._at)
+            self._read_lines(lines, live)
+        self.run.settings = _settings(self.path / "config.toml")
+        return self.run
 
-    Keys of evaluations are the name of their data, which old runs lack, and of their metric: "validation accuracy".
-    """
+    def _start_over(self) -> None:
+        self.run = Run(self.path, self.run.name, {})
+        self._at, self._count, self._first = 0, 0, b""  # bytes and lines that have been read; the first line
 
-    path: Path
-    name: str
-    settings: dict[str, object]
-    steps: StepTable = field(default_factory=StepTable)
-    evals: dict[str, StepTable] = field(default_factory=dict)
-    data: dict[str, str] = field(default_factory=dict)
-    higher_is_better: dict[str, bool] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
-    phases: list[str] = field(default_factory=list)
-    details: list[str] = field(default_factory=list)
-    borders: list[array[float]] = field(default_factory=list)
-    workloads: list[array[float]] = field(default_factory=list)
+    def _replaced(self, lines: BinaryIO) -> bool:
+        """Return whether this is another file than the one that was read: shorter, or with another beginning."""
+        return lines.read(len(self._first)) != self._first or lines.seek(0, 2) < self._at
 
-    @property
-    def metric(self) -> str | None:
-        """The name of the metric that was evaluated most often, or None."""
-        return max(self.evals, key=lambda name: len(self.evals[name]), default=None)
-
-    def weights(self) -> Doubles:
-        """Return how many steps each line stands for."""
-        every = self.steps["every"]
-        return np.where(np.isfinite(every), every, 1.0)
-
-    def received(self) -> Doubles:
-        """Return the bytes that one rank has received by each line."""
-        return self._summed("bytes_received.mean")
-
-    def dense(self) -> Doubles:
-        """Return the bytes that one rank would have received by each line in a dense exchange."""
-        return self._summed("bytes_dense")
-
-    def _summed(self, name: str) -> Doubles:
-        return np.cumsum(np.nan_to_num(self.steps[name], posinf=0.0) * self.weights())
-
-    def exchanged(self, name: str) -> Doubles:
-        """Return a column of the steps, NaN where the step was skipped."""
-        return np.where(self.steps["skipped"] == 1.0, math.nan, self.steps[name])
-
-    def add_step(self, record: dict[str, Any]) -> None:
-        """Add a step. If it is not after the last one, the run was resumed: forget this step and all later ones first."""
-        row = {name: record[name] for name in SINGLES if name in record}
-        for name in SPREADS:
-            row |= _spread(name, record.get(name))
-        ahead = record.get("speculation") or {}
-        row |= {f"speculation.{name}": ahead[name] for name in AHEAD if name in ahead}
-        for name, value in (record.get("details") or {}).items():
-            if value is None or isinstance(value, int | float):
-                row["details." + name] = value
-                if name not in self.details:
-                    self.details.append(name)
-        for phase, value in (record.get("seconds") or {}).items():
-            row["seconds." + phase] = value["mean"] if isinstance(value, dict) else value
-            if phase not in self.phases:
-                self.phases.append(phase)
-        borders, workloads = (array("d", record.get(name) or ()) for name in ("borders", "workloads"))
-        self._rewind(record["step"])
-        self.steps.append(row)
-        self.borders.append(borders)
-        self.workloads.append(workloads)
-
-    def add_eval(self, record: dict[str, Any]) -> None:
-        """Add an evaluation; it replaces those of the same and of later steps."""
-        name = " ".join(str(word) for word in (record.get("data"), record.get("metric_name") or "metric") if word)
-        table = self.evals.setdefault(name, StepTable())
-        table.keep(table.before(record["step"]))
-        table.append({key: record.get(key) for key in ("step", "time", "loss", "metric")})
-        self.data[name] = str(record.get("data") or "")
-        self.higher_is_better[name] = bool(record.get("higher_is_better", True))
-
-    def add_event(self, record: dict[str, Any]) -> None:
-        """Add an event; none is ever replaced."""
-        step, time = (math.nan if record.get(name) is None else float(record[name]) for name in ("step", "time"))
-        self.events.append(Event(step, time, str(record.get("event") or "event"), str(record.get("text") or "")))
-
-    def _rewind(self, step: float) -> None:
-        """Forget this and later steps, and later evaluations."""
-        count = self.steps.before(step)
-        if count == len(self.steps):
-            return
-        self.steps.keep(count)
-        del self.borders[count:], self.workloads[count:]
-        for table in self.evals.values():
-            table.keep(table.before(math.nextafter(step, math.inf)))
+    def _read_lines(self, lines: BinaryIO, live: bool) -> None:
+        """Add every line to the run. The last one may be incomplete, as the run may be active or killed."""
+        broken: ConfigurationError | None = None
+        for number, line in enumerate(lines, self._count + 1):
+            if line.strip():
+                if broken:
+                    raise broken
+                try:
+                    record = json.loads(line)
+                except (ValueError, RecursionError):
+                    broken = _damage(self.metrics, number, line)
+                    continue
+                if live and not line.endswith(b"\n"):
+                    return
+                try:
+                    _add(record, self.run)
+                except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
+                    raise _damage(self.metrics, number, line) from error
+            if not broken:
+                self._first = self._first or line
+                self._at, self._count = self._at + len(line), number
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read runs and give each a unique name."""
+def open_runs(paths: Sequence[Path]) -> list[RunFiles]:
+    """Find runs and give each a unique name."""
     if not paths:
         raise ConfigurationError(
             "expected at least one run directory, got none; name the --out directory of mpisparse train"
         )
-    return [_read(path, name) for path, name in zip(paths, _names(paths), strict=True)]
+    return [RunFiles(path, name) for path, name in zip(paths, _names(paths), strict=True)]
 
 
-def _read(path: Path, name: str) -> Run:
-    metrics = path / "metrics.jsonl"
-    if not path.is_dir():
-        what = "a file" if path.exists() else "nothing that exists"
-        raise ConfigurationError(
-            f"expected a run directory, got {path}, which is {what}; name the --out directory of mpisparse train"
-        )
-    if not metrics.is_file():
-        raise ConfigurationError(
-            f"expected {metrics}, which mpisparse train writes, got no such file; name a directory that holds a run"
-        )
-    run = Run(path, name, _settings(path / "config.toml"))
-    _read_metrics(metrics, run)
-    if not len(run.steps):
-        raise ConfigurationError(
-            f"expected at least one step in {metrics}, got none; wait for the first step or leave the run out"
-        )
-    return run
-
-
-def _read_metrics(path: Path, run: Run) -> None:
-    """Add every line to the run. The last one may be incomplete, as the run may be active or killed."""
-    broken: ConfigurationError | None = None
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            if broken:
-                raise broken
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                broken = _damage(path, number, line)
-                continue
-            try:
-                _add(record, run)
-            except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
-                raise _damage(path, number, line) from error
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read runs; each must have a step."""
+    runs = []
+    for files in open_runs(paths):
+        run = files.read()
+        if not len(run.steps):
+            raise ConfigurationError(
+                f"expected at least one step in {files.metrics}, got none; wait for the first step, leave the run out, "
+                "or watch it with --serve"
+            )
+        runs.append(run)
+    return runs
 
 
 def _damage(path: Path, number: int, line: bytes) -> ConfigurationError:
@@ -197,13 +118,6 @@ def _add(record: Any, run: Run) -> None:
             run.add_eval(record)
         case "event":
             run.add_event(record)
-
-
-def _spread(name: str, value: Any) -> dict[str, Any]:
-    least, mean, most = SPREADS[name]
-    if isinstance(value, dict):
-        return {least: value.get("min"), mean: value.get("mean"), most: value.get("max")}
-    return {least: value, mean: value, most: value}
 
 
 def _settings(path: Path) -> dict[str, object]:

@@ -53,7 +53,7 @@ def fit(values: Iterable[Doubles], *, log: bool | None = False, pad: float = 0.0
     """
     finite = [part[np.isfinite(part)] for part in values]
     if log is None:
-        log = _is_wide(finite)
+        log = is_wide(finite)
     if log:
         finite = [part[part > 0] for part in finite]
     finite = [part for part in finite if len(part)]
@@ -63,8 +63,9 @@ def fit(values: Iterable[Doubles], *, log: bool | None = False, pad: float = 0.0
     return _padded_log(lo, hi, pad) if log else _padded_linear(lo, hi, pad)
 
 
-def _is_wide(finite: list[Doubles]) -> bool:
-    parts = [part for part in finite if len(part)]
+def is_wide(values: Iterable[Doubles]) -> bool:
+    """Return whether a log scale reads better: all finite values are positive and range widely."""
+    parts = [finite for part in values if len(finite := part[np.isfinite(part)])]
     if not parts or min(part.min() for part in parts) <= 0:
         return False
     return bool(max(part.max() for part in parts) / min(part.min() for part in parts) > WIDE)

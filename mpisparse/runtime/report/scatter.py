@@ -12,9 +12,8 @@ import numpy as np
 
 from mpisparse.runtime.report import svg
 from mpisparse.runtime.report.bench_figures import BenchRecord, Scatter
-from mpisparse.runtime.report.chart import run_classes
 from mpisparse.runtime.report.scale import fit
-from mpisparse.runtime.report.svg import LEFT, RIGHT, TOP, WIDTH, Frame, Look
+from mpisparse.runtime.report.svg import LEFT, RIGHT, TOP, WIDTH, Frame, Look, run_classes
 from mpisparse.runtime.report.units import number
 
 PAD = 0.12  # of the axes, so that names fit

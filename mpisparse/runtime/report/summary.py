@@ -9,7 +9,8 @@ from functools import partial
 
 import numpy as np
 
-from mpisparse.runtime.report.read import Run
+from mpisparse.runtime.report.groups import Group
+from mpisparse.runtime.report.run import Run
 from mpisparse.runtime.report.units import nbytes, number, percent, seconds
 
 SETTINGS = (
@@ -20,14 +21,18 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Cell:
-    """A value, its text, and an optional note."""
+    """A value, how it is said, and an optional note."""
 
     value: float
-    text: str
+    says: Callable[[float], str] = number
     note: str = ""
 
+    @property
+    def text(self) -> str:
+        return self.says(self.value)
 
-NOTHING = Cell(math.nan, "–")
+
+NOTHING = Cell(math.nan, lambda _: "–")
 
 
 def headline(runs: Sequence[Run]) -> list[tuple[str, list[Cell]]]:
@@ -55,12 +60,32 @@ def headline(runs: Sequence[Run]) -> list[tuple[str, list[Cell]]]:
     return [(label, cells) for label, cells in table if any(cell is not NOTHING for cell in cells)]
 
 
+def over_seeds(runs: Sequence[Run], groups: Sequence[Group]) -> list[tuple[str, list[Cell]]]:
+    """Return the rows of numbers as means over the runs of each group, with their standard deviations."""
+    rows = []
+    for label, cells in headline(runs):
+        means = [_mean_cell([cells[i] for i in group.runs]) for group in groups]
+        if any(cell is not NOTHING for cell in means):
+            rows.append((label, means))
+    return rows
+
+
+def _mean_cell(cells: Sequence[Cell]) -> Cell:
+    """Return the mean of numbers; NOTHING if one is missing, a plain cell if it is alone."""
+    values = np.array([cell.value for cell in cells])
+    if len(cells) == 1 or not np.isfinite(values).all():
+        return cells[0] if len(cells) == 1 else NOTHING
+    says, spread = cells[0].says, float(f"{values.std(ddof=1):.2g}")
+    return Cell(float(values.mean()), says, f"± {says(spread)}" if spread else "")
+
+
 def settings(runs: Sequence[Run]) -> tuple[list[str], list[str]]:
     """Split the names of settings: the most important ones and those that differ between runs, and the others."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     first = [name for name in SETTINGS if name in names]
     rest = [name for name in names if name not in SETTINGS]
-    return [*first, *(name for name in rest if differs(runs, name))], [name for name in rest if not differs(runs, name)]
+    apart = [name for name in rest if name != "out" and differs(runs, name)]  # every run has a directory of its own
+    return [*first, *apart], [name for name in rest if name not in apart]
 
 
 def differs(runs: Sequence[Run], name: str) -> bool:
@@ -107,7 +132,7 @@ def _times_fewer(run: Run) -> Cell:
     received, dense = _bytes(run, "bytes_received.mean"), _bytes(run, "bytes_dense")
     if not (received > 0 and dense > 0):
         return NOTHING
-    return Cell(dense / received, f"{number(dense / received, 3)}×")
+    return Cell(dense / received, lambda times: f"{number(times, 3)}×")
 
 
 def _density(run: Run) -> Cell:
@@ -134,9 +159,9 @@ def _mean(run: Run, name: str) -> float:
 
 
 def _cell(value: float, says: Callable[[float], str], note: str = "") -> Cell:
-    return NOTHING if math.isnan(value) else Cell(float(value), says(float(value)), note)
+    return NOTHING if math.isnan(value) else Cell(float(value), says, note)
 
 
 def _plain(value: float, note: str = "") -> Cell:
     """Return a cell that shows its number even if it is NaN, as that is the result of the run."""
-    return Cell(float(value), number(float(value)), note)
+    return Cell(float(value), number, note)

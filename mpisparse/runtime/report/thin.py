@@ -1,7 +1,8 @@
-"""Downsampling: a long series becomes one mean, minimum and maximum per column of the picture."""
+"""Downsampling: neighbouring rows of a long table become one column with their mean, minimum and maximum."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,52 +11,50 @@ from mpisparse.arrays import Bools, Doubles, Ints
 
 
 @dataclass(frozen=True)
-class Thinned:
-    """Columns in ascending order: fractions of the x axis, and mean, low and high of each series (columns x series).
+class Columns:
+    """Which rows share a column: the first row of each column, and the number of all rows."""
 
-    starts marks columns before which the line is broken; bad has the fractions of non-finite values.
-    """
+    firsts: Ints
+    rows: int
 
-    fractions: Doubles
-    mean: Doubles
-    low: Doubles
-    high: Doubles
-    starts: Bools
-    bad: Doubles
+    @classmethod
+    def along(cls, x: Doubles, count: int) -> Columns:
+        """Divide rows in ascending order of x into at most `count` columns of equal width; few rows have one each."""
+        if len(x) <= count:
+            return cls(np.arange(len(x)), len(x))
+        width = float(x[-1] - x[0]) or 1.0
+        bins = np.clip((x - x[0]) / width * count, 0, count - 1).astype(np.int64)
+        return cls(np.flatnonzero(np.diff(bins, prepend=-1)), len(x))
 
+    def last(self, values: Doubles) -> Doubles:
+        """Return the value in the last row of each column."""
+        ends = np.append(self.firsts[1:], self.rows) - 1 if self.rows else self.firsts
+        last: Doubles = values[ends]
+        return last
 
-def thin(fractions: Doubles, mean: Doubles, low: Doubles, high: Doubles, columns: int) -> Thinned:
-    """Gather values at fractions in [0, 1] into at most `columns` columns; values are (points,) or (points, series)."""
-    mean, low, high = (values.reshape(len(fractions), -1) for values in (mean, low, high))
-    low, high = np.where(np.isfinite(low), low, mean), np.where(np.isfinite(high), high, mean)
-    here = np.isfinite(fractions)
-    good = here & np.isfinite(mean).all(axis=1)
-    bins = _bins(fractions, here, columns)
-    order = np.flatnonzero(good)[np.argsort(bins[good], kind="stable")]
-    bad, first = np.unique(bins[here & ~good], return_index=True)
-    bad_fractions = fractions[here & ~good][first]
-    if not len(order):
-        empty = np.empty((0, mean.shape[1]))
-        return Thinned(np.empty(0), empty, empty, empty, np.empty(0, dtype=np.bool_), bad_fractions)
-    firsts = np.flatnonzero(np.diff(bins[order], prepend=-1))
-    counts = np.diff(firsts, append=len(order))
-    filled = bins[order[firsts]]
-    missing = np.setdiff1d(bad, filled)
-    return Thinned(
-        np.add.reduceat(fractions[order], firsts) / counts,
-        np.add.reduceat(mean[order], firsts, axis=0) / counts[:, None],
-        np.minimum.reduceat(low[order], firsts, axis=0),
-        np.maximum.reduceat(high[order], firsts, axis=0),
-        np.diff(np.searchsorted(missing, filled), prepend=0) > 0,
-        bad_fractions,
-    )
+    def mean(self, values: Doubles) -> Doubles:
+        """Return the mean of the finite values in each column; NaN if it has none."""
+        finite = np.isfinite(values)
+        total, count = self._reduce(np.add, np.where(finite, values, 0.0)), self._reduce(np.add, finite.astype(np.float64))
+        mean: Doubles = np.divide(total, count, out=np.full(total.shape, math.nan), where=count > 0)
+        return mean
 
+    def low(self, values: Doubles) -> Doubles:
+        """Return the smallest finite value in each column; NaN if it has none."""
+        return self._extreme(np.minimum, values, math.inf)
 
-def _bins(fractions: Doubles, here: Bools, columns: int) -> Ints:
-    """Return the column of each point; if there are few points, each has its own."""
-    if len(fractions) <= columns:
-        bins = np.empty(len(fractions), dtype=np.int64)
-        bins[np.argsort(fractions, kind="stable")] = np.arange(len(fractions))
-        return bins
-    columns_of: Ints = np.clip(np.where(here, fractions, 0.0) * columns, 0, columns - 1).astype(np.int64)
-    return columns_of
+    def high(self, values: Doubles) -> Doubles:
+        """Return the largest finite value in each column; NaN if it has none."""
+        return self._extreme(np.maximum, values, -math.inf)
+
+    def bad(self, values: Doubles) -> Bools:
+        """Return whether a column has a value that is not finite."""
+        return self._reduce(np.add, (~np.isfinite(values)).astype(np.float64)) > 0
+
+    def _extreme(self, ufunc: np.ufunc, values: Doubles, none: float) -> Doubles:
+        found = self._reduce(ufunc, np.where(np.isfinite(values), values, none))
+        return np.where(np.isfinite(found), found, math.nan)
+
+    def _reduce(self, ufunc: np.ufunc, values: Doubles) -> Doubles:
+        reduced: Doubles = ufunc.reduceat(values, self.firsts, axis=0) if len(values) else values
+        return reduced

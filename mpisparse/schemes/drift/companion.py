@@ -13,6 +13,7 @@ import torch
 
 from mpisparse.arrays import Bools, Floats, State
 from mpisparse.backends.flat import checksum
+from mpisparse.comm.roll_call import FIRST, meet
 from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Stats
 from mpisparse.errors import ConfigurationError, GradientError
@@ -86,6 +87,7 @@ class Drifting(Companion):
             raise ConfigurationError("dense_steps averages gradients before optimizer.step(): attach() the optimizer")
         if self.done:
             return
+        meet(self.exchange, FIRST)
         still = self._written() == self._versions and torch.equal(self.weights.flat(), self.shared)
         error = GradientError(
             f'no weight has moved yet: with scheme "{self.weights.scheme}" call sync.step() after optimizer.step(), or '
@@ -111,9 +113,13 @@ class Drifting(Companion):
         """Whether gradients are averaged in the coming step."""
         return self.start is not None and self.done < self.start.steps
 
-    def average(self, trouble: str | None) -> None:
+    def average(self, trouble: str | None, call: Any = None) -> None:
         assert self.start is not None
-        self.start.average(self.done, trouble)
+        self.start.average(self.done, trouble, call)
+
+    def counted(self, number: int) -> int:
+        """Count the optimizer's steps, not the exchanges."""
+        return self.done - 1
 
     def is_due(self) -> bool:
         """Count one step of the optimizer; tell whether an exchange follows it. Collective at the end of a dense start."""

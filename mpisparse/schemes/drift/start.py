@@ -42,10 +42,10 @@ class DenseStart:
         self.moved = (0, 0)  # bytes sent and received in the last step
         self.damaged = ""
 
-    def average(self, step: int, trouble: str | None) -> None:
+    def average(self, step: int, trouble: str | None, call: Any = None) -> None:
         """Replace p.grad by the mean over ranks; collective. What one rank cannot do is raised on all of them.
 
-        trouble: why this rank cannot go on, if so.
+        trouble: why this rank cannot go on, if so. call: as Companion.average has it.
         """
         assert self.averaging is not None
         exchange = self.exchange
@@ -53,7 +53,7 @@ class DenseStart:
             raise GradientError(f"r{exchange.rank} | {self.damaged}; load a saved state")
         exchange.reset_counters()
         try:
-            used = self._agree(trouble)
+            used = self._agree(step, trouble, call)
             self.damaged = "a step was refused after its gradients were added"
             self.averaging.average_(self.codec if step + 1 < self.steps else "fp32")
         except Refusal as refusal:
@@ -62,12 +62,12 @@ class DenseStart:
         self.damaged = ""
         self.moved = exchange.nbytes_sent, exchange.nbytes_received
 
-    def _agree(self, trouble: str | None) -> Bools | None:
+    def _agree(self, step: int, trouble: str | None, call: Any) -> Bools | None:
         """Read the gradients; returns which parameters have one on some rank, None: all."""
         assert self.averaging is not None
         work, grads = self.averaging.work, [p.grad for p in self.places.params]
         unused = np.array([grad is None for grad in grads])
-        notice = Notice(0, unused, NO_BACKWARD if unused.all() else 0)
+        notice = Notice(0, unused, NO_BACKWARD if unused.all() and call is None else 0, step=step, call=call)
         if trouble := trouble or self.places.misfit(grads) or self._sparse(grads):
             notice = notice._replace(status=BROKEN, trouble=trouble)
         else:

@@ -7,34 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import gelu, scaled_dot_product_attention
 
-
-class Block(nn.Module):
-    """Causal attention, then a perceptron, each with a normalization before it and a residual connection around it."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.before_attention = nn.LayerNorm(width)
-        self.queries_keys_values = nn.Linear(width, 3 * width)
-        self.mix_heads = nn.Linear(width, width)
-        self.before_perceptron = nn.LayerNorm(width)
-        self.widen = nn.Linear(width, 4 * width)
-        self.narrow = nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (examples, positions, width) to the same shape."""
-        x = x + self.mix_heads(self._attend(self.before_attention(x)))
-        added: torch.Tensor = self.narrow(gelu(self.widen(self.before_perceptron(x))))
-        return x + added
-
-    def _attend(self, x: torch.Tensor) -> torch.Tensor:
-        examples, positions, width = x.shape
-        split = self.queries_keys_values(x).view(examples, positions, 3, self.heads, width // self.heads)
-        queries, keys, values = split.permute(2, 0, 3, 1, 4)
-        mixed = scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        return mixed.transpose(1, 2).reshape(examples, positions, width)
+from mpisparse.runtime.workloads.models.transformer import Block, initialise
 
 
 class Gpt(nn.Module):
@@ -47,18 +21,9 @@ class Gpt(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(max(rows, sizes["vocabulary"]), width)
         self.places = nn.Parameter(torch.empty(sizes["length"], width))
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(Block(width, heads, causal=True) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
-        self._initialise(layers)
-
-    def _initialise(self, layers: int) -> None:
-        """Draw weights from N(0, 0.02), those that write to the residual stream scaled down by its depth; biases are 0."""
-        for name, parameter in self.named_parameters():
-            if parameter.dim() > 1:
-                ends = name.endswith(("mix_heads.weight", "narrow.weight"))
-                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if ends else 0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
+        initialise(self, layers)
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Matrices decay; biases and the scales of normalizations do not."""

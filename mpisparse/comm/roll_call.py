@@ -1,0 +1,186 @@
+"""Roll call: each collective entry point tells its name and its step in its first message.
+
+All first messages are rows of the same length in the same call of MPI. So ranks that are in different entry points, one in
+checkpoint.save and another in a step, meet in it and raise together, where they would wait for ever otherwise. A
+process that ends answers one last roll call, so that a rank that waits for it is told.
+
+The calls are nonblocking: those in flight are waited for by another thread, and a process that ends answers
+those of all its exchanges at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from mpisparse.arrays import Ints
+from mpisparse.comm.agreement import Refusal
+from mpisparse.comm.watchdog.watching import announce_exit
+from mpisparse.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from mpisparse.comm.exchange import Exchange, Gathering
+
+STEP, END, JOINED, FIRST = "step", "the end of the program", "join", "the first step"
+ENTRIES = (
+    STEP, END, JOINED, FIRST, "checkpoint.save", "finish() of a checkpoint", "checkpoint.load", "average", "observe",
+    "agree_any", "gather_floats", "broadcast_", "check_together", "synchronize", "global_weights", "load_state_dict",
+    "close", "should_stop",
+)  # fmt: skip
+JOINABLE = (
+    STEP,
+    FIRST,
+    "average",
+    "observe",
+    "agree_any",
+    "should_stop",
+)  # what a rank that has no more batches takes part in
+VALUES = 7  # numbers that an entry point may send along
+LISTED = 8  # ranks that a message names one by one
+
+
+class Apart(Refusal):
+    """The ranks are in different entry points; args[0] says which."""
+
+
+class Call(NamedTuple):
+    """A roll call that has begun. rows: the answers, if they are known."""
+
+    exchange: Exchange
+    row: Ints
+    gathering: Gathering | None  # None: there is one rank
+    rows: Ints | None = None
+
+
+def begin(exchange: Exchange, entry: str, step: int, values: Sequence[int] = ()) -> Call:
+    """Tell the others where this rank is; local. answers() waits for theirs."""
+    if exchange.gone:
+        raise CollectiveError(f"r{exchange.rank} | {exchange.gone}")
+    row = np.zeros(2 + VALUES, dtype=np.int64)
+    row[:2] = ENTRIES.index(entry), step
+    row[2 : 2 + len(values)] = values
+    return Call(exchange, row, exchange.begin_allgather(row) if exchange.size > 1 else None)
+
+
+def answers(call: Call, exchange: Exchange | None = None) -> Ints:
+    """Wait for the rows of all ranks, and raise Apart unless they are in the same entry point; collective.
+
+    exchange: that of the thread that waits, if it is another. Returns row r for rank r: entry, step, and its values. Ranks
+    that have no more batches (JOINED) may be in any entry point that they can take part in.
+    """
+    if call.rows is not None:
+        return call.rows
+    if call.gathering is None:
+        return call.row[None]
+    rows = (exchange or call.exchange).gathered(call.gathering)
+    if (rows[:, :2] != call.row[:2]).any() and not _together(rows[:, :2].tolist()):
+        text = in_words(rows[:, :2].tolist())
+        if (rows[:, 0] == ENTRIES.index(END)).any():
+            call.exchange.gone = text
+        raise Apart(text)
+    return rows
+
+
+def _together(rows: Sequence[tuple[int, int]]) -> bool:
+    """Tell whether all ranks are in the same entry point, and in the same step if that is one."""
+    places = {(entry, step if ENTRIES[entry] == STEP else 0) for entry, step in rows if ENTRIES[entry] != JOINED}
+    joined = any(ENTRIES[entry] == JOINED for entry, _ in rows)
+    return len(places) <= 1 and all(not joined or ENTRIES[entry] in JOINABLE for entry, _ in places)
+
+
+def all_done(rows: Ints) -> bool:
+    """Tell whether no rank has any more batches."""
+    return not len(at_work(rows))
+
+
+def at_work(rows: Ints) -> Ints:
+    """Of the answers, those of ranks that have batches."""
+    busy: Ints = rows[rows[:, 0] != ENTRIES.index(JOINED)]
+    return busy
+
+
+def meet(exchange: Exchange, entry: str, *values: int) -> Ints:
+    """Raise CollectiveError on all ranks unless all are in this entry point; collective.
+
+    values: what to tell the others, at most 7 numbers. Returns those of each rank, but of ranks that have no more batches.
+    """
+    try:
+        return at_work(answers(begin(exchange, entry, exchange.place.steps, values)))[:, 2:]
+    except Apart as apart:
+        raise CollectiveError(f"r{exchange.rank} | {apart.args[0]}") from None
+
+
+def in_words(rows: Sequence[tuple[int, int]]) -> str:
+    """Say which ranks are where, and what to do. rows: entry and step of each rank."""
+    ranks: dict[str, list[int]] = {}
+    for rank, (entry, step) in enumerate(rows):
+        ranks.setdefault(_place(ENTRIES[entry], step), []).append(rank)
+    groups = [f"{_named(members)}{'' if i else ' is' if len(members) == 1 else ' are'} {place}"
+              for i, (place, members) in enumerate(ranks.items())]  # fmt: skip
+    names = [ENTRIES[entry] for entry, _ in rows]
+    other = next((name for name in names if name not in (STEP, END, JOINED, FIRST)), None)
+    if JOINED in names and END not in names:
+        return f"{', '.join(groups)}: leave the block of join() on every rank before {other or 'this step'}"
+    if other is not None:
+        short = other.rsplit(".", 1)[-1]
+        return f"{', '.join(groups)}: {short} is collective, call it on every rank"
+    return f"{', '.join(groups)}: a step is collective, each rank needs the same number of them, or sync.join()"
+
+
+def _place(entry: str, step: int) -> str:
+    if entry == JOINED:
+        return "at the end of its batches"
+    return f"at {END}" if entry == END else f"in {entry}{f' {step}' if entry == STEP else ''}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Name ranks: all, or the first ones of many."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > LISTED:
+        return f"ranks {', '.join(map(str, ranks[:LISTED]))} and {len(ranks) - LISTED} more"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+# The end of the program
+
+_open: list[Exchange] = []
+
+
+def answer_at_exit(exchange: Exchange) -> None:
+    """Have the process answer one last roll call of an exchange when it ends, unless it was closed; local."""
+    if exchange.size > 1 and not exchange.virtual:
+        _open[:] = [other for other in _open if other.is_open]
+        _open.append(exchange)
+        atexit.unregister(_leave)
+        atexit.register(_leave)  # as the last, so that it runs before transports close and the watchdog waits for ranks
+
+
+def _leave() -> None:
+    """Tell the ranks that wait in an entry point, if any, that this one does not come. All ranks that end meet here."""
+    left = [exchange for exchange in _open if exchange.pid == os.getpid() and exchange.is_open and not exchange.gone]
+    calls = [begin(exchange, END, exchange.place.steps) for exchange in left]
+    if calls:
+        announce_exit()
+    for call in calls:
+        try:
+            _wait_quietly(call)
+            answers(call)
+        except ConnectionError:
+            continue  # a rank is gone, and nobody waits
+        except Apart as apart:
+            print(f"r{call.exchange.rank} | {apart.args[0]}", file=sys.stderr, flush=True)
+
+
+def _wait_quietly(call: Call) -> None:
+    """Leave the core to others while some rank has still work of its own to do."""
+    pause = 5e-5
+    while call.gathering is not None and not call.gathering.request.Test():
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.02)

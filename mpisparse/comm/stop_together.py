@@ -1,0 +1,69 @@
+"""Stopping on all ranks at the same step, when a signal or the time limit of the Slurm job asks any of them to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpisparse.comm.exchange import Exchange
+from mpisparse.comm.roll_call import meet
+from mpisparse.stopping import Deadline, StopRequest, end_time
+
+STOP_BEFORE = 60.0  # seconds before the time limit of a Slurm job
+
+
+class Listener:
+    """What this process was asked. It takes over the signals for the rest of the process."""
+
+    def __init__(self) -> None:
+        self.request = StopRequest()
+        self.deadline: Deadline | None = None
+        self.world: Exchange | None = None
+
+    def asked(self, rank: int, stop_before: float) -> bool:
+        """Tell whether this rank was asked to stop, or is the one that watches the clock, and it is time; local.
+
+        Call it once per step: the time between calls says how long a step takes.
+        """
+        if self.deadline is None:
+            self.deadline = Deadline(end_time() if rank == 0 and stop_before > 0 else None, stop_before)
+        return self.deadline.near() or self.request.asked
+
+    @property
+    def why(self) -> str:
+        """Say why this rank stops."""
+        late = self.deadline is not None and self.deadline.reached
+        return "the job's time limit is near" if late else "asked to stop"
+
+
+_listener: Listener | None = None
+
+
+def listen() -> Listener:
+    """Begin to notice signals, once per process; local."""
+    global _listener
+    if _listener is None:
+        _listener = Listener()
+    return _listener
+
+
+def agree(exchange: Exchange, flags: Sequence[bool]) -> list[bool]:
+    """Tell for each flag whether it is set on any rank; collective, one message of 72 bytes. At most 7 flags."""
+    rows = meet(exchange, "should_stop", *map(int, flags))
+    return [bool(rows[:, i].any()) for i in range(len(flags))]
+
+
+def should_stop(sync: Any = None, *, stop_before: float = STOP_BEFORE) -> bool:
+    """Tell on all ranks alike whether any was asked to stop: by SIGUSR1, SIGTERM, or the end of its Slurm job. Collective.
+
+    Call it once per step, on every rank; it costs one message of 72 bytes. The first call takes over the signals that
+    MPISPARSE_SIGNALS names (USR1,TERM), so make it before long preparations; a second signal ends the process at once.
+    sync: the GradientSync whose ranks agree; None: all ranks of MPI. stop_before: seconds before the job's time limit; 0:
+    do not watch the clock. Then save a checkpoint and leave with exit code 85, which scripts of `mpisparse slurm` requeue.
+    """
+    listener = listen()
+    if sync is not None:
+        exchange: Exchange = sync._exchange
+    else:
+        listener.world = exchange = listener.world or Exchange()
+    return agree(exchange, [listener.asked(exchange.rank, stop_before)])[0]

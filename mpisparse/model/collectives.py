@@ -1,0 +1,60 @@
+"""Small collectives of a training loop: numbers and tensors of all ranks. Each begins with a roll call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from mpisparse.comm.roll_call import meet
+from mpisparse.model.joining import mean_of
+
+if TYPE_CHECKING:
+    from mpisparse.arrays import Ints
+    from mpisparse.comm.exchange import Exchange
+
+Rows = np.ndarray[Any, np.dtype[np.float64]]
+
+
+class Collectives:
+    """What GradientSync offers beside its steps."""
+
+    _exchange: Exchange
+
+    def _meet(self, entry: str, *values: int) -> Ints:
+        """Raise CollectiveError on all ranks unless all are in this entry point; collective."""
+        return meet(self._exchange, entry, *values)
+
+    def _mean(self, entry: str, value: float) -> float:
+        """The mean of a number over ranks, summed in rank order; collective."""
+        rows = self._meet(entry, int(np.float64(value).view(np.int64)))
+        return mean_of(rows[:, 0])
+
+    def average(self, value: float) -> float:
+        """The mean of a number over ranks; collective."""
+        return self._mean("average", value)
+
+    def agree_any(self, flag: bool) -> bool:
+        """Tell whether the flag is set on any rank; collective."""
+        return bool(self._meet("agree_any", int(bool(flag)))[:, 0].any())
+
+    def gather_floats(self, row: Rows) -> Rows:
+        """Gather a row of numbers from every rank; row r of the result is rank r's. Collective."""
+        self._meet("gather_floats")
+        return self._exchange.allgather(row)
+
+    def broadcast_(self, tensors: list[torch.Tensor]) -> None:
+        """Set tensors to those of rank 0; collective."""
+        self._meet("broadcast_")
+        with torch.no_grad():
+            for tensor in tensors:
+                dense = tensor.detach().cpu().contiguous()
+                self._exchange.broadcast_(dense.reshape(-1).view(torch.uint8).numpy())
+                if dense.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(dense)
+
+    def check_together(self, error: Exception | None) -> None:
+        """Raise on all ranks if any has an error; collective."""
+        self._meet("check_together")
+        self._exchange.raise_together(error)
