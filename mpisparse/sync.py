@@ -37,6 +37,7 @@ from mpisparse.model.gradients import ModelGradients
 from mpisparse.model.joining import joined_k, joining, with_zeros
 from mpisparse.model.layout import Layout
 from mpisparse.model.published import Published
+from mpisparse.model.shards import check_replicas
 from mpisparse.schemes import configure
 from mpisparse.schemes.companion import Scheme, Site
 from mpisparse.schemes.options import Options, check_density
@@ -87,6 +88,7 @@ class GradientSync(Collectives):
         except ConfigurationError as caught:
             error = caught
         self._exchange.raise_together(error)
+        check_replicas(list(model.named_parameters()), self._exchange, self._options, scheme)
         self.scheme = scheme
         self._model = model
         self._check_alike()

@@ -1,4 +1,4 @@
-"""A page of the report, parsed and validated."""
+"""A page of the report: parsed and validated, or served."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import base64
 import hashlib
 import json
 import re
+import threading
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+
+from mpisparse.runtime.report.serve import PageServer, make_server
 
 SCRIPT = re.compile(r"<script[^>]*>(.*?)</script>", re.DOTALL)
 UPLOT = "/*! https://github.com/leeoniya/uPlot (v1.6.32) */"
@@ -107,3 +112,16 @@ def refuse(constant: str) -> None:
 def _value(cell: ET.Element) -> float | str:
     data = cell.find("data")
     return "".join(cell.itertext()) if data is None else float(data.get("value", ""))
+
+
+@contextmanager
+def serving(*runs: Path) -> Iterator[PageServer]:
+    """Serve runs in a thread, at any free port."""
+    with make_server(runs, 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()

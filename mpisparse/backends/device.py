@@ -9,6 +9,7 @@ import functools
 import os
 import types
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,12 +53,22 @@ def load_backend(name: str | None = None, device: torch.device | None = None) ->
         if wanted == "native":
             raise ConfigurationError(f"native kernels were asked for but cannot be loaded ({error})") from error
         warnings.warn(
-            "mpisparse runs without its native kernels, because no C++ compiler was found when it was installed: the same "
-            "bits, but accumulation and selection take several times longer. Install a compiler and mpisparse again; "
-            "MPISPARSE_BACKEND=numpy silences this.",
+            f"mpisparse runs without its native kernels, because {_why_not_native()}. The bits are the same, but "
+            "accumulation and selection take several times longer. MPISPARSE_BACKEND=numpy silences this.",
             stacklevel=2,
         )
         return _numpy()
+
+
+def _why_not_native() -> str:
+    """Return why there are no native kernels, and what to do."""
+    home = Path(__file__).parents[2]
+    if (home / "kernels" / "CMakeLists.txt").is_file():  # the clone, whatever is installed
+        return (
+            f"it is imported from its sources in {home}, where none are compiled: start in another directory, or "
+            "run pip install -e there, with a C++ compiler"
+        )
+    return "no C++ compiler was found when it was installed: install one, and mpisparse again"
 
 
 def _numpy() -> Any:

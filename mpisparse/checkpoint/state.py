@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from mpisparse.checkpoint.h5file import Arrays
 from mpisparse.checkpoint.objects import check_belonging, check_like, check_optimizer, check_scheduler
 from mpisparse.errors import ConfigurationError
+from mpisparse.model.shards import is_sharded
 from mpisparse.names import FREE_OPTIONS
 from mpisparse.randomness import random_state, set_random_state
 
@@ -35,6 +36,13 @@ class Subjects:
     sync: GradientSync | None = None
     scheduler: Any = None
     scaler: Any = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.model, torch.nn.Module) and any(map(is_sharded, self.model.parameters())):
+            raise ConfigurationError(
+                "the model is sharded: save model and optimizer with torch.distributed.checkpoint, and sync.state_dict() of "
+                "every rank beside them"
+            )
 
     def describe(self) -> list[str]:
         """One line for each parameter and buffer of the model."""

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import mpisparse
+from mpisparse.runtime.progress import compared_with_dense
 
 TRAINING = 1500  # images of 1,797; the others are for testing
 
@@ -67,8 +68,7 @@ def train(density: float, epochs: int, batch: int, out: Path | None) -> None:
         f"density         {selected / steps / elements:.5f} (set: {density:g})",
     ]
     if sync.size > 1:
-        saved = 100 * (1 - received / dense)
-        summary.append(f"bytes received  {received:,} per rank, {saved:.1f} % less than a dense all-reduce ({dense:,})")
+        summary.append(f"bytes received  {received:,} per rank, {compared_with_dense(received, dense)} ({dense:,})")
     if sync.rank == 0:
         print("\n".join(summary))
         if out is not None:

@@ -6,6 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from mpisparse.attachment import attach
@@ -59,8 +60,8 @@ def refusal(accelerator: Accelerator, sync: GradientSync) -> ConfigurationError 
         )
     if accelerator.num_processes != sync.size:
         return ConfigurationError(
-            f"Accelerate sees {accelerator.num_processes} processes, but {sync.size} ranks exchange: data would be sharded "
-            "for the former; call mpisparse.init_torch_distributed() before Accelerator(...) or TrainingArguments(...)"
+            f"ranks that Accelerate sees: {accelerator.num_processes}; ranks that exchange: {sync.size}; call "
+            "mpisparse.init_torch_distributed() before Accelerator(...) or TrainingArguments(...)"
         )
     return None
 
@@ -92,6 +93,11 @@ class Checkpoints:
         self._loaded_from = Path(input_dir) / "mpisparse"
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Load as Accelerate does, then everything of this rank; collective."""
+        """Load as Accelerate does, then everything of this rank; collective.
+
+        A rank that was not there when the state was saved has no file of Accelerate's that tells the step: rank 0 has.
+        """
         self._load_state(*args, **kwargs)
+        steps = self._sync.gather_floats(np.array([self._accelerator.step], dtype=np.float64))
+        self._accelerator.step = int(steps[0, 0])
         beside.load(self._loaded_from, self._accelerator.step, **self._subjects)

@@ -31,8 +31,12 @@ class MPISparseTrainer(Trainer):
     """
 
     def __init__(self, *args: Any, exchange: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if not isinstance(exchange, dict | None):
+            raise ConfigurationError(
+                f"exchange must be a dict with options of GradientSync, such as {{'scheme': 'drift'}}, got {exchange!r}"
+            )
         self.sync: GradientSync | None = None
-        self._exchange_options = dict(exchange or {})
+        self._exchange_options = exchange or {}
         self._training = False
         self._resumed_from: Path | None = None
         super().__init__(*args, **kwargs)

@@ -67,7 +67,14 @@ class MPISparseStrategy(DDPStrategy):
     def root_device(self) -> torch.device:
         """This rank's device."""
         devices = self.parallel_devices or [torch.device("cpu")]
-        return devices[0] if devices[0].type == "cpu" else devices[self.local_rank]
+        if devices[0].type == "cpu":
+            return devices[0]
+        if self.local_rank >= len(devices):
+            raise ConfigurationError(
+                f"r{self.global_rank} | rank {self.local_rank} of this host has no device of its own, there are "
+                f"{len(devices)}; start as many ranks per host"
+            )
+        return devices[self.local_rank]
 
     def setup_environment(self) -> None:
         """Check how many ranks there are, and start torch.distributed; collective."""
@@ -192,4 +199,9 @@ class MPISparseStrategy(DDPStrategy):
 
 def _beside(filepath: Any) -> Path:
     """Return the directory of the ranks' states; a link's are beside the file that it points to."""
+    if "://" in str(filepath):
+        raise ConfigurationError(
+            f"checkpoints must be on a file system that all ranks see, got {filepath}; save to a directory, and copy "
+            "from there"
+        )
     return Path(f"{os.path.realpath(filepath)}.mpisparse")

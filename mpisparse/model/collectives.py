@@ -9,6 +9,7 @@ import torch
 
 from mpisparse.comm.roll_call import meet
 from mpisparse.model.joining import mean_of
+from mpisparse.model.shards import local_of
 
 if TYPE_CHECKING:
     from mpisparse.arrays import Ints
@@ -48,7 +49,7 @@ class Collectives:
         """Set tensors to those of rank 0; collective."""
         self._meet("broadcast_")
         with torch.no_grad():
-            for tensor in tensors:
+            for tensor in map(local_of, tensors):
                 dense = tensor.detach().cpu().contiguous()
                 self._exchange.broadcast_(dense.reshape(-1).view(torch.uint8).numpy())
                 if dense.data_ptr() != tensor.data_ptr():

@@ -70,13 +70,13 @@ class GradientWatch:
             return sorted(self.unzeroed)
         if self.unzeroed and self.published.written() != self.seen and not any(map(self._is_set, self.witnesses)):
             self.unzeroed.clear()
-        views, params = self.published.views, self.layout.params
+        views, params = self.published.views, self.layout.members
         return sorted(i for i in self.unzeroed if params[i].grad is views[i])
 
     def reattach(self) -> None:
         """Make views of the buffer again where a conversion of the module, there and back, has cut them off."""
         for i in self.published.cut_off():
-            before, p = self.published.views[i], self.layout.params[i]
+            before, p = self.published.views[i], self.layout.members[i]
             view = self.published.renew(i)
             if p.grad is before and not self.fresh[i]:
                 p.grad = view
@@ -97,7 +97,7 @@ class GradientWatch:
     def note(self, i: int) -> None:
         """A gradient of parameter i was accumulated into p.grad."""
         self.fresh[i] = True
-        if self.layout.params[i].grad is self.published.views[i]:
+        if self.layout.members[i].grad is self.published.views[i]:
             self._check_zeroed(i)
         if self.on_gradient is not None:
             self.on_gradient(i)

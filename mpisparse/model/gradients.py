@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,7 +24,7 @@ Add = Callable[[int, Slot, torch.Tensor], int]  # adds a parameter's gradient du
 
 # A step looks at every parameter: these getters go over all of them without a frame of Python for each.
 GRAD, LAYOUT, REQUIRES_GRAD = attrgetter("grad"), attrgetter("layout"), attrgetter("requires_grad")
-LOOKS = attrgetter("dtype", "shape", "device")
+LOOKS, STRIDE = attrgetter("dtype", "shape", "device"), methodcaller("stride")
 
 
 class ModelGradients:
@@ -62,7 +62,7 @@ class ModelGradients:
     def take(self, k: int, trouble: str) -> tuple[Pieces | None, Notice]:
         """The gradients since the last step, None where they are in the residual already, and what to tell the ranks."""
         views, fresh = self.published.views, self.watch.fresh
-        pairs = zip(map(GRAD, self.layout.params), views, strict=True)
+        pairs = zip(map(GRAD, self.layout.members), views, strict=True)
         grads = [None if grad is view and not fresh[i] else grad for i, (grad, view) in enumerate(pairs)]
         mask, digest = self.frozen.mask, self.frozen.digest
         trouble = trouble or self._changed(grads) or ""
@@ -90,7 +90,7 @@ class ModelGradients:
         """The gradients as pieces of the flat vector; without a copy where all lie in memory as their parameters do."""
         alive = [g for g in grads if g is not None]
         plain = self._plain if len(alive) == len(grads) else _at(self._plain, grads)
-        if list(map(LAYOUT, alive)).count(torch.strided) < len(alive) or list(map(torch.Tensor.stride, alive)) != plain:
+        if list(map(LAYOUT, alive)).count(torch.strided) < len(alive) or list(map(STRIDE, alive)) != plain:
             return collect_gradients(self.layout, grads)
         addresses = list(map(torch.Tensor.data_ptr, alive))
         if len(alive) == len(grads):
@@ -134,8 +134,8 @@ class ModelGradients:
 
     def _as_before(self, grads: list[torch.Tensor | None]) -> bool:
         """Tell whether parameters and gradients are of the types, shapes and places that they had; False: look closer."""
-        params, looks = self.layout.params, self._looks
-        if list(map(LOOKS, params)) != looks or list(map(torch.Tensor.stride, params)) != self._strides:
+        params, looks = self.layout.members, self._looks
+        if list(map(LOOKS, params)) != looks or list(map(STRIDE, params)) != self._strides:
             return False
         alive = [grad for grad in grads if grad is not None]
         return list(map(LOOKS, alive)) == (looks if len(alive) == len(grads) else _at(looks, grads))
@@ -144,7 +144,7 @@ class ModelGradients:
 
     def _accumulate(self, i: int) -> None:
         """Path "backward": add parameter i's gradient into the residual and drop it."""
-        slot, p = self.layout.slots[i], self.layout.params[i]
+        slot, p = self.layout.slots[i], self.layout.members[i]
         assert p.grad is not None
         assert self.add is not None
         if not slot.takes(p.grad) or p.grad.device != self.layout.device:
@@ -158,7 +158,7 @@ class ModelGradients:
     def _take_left(self) -> None:
         """Path "backward": take the gradients that could not be read when they came, if they can be now."""
         for i in sorted(self._left):
-            if self.layout.params[i].grad is not None and not self.frozen.mask[i]:
+            if self.layout.members[i].grad is not None and not self.frozen.mask[i]:
                 self._accumulate(i)
         self._left.clear()
 
@@ -185,7 +185,7 @@ class ModelGradients:
 
     def publish(self, used: Bools | None) -> None:
         """Make the published views p.grad; a parameter without a gradient on any rank, and nothing published, keeps None."""
-        mask, pairs = self.frozen.mask, zip(self.layout.params, self.published.views, strict=True)
+        mask, pairs = self.frozen.mask, zip(self.layout.members, self.published.views, strict=True)
         absent = mask if used is None else mask | ~used
         if absent.any():
             for i, (p, view) in enumerate(pairs):

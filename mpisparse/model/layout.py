@@ -11,10 +11,14 @@ import torch
 from mpisparse.arrays import Ints
 from mpisparse.backends.flat import KINDS, Held, Pieces, Slot, collect, memory_order
 from mpisparse.errors import ConfigurationError
+from mpisparse.model.shards import Shard, is_sharded, local_of
 
 
 class Layout:
-    """The slots of all trainable parameters, in the order of model.parameters(); `named`: of these tensors instead."""
+    """The slots of all trainable parameters, in the order of model.parameters(); `named`: of these tensors instead.
+
+    Of a sharded parameter (DTensor) it is the local part.
+    """
 
     def __init__(self, model: torch.nn.Module, named: Sequence[tuple[str, Any]] | None = None) -> None:
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad] if named is None else named
@@ -23,12 +27,14 @@ class Layout:
                 f"{type(model).__name__} has no parameter that requires a gradient; nothing would be exchanged"
             )
         self.params: list[torch.nn.Parameter] = [p for _, p in trainable]
+        self.members: list[Any] = [Shard(p) if is_sharded(p) else p for p in self.params]  # what a rank has of them
         self.device = self.params[0].device
         self.frozen = [p for p in model.parameters() if not p.requires_grad]
         self.slots: list[Slot] = []
         at = 0
-        for name, p in trainable:
-            _check_parameter(name, p, self.device)
+        for name, whole in trainable:
+            p = local_of(whole)
+            _check_parameter(name, whole, self.device)
             self.slots.append(Slot(name, at, at + p.numel(), tuple(p.shape), memory_order(p), p.dtype))
             at += p.numel()
         self.size = at
@@ -44,7 +50,7 @@ class Layout:
 
     def misfit(self, grads: Iterable[torch.Tensor | None]) -> str | None:
         """What of the parameters or their gradients is not as it was at construction, in words; None if all is."""
-        for slot, p, grad in zip(self.slots, self.params, grads, strict=True):
+        for slot, p, grad in zip(self.slots, self.members, grads, strict=True):
             if not slot.fits(p) or p.device != self.device:
                 was = _looks(slot.dtype, slot.shape, slot.stride, self.device)
                 now = _looks(p.dtype, p.shape, p.stride(), p.device)

@@ -13,6 +13,7 @@ from mpisparse.arrays import Ints
 from mpisparse.backends.flat import KINDS, zeros
 from mpisparse.backends.kinds import BF16, FP16
 from mpisparse.model.layout import Layout
+from mpisparse.model.shards import Shard
 
 if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend
@@ -61,6 +62,7 @@ class Published:
         self.addresses = [view.data_ptr() for view in self.views]  # where the buffers are for as long as this object is
         self.union: Any = backend.empty(0, np.int64)  # an ascending index, or the range of all elements
         self.total = torch.empty(0)
+        self.uncounted = any(isinstance(member, Shard) for member in layout.members)  # torch counts no writes to these
         self.rounds = any(run.kind in (FP16, BF16) for run in self.runs)
         self.version = self.written()
         self._done()
@@ -87,7 +89,7 @@ class Published:
 
     def clear(self) -> None:
         """Make every element zero."""
-        if self.written() != self.version:
+        if self.uncounted or self.written() != self.version:
             for run in self.runs:
                 run.buffer.zero_()
             self.version = self.written()

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mpisparse.bench import commands as bench_commands
 from mpisparse.comm.world import first_task
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime import sbatch
+from mpisparse.runtime.argument_types import count
+from mpisparse.runtime.command_parser import CommandParser
 from mpisparse.runtime.flags import add_arguments, add_list, resolve
 from mpisparse.runtime.settings import import_modules
 from mpisparse.stopping import StopRequest, ignore
@@ -20,41 +25,84 @@ from mpisparse.version import __version__
 PATIENCE = 3.0  # seconds that tasks of srun wait for the first one to print an error
 
 
-def parser() -> argparse.ArgumentParser:
+EXAMPLES = {
+    "": [
+        "mpirun -n 4 mpisparse train --density 0.01 --out runs/first",
+        "mpisparse report runs/first",
+        "mpisparse COMMAND --help",
+    ],
+    "train": [
+        "mpirun -n 4 mpisparse train --model digits-cnn --density 0.01 --out runs/first",
+        "mpirun -n 4 mpisparse train --scheme drift --codec int4 --option every=4 --steps 1000",
+        "mpisparse train --model gpt-nano --dry-run 8           # settings, memory and bytes of 8 ranks; trains nothing",
+        "mpirun -n 4 mpisparse train --config runs/first/config.toml --out runs/again",
+    ],
+    "slurm": [
+        "mpisparse slurm --nodes 4 --time 12:00:00 -- train --model resnet18 > job.sbatch",
+        "mpisparse slurm --nodes 4 -- python mine.py > job.sbatch",
+    ],
+    "report": ["mpisparse report runs/first", "mpisparse report runs/first runs/second --out both.html"],
+    "inspect": ["mpisparse inspect runs/first --verify"],
+    "export": ["mpisparse export runs/first model.safetensors", "mpisparse export runs/first model.pt --overwrite"],
+    "doctor": ["mpirun -n 2 mpisparse doctor"],
+    "bench": ["mpirun -n 2 mpisparse bench sync", "mpisparse bench sync --help"],
+}
+
+
+def parser() -> CommandParser:
     """Build the parser for all commands."""
-    top = argparse.ArgumentParser(
-        prog="mpisparse", description="Sparse, error-compensated gradient exchange over MPI for torch models."
-    )
+    top = CommandParser(
+        prog="mpisparse", description="Sparse, error-compensated gradient exchange over MPI for torch models.",
+        examples=EXAMPLES[""],
+    )  # fmt: skip
     top.add_argument("--version", action="version", version=f"mpisparse {__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    train = commands.add_parser("train", help="train a built-in or your own torch model; run under mpirun or srun")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=CommandParser)
+
+    def add(name: str, text: str, **options: Any) -> CommandParser:
+        return commands.add_parser(
+            name, help=text, description=f"{text[0].upper()}{text[1:]}.", examples=EXAMPLES[name], **options
+        )
+
+    train = add(
+        "train", "train a built-in or your own torch model; run under mpirun or srun",
+        usage="mpisparse train [--config FILE.toml] [--dry-run [RANKS]] [settings]   (mpisparse train --help lists them)",
+    )  # fmt: skip
+    train.add_argument(
+        "--dry-run", type=count, nargs="?", const=0, default=None, metavar="RANKS",
+        help="print the resolved settings, memory per rank and bytes per step of so many ranks, and train nothing",
+    )  # fmt: skip
     add_arguments(train)
-    sbatch.add_arguments(commands.add_parser("slurm", help="print an sbatch script that runs train; needs no MPI"))
-    report = commands.add_parser("report", help="write an HTML page of charts, from runs or from records of bench")
+    sbatch.add_arguments(add("slurm", "print an sbatch script that runs train or your own program; needs no MPI"))
+    report = add("report", "write an HTML page of charts, from runs or from records of bench")
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory, or a FILE.jsonl of bench")
     report.add_argument("--pictures", type=Path, metavar="DIR", help="also write each chart of bench records as an SVG file")
     report.add_argument("--out", type=Path, metavar="FILE.html", help="the page to write (default: in the run's directory)")
     report.add_argument("--serve", action="store_true", help="write no file; show runs in a browser while they go on")
     report.add_argument("--port", type=int, metavar="N", help="with --serve: the port on this host (default 8765; 0: any)")
-    inspect = commands.add_parser("inspect", help="show the contents of a checkpoint")
+    inspect = add("inspect", "show the contents of a checkpoint")
     inspect.add_argument("directory", type=Path, help="a checkpoint, a directory of checkpoints, or a run's directory")
     inspect.add_argument("--verify", action="store_true", help="read everything and check all digests")
     inspect.add_argument("--json", action="store_true", help="print one JSON record per checkpoint")
     add_list(inspect, "imports")
-    export = commands.add_parser("export", help="write the model of a run to a file for inference; needs no MPI")
+    export = add("export", "write the model of a run to a file for inference; needs no MPI")
     export.add_argument("source", type=Path, metavar="RUN", help="a run's directory, or a checkpoint")
     export.add_argument("target", type=Path, metavar="FILE", help="model.safetensors, or model.pt for a plain state_dict")
     export.add_argument("--overwrite", action="store_true", help="replace an existing file")
-    doctor = commands.add_parser("doctor", help="show which MPI, kernels, GPUs and Slurm are here")
+    doctor = add("doctor", "show which MPI, kernels, GPUs and Slurm are here")
     doctor.add_argument("--json", action="store_true", help="print one JSON record")
-    bench = commands.add_parser("bench", help="measure the exchange and its kernels")
-    bench_commands.add_commands(bench.add_subparsers(dest="bench", required=True, metavar="WHAT"))
+    bench = add("bench", "measure the exchange and its kernels")
+    bench_commands.add_commands(
+        bench.add_subparsers(dest="bench", required=True, metavar="WHAT", parser_class=CommandParser)
+    )
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    args = parser().parse_args(argv)
+    known = parser()
+    if "_ARGCOMPLETE" in os.environ:
+        complete(known)
+    args = known.parse_args(argv)
     code = 1
     try:
         import_modules(getattr(args, "imports", ()))
@@ -81,8 +129,20 @@ def _printed_by_another(error: ConfigurationError) -> bool:
     return stop.asked
 
 
+def complete(known: CommandParser) -> None:
+    """Answer a shell that completes a command, if the extra is installed; that ends the process."""
+    with contextlib.suppress(ImportError):
+        import argcomplete
+
+        argcomplete.autocomplete(known)
+
+
 def _train(args: argparse.Namespace) -> int:
     settings = resolve(vars(args))
+    if args.dry_run is not None:
+        from mpisparse.runtime import dry_run
+
+        return dry_run.run(settings, args.dry_run or None)
     stop = StopRequest()  # before the slow imports, during which a signal must not kill the process
     from mpisparse.runtime.train import run
 

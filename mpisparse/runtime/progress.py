@@ -14,6 +14,7 @@ from mpisparse.measures import phase
 from mpisparse.runtime.terminal import reaches_terminal
 
 PLAIN_SECONDS = 5.0
+MORE_THAN_DENSE = "more than dense: this model is too small, or the density too high"
 
 
 class Progress(Protocol):
@@ -95,6 +96,13 @@ def human_bytes(count: float) -> str:
     raise AssertionError("unreachable")
 
 
+def compared_with_dense(received: float, dense: float) -> str:
+    """Compare the bytes received with those of a dense all-reduce, in words."""
+    if received > dense:
+        return f"{received / dense:.1f} times the bytes of a dense all-reduce ({MORE_THAN_DENSE})"
+    return f"{100 * (1 - received / dense):.1f} % less than a dense all-reduce"
+
+
 def own_facts(loss: float, seconds: dict[str, float]) -> dict[str, str]:
     """Return what the log of a rank other than 0 shows of a step."""
     return {"loss": f"{loss:.4f}"} | {name: f"{1e3 * taken:.1f} ms" for name, taken in seconds.items()}
@@ -114,5 +122,5 @@ def step_facts(fields: dict[str, Any], dense: float, name: str = "", metric: flo
     if metric is not None:
         facts[name] = f"{metric:.4f}"
     if dense:
-        facts["saved"] = f"{100 * (1 - received / dense):.1f} %"
+        facts["saved"] = f"{100 * (1 - received / dense):.1f} %" if received <= dense else "none, more than dense"
     return facts

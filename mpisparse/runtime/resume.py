@@ -25,9 +25,10 @@ from mpisparse.sync import GradientSync
 class Resumed:
     """Where a resumed run continues. `changes`: settings changed since the run began, the latest of them in `new_changes`.
 
-    `reseed`: --resume force changed the seed, so the restored generators are not to be used.
+    `path`: the checkpoint. `reseed`: --resume force changed the seed, so the restored generators are not to be used.
     """
 
+    path: Path
     state: RunState
     changes: list[str]
     new_changes: list[str]
@@ -45,9 +46,12 @@ def resume(parts: RunParts) -> Resumed | None:
     chosen = [{key: group[key] for key in optimizer.defaults} for group in optimizer.param_groups]
     density = sync.density
     extra: dict[str, Any] = {}
-    step = checkpoint.load(
-        source, model=parts.model, optimizer=optimizer, sync=sync, extra=extra, check_extra=check_run_state
-    )
+    try:
+        step = checkpoint.load(
+            source, model=parts.model, optimizer=optimizer, sync=sync, extra=extra, check_extra=check_run_state
+        )
+    except ConfigurationError as refused:
+        raise _explained(refused, source, settings) from refused
     error: ConfigurationError | None = None
     if step is None and mode != "auto":
         error = ConfigurationError(f"{source} has no complete checkpoint to resume from")
@@ -65,7 +69,26 @@ def resume(parts: RunParts) -> Resumed | None:
         for group, values in zip(optimizer.param_groups, chosen, strict=True):
             group.update(values)
     earlier = [str(change) for change in extra.get("changes") or ()]
-    return Resumed(RunState.from_extra(step, extra), [*earlier, *notes], notes, forced and "seed" in changed)
+    state = RunState.from_extra(step, extra)
+    return Resumed(source / store.name_of(step), state, [*earlier, *notes], notes, forced and "seed" in changed)
+
+
+def _explained(refused: ConfigurationError, source: Path, settings: Settings) -> ConfigurationError:
+    """Add to a refusal, which all ranks raise, which run wrote the checkpoint, and what to do. Local."""
+    written: dict[str, Any] = {}
+    with contextlib.suppress(ConfigurationError):
+        written = read_file(source.parent / "config.toml")
+    here = {"model": settings.model, "scheme": settings.scheme}
+    names = [name for name in here if written.get(name, here[name]) != here[name]]
+    if not names:
+        return refused
+    before, now = (" and ".join(f"{name} {values[name]}" for name in names) for values in (written, here))
+    error = ConfigurationError(
+        f"{source.parent} holds a run with {before}, and this one has {now}; choose another --out, or continue that run "
+        f"with --config {source.parent / 'config.toml'} ({refused})"
+    )
+    error.repeated = refused.repeated
+    return error
 
 
 def _parse(text: str) -> tuple[str, bool]:

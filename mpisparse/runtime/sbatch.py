@@ -237,6 +237,8 @@ def run(args: argparse.Namespace, check: Callable[[Sequence[str]], object]) -> i
         raise ConfigurationError(
             f"a job trains: end with -- train ..., or with your own program, -- python mine.py ...; got {shlex.join(words)}"
         )
+    if words[0] == "train" and any(word.startswith("--dry-run") for word in words):
+        raise ConfigurationError("--dry-run trains nothing: leave it out of a job, or run mpisparse train --dry-run here")
     lines = read_sweep(args.sweep) if args.sweep else []
     for settings in (lines or [[]]) if words[0] == "train" else []:
         check([*words, *settings])

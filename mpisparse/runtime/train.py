@@ -16,7 +16,7 @@ from mpisparse.runtime.evaluate import Evaluations, reached
 from mpisparse.runtime.journal import Journal
 from mpisparse.runtime.metrics import BYTES, StepRows
 from mpisparse.runtime.parts import RunParts
-from mpisparse.runtime.progress import human_bytes
+from mpisparse.runtime.progress import compared_with_dense, human_bytes
 from mpisparse.runtime.recording import Recorder
 from mpisparse.runtime.resume import Resumed, resume
 from mpisparse.runtime.run_checkpoints import RunCheckpoints
@@ -170,7 +170,13 @@ class Trainer:
 
     def _announce(self) -> None:
         what = f"{self.sync.size} ranks, {self.elements:,} parameters"
-        self._event("start" if self.resumed is None else "resume", what)
+        if self.resumed is None:
+            self._event("start", what)
+        elif self._unfinished():
+            self._event("resume", f"{what}, from step {self.state.step}, {self.resumed.path}")
+        else:
+            why = f"target {self.settings.target:g} is reached" if self.done else "to train on, raise --epochs or --steps"
+            self._event("finished", f"this run is complete at step {self.state.step}, {self.resumed.path}; {why}")
         if self.resumed is not None and self._unfinished():
             for change in self.resumed.new_changes:
                 self._event("settings", change)
@@ -188,7 +194,9 @@ class Trainer:
         state = self.state
         text = f"{state.step} steps in {state.seconds:.1f} s; {human_bytes(state.received)} received per rank"
         if state.dense:
-            text += f", {100 * (1 - state.received / state.dense):.1f} % less than a dense all-reduce"
+            text += f", {compared_with_dense(state.received, state.dense)}"
+        if self.sync.options.of_weights:
+            text += "; the result is the global weights, which were evaluated and which mpisparse export writes"
         self._event("end", text)
 
     def _one_step(self) -> bool:

@@ -153,7 +153,7 @@ def show_refusals() -> None:
         prepare(accelerator(), model, optimizer, scheme="none such")
     alone = accelerator()
     if alone.num_processes > 1:
-        with refused("Accelerate sees 1 processes"):
+        with refused("ranks that Accelerate sees: 1; ranks that exchange:"):
             alone.state._shared_state["num_processes"] = 1
             prepare(alone, model, optimizer)
 

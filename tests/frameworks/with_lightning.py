@@ -11,7 +11,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torchmetrics
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from shown import alike, apart, data, digest, gathered, net, refused, told
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, DistributedSampler
@@ -35,6 +37,8 @@ class Module(pl.LightningModule):
         self.count, self.plateau, self.seed = optimizers, plateau, seed
         self.losses: list[float] = []
         self.evaluated: list[str] = []
+        self.metric = torchmetrics.MeanMetric()
+        self.outputs: list[float] = []
 
     def on_train_start(self) -> None:
         if self.trainer.global_step == 0:  # from here on ranks draw different dropout
@@ -52,11 +56,15 @@ class Module(pl.LightningModule):
 
     def on_validation_start(self) -> None:
         self.evaluated.append("")
+        self.outputs = []
 
     def validation_step(self, batch: Any, number: int) -> None:
         self.evaluated[-1] = digest(self.parameters())
         self.log("own", mse_loss(self.net(batch[0]), batch[1]))
         self.log("mean", mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
+        self.metric.update(self.net(batch[0]))
+        self.log("metric", self.metric)
+        self.outputs += self.net(batch[0]).flatten().tolist()
         self.log("worse", float(len(self.evaluated) + self.global_rank), sync_dist=True)  # rises in every epoch
 
     def configure_optimizers(self) -> Any:
@@ -79,29 +87,25 @@ def fit(options: dict[str, Any], module: Module | None = None, resume: Path | No
     return trainer
 
 
-def plain_loop(epochs: int, *, accumulate: int = 1, clip: float | None = None) -> tuple[list[float], str]:
-    """Train without Lightning: GradientSync, attach, DistributedSampler."""
+def plain_loop(*, accumulate: int = 1, clip: float | None = None) -> tuple[list[float], str]:
+    """Train for an epoch without Lightning: GradientSync, attach, DistributedSampler."""
     model = net()
     sync = mpisparse.GradientSync(model, comm=communicator(), **EXDYNA)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     mpisparse.attach(optimizer, sync)
     torch.manual_seed(100 + sync.rank)
     sampler = DistributedSampler(data(), num_replicas=sync.size, rank=sync.rank)
+    loader = DataLoader(data(), batch_size=4, sampler=sampler, generator=torch.Generator())
     losses = []
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)
-        torch.empty((), dtype=torch.int64).random_() if epoch else None  # a loader draws its seed in every epoch
-        for number, (inputs, targets) in enumerate(
-            DataLoader(data(), batch_size=4, sampler=sampler, generator=torch.Generator())
-        ):
-            loss = mse_loss(model(inputs), targets)
-            (loss / accumulate).backward()
-            losses.append(loss.item())
-            if (number + 1) % accumulate == 0:
-                if clip is not None:
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-                optimizer.step()
-                optimizer.zero_grad()
+    for number, (inputs, targets) in enumerate(loader):
+        loss = mse_loss(model(inputs), targets)
+        (loss / accumulate).backward()
+        losses.append(loss.item())
+        if (number + 1) % accumulate == 0 or number == len(loader) - 1:
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
     sync.close()
     return losses, digest(model.parameters())
 
@@ -110,16 +114,18 @@ def show_losses() -> None:
     """The same losses and weights as in a plain loop."""
     module = Module()
     trainer = fit(EXDYNA, module, max_epochs=1, accumulate_grad_batches=2, gradient_clip_val=0.5)
-    losses, weights = plain_loop(1, accumulate=2, clip=0.5)
+    losses, weights = plain_loop(accumulate=2, clip=0.5)
     assert module.losses == losses, (module.losses, losses)
     assert digest(module.parameters()) == weights
     alike(digest(module.parameters()), "replicas")
     apart(module.losses, "losses, though data are sharded,")
     own = sum(gathered(float(trainer.callback_metrics["own"]))) / trainer.world_size
     torch.testing.assert_close(float(trainer.callback_metrics["mean"]), own)
+    seen = torch.tensor(gathered(module.outputs))
+    torch.testing.assert_close(trainer.callback_metrics["metric"], seen.mean())  # torchmetrics synchronise by themselves
     manual = Module(manual=True)
     fit(EXDYNA, manual, max_epochs=1)
-    assert manual.losses == plain_loop(1)[0]
+    assert manual.losses == plain_loop()[0]
     fit(EXDYNA, half := Module(), max_epochs=1, precision="bf16-mixed")
     assert len(half.losses) == len(losses)
     assert half.losses != losses
@@ -163,11 +169,13 @@ def show_stopping() -> None:
     """Early stopping and plateaus: all ranks decide alike. Only the last checkpoint is kept, with its ranks' states."""
     module, place = Module(plateau=True), OUT / "stopping"
     stop, last = EarlyStopping("worse", patience=1), ModelCheckpoint(place, save_last=True)
-    trainer = fit(EXDYNA, module, callbacks=[stop, last], max_epochs=9)
+    log = CSVLogger(str(OUT / "logs"))
+    trainer = fit(EXDYNA, module, callbacks=[stop, last], max_epochs=9, logger=log, log_every_n_steps=1)
     alike((trainer.current_epoch, [g["lr"] for g in trainer.optimizers[0].param_groups]), "epochs or learning rates")
     assert trainer.current_epoch == 2
     assert trainer.optimizers[0].param_groups[0]["lr"] < 0.05
     trainer.strategy.barrier()
+    assert [p.name for p in (OUT / "logs").rglob("*.csv")] == ["metrics.csv"], "only rank 0 logs"
     assert len(list(place.glob("*.mpisparse"))) == len(list(place.glob("*.ckpt"))) == 2
     assert len(list(place.glob("last.ckpt.mpisparse/*"))) == 1
     trainer.save_checkpoint(place / "final.ckpt")
@@ -197,10 +205,14 @@ def show_refusals() -> None:
         fit({"scheme": "exdina"})
     with refused("density must be in (0, 1], got 3"):
         fit({"density": 3})
+    with refused("'dencity'"):
+        fit({"dencity": 0.1})
     with refused("devices=7"):
         fit(EXDYNA, devices=7)
     with refused('gradient_clip_val needs accumulate="step"'):
         fit({**EXDYNA, "accumulate": "backward"}, gradient_clip_val=1.0)
+    with refused("on a file system that all ranks see, got s3://bucket/x.ckpt"):
+        fit(EXDYNA, limit_train_batches=1, limit_val_batches=0).save_checkpoint("s3://bucket/x.ckpt")
     with refused("was saved with scheme"):
         fit({"scheme": "topk", "density": 0.1}, None, OUT / "exdyna" / "epoch=1.ckpt", max_epochs=3)
 

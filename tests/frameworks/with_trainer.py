@@ -141,6 +141,8 @@ def show_best() -> None:
 
 def show_refusals() -> None:
     """What is asked wrongly is refused on all ranks."""
+    with refused("exchange must be a dict with options of GradientSync"):
+        trainer("drift", "refused")  # type: ignore[arg-type]
     with refused("unknown scheme"):
         trainer({"scheme": "none such"}, "refused").train()
     with refused('max_grad_norm needs accumulate="step"'):

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 import tiny  # noqa: F401 - on the path, as `--model tiny:model` needs it
 from mpi4py import MPI
+from ranks import everywhere
 
-from mpisparse.runtime.cli import main
+from mpisparse.runtime import dry_run
+from mpisparse.runtime.cli import main, parser
+from mpisparse.runtime.flags import resolve
 from mpisparse.runtime.report.read import read_runs
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.ranks(2)]
@@ -70,3 +73,14 @@ def test_prediction_on_two_ranks_and_what_its_metrics_tell(comm: MPI.Intracomm, 
         assert text.startswith("raised from" if raised else "lowered from")
         assert after["details"]["k_scale"] != before["details"]["k_scale"]
     assert len(read_runs([out])[0].steps) == 48
+
+
+@pytest.mark.parametrize("options", [[], ["--codec", "int8"], ["--scheme", "drift", "--option", "every=2"]], ids=str)
+def test_a_dry_run_tells_the_bytes_of_a_real_one(comm: MPI.Intracomm, directory: Path, options: list[str]) -> None:
+    words = ["train", "--batch-size", "8", "--density", "0.02", "--steps", str(dry_run.WARM + dry_run.STEPS), *options]
+    assert main([*words, "--out", str(directory / "run")]) == 0
+    lines = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "step"][dry_run.WARM :]
+    received = sum(line["bytes_received"]["mean"] for line in steps) / len(steps)
+    expected = dry_run.measure(resolve(vars(parser().parse_args(words))), comm.size).received
+    assert everywhere(comm, abs(received - expected) <= 0.05 * expected + 64)

@@ -80,7 +80,7 @@ def test_no_other_page_has_a_speed_of_its_own() -> None:
 
 @pytest.mark.parametrize("page", QUOTES)
 def test_steps_beside_ddp_are_quoted_from_the_one_table(page: str) -> None:
-    table = rows(SPEED, "| | ms a step | times DDP |")
+    table = rows(SPEED, "| | ms per step | times DDP |")
     measured = [float(cells[1]) for name, cells in table.items() if name.startswith("exdyna")]
     claims = STEPS.findall(PAGES[page].replace("**", ""))
     assert claims, f"{page} says nothing of DDP"

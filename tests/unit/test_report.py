@@ -353,6 +353,8 @@ def test_one_step(tmp_path: Path) -> None:
     alone = render(tmp_path / "zero")
     assert alone.lines("loss-by-steps") == ["zero"]
     assert alone.data["axes"]["steps"]["range"] == [0, 1]
+    later = render(make_run(tmp_path / "later", [by_hand(1), evaluation(1, 0.5, time=0.75)]))
+    assert later.data["axes"]["time"]["range"] == [0, 0.75], "axes reach to evaluations, too"
 
 
 def test_a_hundred_thousand_steps(tmp_path: Path) -> None:

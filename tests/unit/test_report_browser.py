@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import math
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,12 @@ import debian
 import pytest
 from chromium import Tab
 from fabricated import by_hand, evaluation, events, make_run, steps, whole_run
+from page_of_runs import serving
 
 from mpisparse.runtime import report
-from mpisparse.runtime.report.serve import make_server
 
 pytestmark = pytest.mark.slow
+RATES = (("late", 0.3), ("first", 0.1), ("second", 0.2))
 TITLE = "<img src=x onerror=alert(1)>"
 
 
@@ -123,6 +123,7 @@ def test_zoom_toggles_and_csv(tab: Tab, tmp_path: Path) -> None:
     settle(tab)
     assert scale(tab, "loss-by-time")[0] == 0
 
+    assert tab.run("page.plots.get('bytes-per-step').u.scales.y.distr") == 3
     assert tab.run("page.plots.get('accuracy-by-steps').u.scales.y.distr") == 1
     log = press(tab, "accuracy-by-steps", "log")
     tab.run(f"{log}.click()")
@@ -229,23 +230,52 @@ def test_no_errors_whatever_the_run(tab: Tab, tmp_path: Path, width: int) -> Non
     assert tab.complaints == []
 
 
-def ink(tab: Tab, mark: str) -> int:
-    """Count the pixels of the widest tick labels that touch the left edge of a chart's canvas: there should be none."""
-    return int(
-        tab.run(
-            f"(() => {{ const c = page.plots.get('{mark}').u.ctx; const d = c.getImageData(0, 0, 1, c.canvas.height).data;"
-            "let n = 0; for (let i = 3; i < d.length; i += 4) n += d[i] > 0; return n; })()"
-        )
+def ink(tab: Tab, mark: str) -> list[int]:
+    """Count the pixels drawn at the left, right and bottom edges of a chart's canvas: a label that is cut off has some."""
+    found: list[int] = tab.run(
+        f"(() => {{ const c = page.plots.get('{mark}').u.ctx; const [w, h] = [c.canvas.width, c.canvas.height];"
+        "const image = c.getImageData(0, 0, w, h).data; const count = (inside) =>"
+        "image.filter((value, i) => i % 4 === 3 && value > 0 && inside((i >> 2) % w, Math.floor((i >> 2) / w))).length;"
+        "return [count((x) => x === 0), count((x) => x === w - 1), count((x, y) => y === h - 1)]; })()"
     )
+    return found
 
 
 def test_labels_are_whole(tab: Tab, tmp_path: Path) -> None:
     """Axes make room for their longest label, also for numbers that are long in every unit."""
-    records = [by_hand(i, loss=1e-7 * (1 + i / 1e4), lr=123456.789 + i / 1e3, imbalance=1e5 + i) for i in range(1, 30)]
+    near = {"set_density": 0.01, "details": {"large": 2e9, "small": -3e-9}}
+    records = [
+        by_hand(
+            i, loss=1e-7 * (1 + i / 1e4), lr=123456.7 + i / 1e3, imbalance=1e5 + i, density=0.01 + 1e-6 * (i % 7), **near
+        )
+        for i in range(1, 30)
+    ]
     show(tab, [make_run(tmp_path / "run", records)])
+    tab.run("page.zoomed('bytes', [0, 25000]); page.zoomed('time', [0, 10])")  # a label at the very end of the axis
     settle(tab)
     for mark in tab.run("[...page.plots.keys()]"):
-        assert ink(tab, mark) == 0, mark
+        assert ink(tab, mark) == [0, 0, 0], mark
+        for labels in tab.run(f"page.plots.get('{mark}').u.axes.map((axis) => axis._values)"):
+            assert len(labels) == len(set(labels)) > 0, f"{mark}: {labels}"
+    assert tab.complaints == []
+
+
+def test_a_run_that_begins_later_is_listed(tab: Tab, tmp_path: Path) -> None:
+    """It comes before others; what was hidden stays hidden."""
+    late, *others = (make_run(tmp_path / name, [by_hand(1)] if name != "late" else [], lr=lr) for name, lr in RATES)
+    with serving(late, *others) as server:
+        tab.look(1200)
+        tab.go(server.address)
+        listed = "[...document.querySelectorAll('#legend label')].map((l) => [l.title, l.querySelector('input').checked])"
+        tab.wait("document.querySelectorAll('#legend label').length === 2")
+        tab.run("document.querySelector('#legend label[title=second] input').click()")
+        assert tab.run(listed) == [["first", True], ["second", False]]
+        (late / "metrics.jsonl").write_text(json.dumps(by_hand(1)) + "\n")
+        tab.wait("document.querySelectorAll('#legend label').length === 3")
+        assert tab.run(listed) == [["late", True], ["first", True], ["second", False]]
+        assert tab.run("page.plots.get('loss-by-steps').lines.map((l) => l.name)") == ["late", "first"]
+        assert "Waiting" not in tab.run("document.querySelector('main').textContent")
+        tab.go("about:blank#end")
     assert tab.complaints == []
 
 
@@ -258,9 +288,7 @@ def test_live(tab: Tab, tmp_path: Path) -> None:
         with lines.open("a") as out:
             out.writelines(json.dumps(record) + "\n" for record in records)
 
-    with make_server([run], 0) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
+    with serving(run) as server:
         tab.look(1200)
         tab.go(server.address)
         assert "Waiting for the first step of run" in tab.run("document.querySelector('main').textContent")
@@ -290,8 +318,6 @@ def test_live(tab: Tab, tmp_path: Path) -> None:
         append(by_hand(6))
         tab.wait("document.getElementById('live').textContent.includes('line 8')")
         assert tab.run("page.plots.get('loss-by-steps').lines[0].x.length") == 5
-        server.shutdown()
-        thread.join()
     tab.wait("document.getElementById('live').textContent === 'the server has ended'")
     tab.go("about:blank#end")
     tab.complaints.clear()  # the browser itself reports answers of 503 and a server that is gone

@@ -131,3 +131,20 @@ def test_the_package_has_all_files_and_their_licence(tmp_path: Path) -> None:
     assert "Leon Sorokin" in asset("vendor/uplot/LICENSE")
     page = Page(report.write([whole_run(tmp_path / "run", 3)]))
     assert "Leon Sorokin" in page.html, "a copy of uPlot goes with its copyright"
+
+
+def test_steps_between_exchanges_are_no_deviation(tmp_path: Path) -> None:
+    """Scheme drift may exchange every few steps only; the others have no density, and lines go on over them."""
+    none = {
+        "density": 0.0,
+        "bytes_received": {"min": 0, "mean": 0, "max": 0},
+        "imbalance": 0.0,
+        "borders": [],
+        "workloads": [],
+    }
+    records = [by_hand(i, **({} if i % 4 == 0 else none)) for i in range(1, 13)]
+    page = Page(report.write([make_run(tmp_path / "drift", records)]))
+    assert page.shown("Mean density") == ["0.011 set 0.01, +10 %"]
+    for mark in ("density", "deviation-of-density", "bytes-per-step", "imbalance", "partition-borders-0"):
+        known = [i for i, value in enumerate(page.values(mark, -1), 1) if value is not None]
+        assert known == [4, 8, 12], mark

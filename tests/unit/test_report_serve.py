@@ -8,16 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fabricated import by_hand, evaluation, make_run
+from page_of_runs import serving
 
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.cli import main
@@ -27,18 +25,6 @@ from mpisparse.runtime.report.serve import PageServer, make_server
 def append(run: Path, *records: object) -> None:
     with (run / "metrics.jsonl").open("a") as lines:
         lines.writelines(record if isinstance(record, str) else json.dumps(record) + "\n" for record in records)
-
-
-@contextmanager
-def serving(*runs: Path) -> Iterator[PageServer]:
-    with make_server(runs, 0) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 def get(server: PageServer, path: str = "", **headers: str) -> tuple[int, str, str]:

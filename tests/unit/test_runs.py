@@ -13,6 +13,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -25,14 +26,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import mpisparse
 from mpisparse import checkpoint
 from mpisparse.checkpoint import h5file, store, tree
+from mpisparse.checkpoint.model_files import read_model
 from mpisparse.runtime.cli import main
+from mpisparse.runtime.evaluate import evaluate
 from mpisparse.runtime.metrics import MetricsFile
 from mpisparse.runtime.report.read import read_runs
 from mpisparse.runtime.run_checkpoints import RunCheckpoints
 from mpisparse.runtime.train import Trainer
+from mpisparse.runtime.workloads import build
 
 TIMEOUT = 900.0  # seconds for a job; on a quiet machine one takes about six
 STEPS = 120
@@ -521,8 +527,25 @@ def copied(single: Path, tmp_path: Path) -> Path:
     ("options", "words"),
     [
         (["--resume", "never"], ["already contains a run", "--resume auto"]),
-        (["--scheme", "dense", "--density", "1.0"], ["saved with scheme 'exdyna'", "this is scheme 'dense'"]),
-        (["--model", "tiny:wide"], ["is of another model", "body.0.weight [16, 12]", "body.0.weight [17, 12]"]),
+        (
+            ["--scheme", "dense", "--density", "1.0"],
+            [
+                "saved with scheme 'exdyna'",
+                "this is scheme 'dense'",
+                "holds a run with scheme exdyna, and this one has scheme",
+                "choose another --out, or continue that run with --config",
+            ],
+        ),
+        (
+            ["--model", "tiny:wide"],
+            [
+                "is of another model",
+                "body.0.weight [16, 12]",
+                "body.0.weight [17, 12]",
+                "a run with model tiny:model",
+                "this one has model tiny:wide; choose another --out",
+            ],
+        ),
         (["--codec", "int8"], ["saved with codec='fp32'", "codec='int8'"]),
         (["--resume", "/nowhere"], ["there is no directory /nowhere"]),
         (["--momentum", "0.5"], ["was written with momentum 0.9, this run has 0.5", "--momentum 0.9", "--resume force"]),
@@ -541,6 +564,42 @@ def test_refused(copied: Path, capsys: pytest.CaptureFixture[str], options: list
     said = capsys.readouterr().err
     assert all(word in said for word in words), said
     assert {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_says_where_it_goes_on_and_when_it_is_finished(copied: Path) -> None:
+    def events() -> list[tuple[str, str]]:
+        return [(line["event"], line["text"]) for line in metrics(copied) if line["kind"] == "event"]
+
+    assert events()[0][0] == "start"
+    config = (copied / "config.toml").read_bytes()
+    path = copied / "checkpoints" / "step-00000006"
+    assert train(copied, *OPTIONS, "--steps", "6") == 0
+    said = f"this run is complete at step 6, {path}; to train on, raise --epochs or --steps"
+    assert ("finished", said) in events()
+    assert (copied / "config.toml").read_bytes() == config
+    assert train(copied, *OPTIONS, "--steps", "8") == 0
+    (resumed,) = [text for event, text in events() if event == "resume"]
+    assert re.fullmatch(rf"1 ranks, [0-9,]+ parameters, from step 6, {path}", resumed)
+
+
+def test_the_result_of_drift_is_the_global_weights_which_are_evaluated(tmp_path: Path) -> None:
+    """Training does not synchronize at its end, so that it can go on to the bits of a run that was longer from the start."""
+    options = ["--batch-size", "8", "--scheme", "drift", "--density", "0.05"]
+    assert train(tmp_path / "short", *options, "--steps", "3") == 0
+    assert train(tmp_path / "short", *options, "--steps", "6") == 0
+    assert train(tmp_path / "long", *options, "--steps", "6") == 0
+    short, long = (read_model(newest(tmp_path / name)).tensors for name in ("short", "long"))
+    assert all(torch.equal(short[name], long[name]) for name in long)
+    lines = metrics(tmp_path / "long")
+    (end,) = [line["text"] for line in lines if line.get("event") == "end"]
+    assert end.endswith("the result is the global weights, which were evaluated and which mpisparse export writes")
+    model, data, task = build("digits-cnn", None, seed=0)
+    model.load_state_dict(long)
+    sync = mpisparse.GradientSync(model, scheme="dense")
+    loss, metric = evaluate(model, data.test, task, sync, 0)
+    sync.close()
+    (judged,) = [line for line in lines if line["kind"] == "eval" and line["data"] == "test"]
+    assert (judged["loss"], judged["metric"]) == (loss, metric)
 
 
 def optimizer_group(out: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mpisparse.runtime import progress
+from mpisparse.runtime.progress import compared_with_dense, step_facts
 from mpisparse.runtime.terminal import LAUNCHED, LAUNCHERS
 
 MPIRUN = Path(sys.executable).with_name("mpirun")
@@ -117,3 +118,14 @@ def test_the_variable_overrides_what_is_found(monkeypatch: pytest.MonkeyPatch, t
     shown = progress.make_progress(0, 3, 0)
     shown.close()
     assert isinstance(shown, progress.Bar if terminal else progress.Plain)
+
+
+def test_more_bytes_than_dense_are_said_in_words() -> None:
+    assert compared_with_dense(25.0, 100.0) == "75.0 % less than a dense all-reduce"
+    assert compared_with_dense(156.0, 100.0) == (
+        "1.6 times the bytes of a dense all-reduce (more than dense: this model is too small, or the density too high)"
+    )
+    fields = {name: {"mean": 156.0} for name in ("bytes_received", "loss")}
+    fields |= {"density": 0.1, "seconds": {"compute": {"mean": 0.1}}}
+    assert step_facts(fields, 100.0)["saved"] == "none, more than dense"
+    assert step_facts(fields, 200.0)["saved"] == "22.0 %"

@@ -62,6 +62,13 @@ def test_the_hook_of_ddp(tmp_path: Path) -> None:
             assert f"rank {rank} of {processes}: all shown" in done.stdout
 
 
+def test_replicas_of_shards() -> None:
+    done = torchrun("shards.py", 4)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(4):
+        assert f"rank {rank} of 4: all shown" in done.stdout
+
+
 SINGLE = """
 import mpisparse
 try:

@@ -75,7 +75,7 @@ class Block:
             table[trace.column] = numbers(mean)
             low = columns.low(trace.y if trace.low is None else trace.low)
             high = columns.high(trace.y if trace.high is None else trace.high)
-            if _apart(low, mean, high):
+            if not trace.colour and _apart(low, mean, high):  # bands of a run's many parts would hide each other
                 table |= {f"{trace.column}.low": numbers(low), f"{trace.column}.high": numbers(high)}
         if crosses and (bad := np.flatnonzero(columns.bad(trace.y)).tolist()):
             table[f"{trace.column}.bad"] = bad
@@ -100,9 +100,8 @@ class Block:
     def _axis(self, axis: str) -> dict[str, Any]:
         """Return an axis with its range over all runs, which all charts share."""
         kind, label = AXES[axis]
-        values = np.concatenate(
-            [np.empty(0), *(along(run, axis, run.steps["step"], run.steps["time"]) for run in self.runs)]
-        )
+        tables = [(run, table) for run in self.runs for table in (run.steps, *run.evals.values())]
+        values = np.concatenate([np.empty(0), *(along(run, axis, table["step"], table["time"]) for run, table in tables)])
         values = values[np.isfinite(values)]
         log = self._logs[axis]
         low = float(values[values > 0].min()) if log else 0.0
@@ -128,7 +127,7 @@ def along(run: Run, axis: str, step: Doubles, time: Doubles) -> Doubles:
 
 
 def numbers(values: Iterable[float]) -> list[float | int | None]:
-    """Return values for JSON: whole numbers exactly, others with six digits, None for those that are not finite."""
+    """Return values for JSON: whole numbers exactly, others with seven digits, None for those that are not finite."""
     return [rounded(float(value)) for value in values]
 
 
@@ -136,7 +135,7 @@ def rounded(value: float) -> float | int | None:
     """Return a value for JSON."""
     if not math.isfinite(value):
         return None
-    return int(value) if value == int(value) else float(f"{value:.6g}")
+    return int(value) if value == int(value) else float(f"{value:.7g}")
 
 
 def _apart(low: Doubles, mean: Doubles, high: Doubles) -> bool:

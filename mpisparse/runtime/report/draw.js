@@ -2,6 +2,7 @@
 "use strict";
 
 const FONT = '11.5px system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif';
+const [ABOVE, BELOW] = ["#de6b14", "#256ed6"]; // the mean; both readable on light and dark
 
 // A colour as the style sheet has it now, light or dark.
 function css(name) {
@@ -91,9 +92,10 @@ function drawHeat(u, ctx, chart) {
       column.forEach((value, j) => {
         if (value === null) return;
         const [top, bottom] = [j + 1, j].map((edge) => u.valToPos((edge * count) / column.length, "y", true));
+        const [x, y] = [Math.floor(left), Math.floor(top)];
         const opacity = Math.min(1, Math.abs(value) / chart.heat.limit) * 0.92 + 0.04;
-        ctx.fillStyle = value > 0 ? `rgb(222 107 20 / ${opacity})` : `rgb(37 110 214 / ${opacity})`;
-        ctx.fillRect(Math.floor(left), Math.floor(top), Math.ceil(right) - Math.floor(left), Math.ceil(bottom) - Math.floor(top));
+        ctx.fillStyle = faint(value > 0 ? ABOVE : BELOW, opacity);
+        ctx.fillRect(x, y, Math.ceil(right) - x, Math.ceil(bottom) - y);
       });
     });
   }

@@ -4,7 +4,8 @@
 // The lines that a chart shows: {name, style, colour, run, x, y, low, high, bad, raw}. `view` has what the reader chose:
 // hidden (a set of runs), grouped, smoothing.
 function linesOf(data, chart, view) {
-  const own = chart.lines.filter((line) => !view.hidden.has(line.run)).map((line) => readLine(data, chart, line));
+  const chosen = chart.lines.filter((line) => !view.hidden.has(line.run)).map((line) => readLine(data, chart, line));
+  const own = chosen.filter((line) => line.x.length); // on a log axis all places may be zero
   if (chart.shape !== "lines" || own.some((line) => line.fixed)) return own;
   const lines = view.grouped ? overSeeds(data, own) : own;
   return lines.map((line) => (line.style === "run" && line.everyStep ? smoothed(line, view.smoothing) : line));
@@ -20,7 +21,8 @@ function readLine(data, chart, line) {
   const banded = line.style === "run";
   return {
     name: line.style === "run" ? line.name : `${line.name}, ${line.style}`,
-    style: line.style, run: line.run, group: data.runs[line.run].group, everyStep: line.table === "steps", key: `${line.table}\n${line.y}`,
+    style: line.style, run: line.run, group: data.runs[line.run].group, key: `${line.table}\n${line.y}`,
+    everyStep: line.table === "steps",
     fixed: line.colour, x: column(place), steps: column(table["x.steps"]), y: column(table[line.y]),
     low: banded ? column(pick("low")) : undefined, high: banded ? column(pick("high")) : undefined,
     bad: (pick("bad") || []).map((i) => place[i]).filter((x) => x !== null),
@@ -39,8 +41,8 @@ function overSeeds(data, lines) {
 
 // The mean of lines, step by step, as far as all of them reach: of their values, and of their places on the axis.
 function meanOf(data, members) {
-  const ends = members.filter((line) => line.steps.length);
-  const [from, to] = [Math.max(...ends.map((line) => line.steps[0])), Math.min(...ends.map((line) => line.steps[line.steps.length - 1]))];
+  const from = Math.max(...members.map((line) => line.steps[0]));
+  const to = Math.min(...members.map((line) => line.steps[line.steps.length - 1]));
   const steps = members[0].steps.filter((step) => step >= from && step <= to);
   const over = (name, combine) => {
     const values = members.map((line) => at({ x: line.steps, y: line[name] }, steps));
@@ -50,11 +52,12 @@ function meanOf(data, members) {
   const name = data.groups[members[0].group] + (members[0].style === "run" ? "" : `, ${members[0].style}`);
   return {
     ...members[0], name, members: members.map((line) => line.run), bad: members.flatMap((line) => line.bad),
-    steps, x: over("x", mean), y: over("y", mean), low: over("y", (v) => Math.min(...v)), high: over("y", (v) => Math.max(...v)),
+    steps, x: over("x", mean), y: over("y", mean),
+    low: over("y", (v) => Math.min(...v)), high: over("y", (v) => Math.max(...v)),
   };
 }
 
-// A line's values at ascending places, interpolated; null next to a gap and outside.
+// A line's values at ascending places, interpolated; null next to a gap and outside. The line has a point.
 function at(line, places) {
   let i = 0;
   return places.map((place) => {

@@ -40,7 +40,7 @@ function followRuns(before) {
   if (listed(before) !== listed(page.data)) fillBar();
 }
 
-async function watch(seconds) {
+async function watch() {
   const status = () => document.getElementById("live");
   for (;;) {
     if (!document.hidden) {
@@ -53,8 +53,8 @@ async function watch(seconds) {
         status().className = "old";
       }
     }
-    await new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
+    await new Promise((resolve) => setTimeout(resolve, 1000 * page.data.live));
   }
 }
 
-if (page.data.live) watch(page.data.live);
+if (page.data.live) watch();

@@ -85,23 +85,29 @@ function logTicks(low, high, count) {
 // Labels of ticks: all in one unit and with the same decimals on a linear axis, each in its own on a log axis.
 function tickLabels(ticks, kind, log) {
   const known = ticks.filter((tick) => tick !== null);
-  if (log) return ticks.map((tick) => (tick === null ? null : UNITS[kind] && kind !== "count" ? say(tick, kind) : shortest(tick)));
+  const alone = (tick) => (UNITS[kind] && kind !== "count" ? say(tick, kind) : shortest(tick));
+  if (log) return ticks.map((tick) => (tick === null ? null : alone(tick)));
   const [factor, unit] = unitFor(kind, Math.max(0, ...known.map(Math.abs)));
   const step = known.length > 1 ? Math.min(...known.slice(1).map((tick, i) => tick - known[i])) / factor : known[0] / factor;
-  const decimals = Math.max(0, Math.min(12, decimalsOf(step)));
+  const decimals = decimalsOf(step);
   const gap = unit && kind !== "count" ? ` ${unit}` : unit;
+  const largest = Math.max(...known.map(Math.abs)) / factor;
+  const digits = Math.min(12, 2 + Math.ceil(Math.log10(largest / step))); // so many tell neighbours apart
   return ticks.map((tick) => {
     if (tick === null) return null;
     const value = tick / factor;
     if (Math.abs(value) < step / 1e6) return "0";
-    if (decimals > 4 || Math.abs(value) >= 1e6) return power(value, 3) + gap;
-    return value.toLocaleString("en", { minimumFractionDigits: decimals, maximumFractionDigits: decimals }).replace("-", "−") + gap;
+    if (largest < 1e-3 || largest >= 1e7) return power(value, digits) + gap;
+    const all = { minimumFractionDigits: decimals, maximumFractionDigits: decimals };
+    return value.toLocaleString("en", all).replace("-", "−") + gap;
   });
 }
 
+// How many decimals show a step between ticks exactly.
 function decimalsOf(step) {
   for (let digits = 0; digits < 12; digits++) {
-    if (Math.abs(step * 10 ** digits - Math.round(step * 10 ** digits)) < 1e-6 * 10 ** digits * Math.abs(step)) return digits;
+    const shifted = step * 10 ** digits;
+    if (Math.abs(shifted - Math.round(shifted)) < 1e-6 * Math.abs(shifted)) return digits;
   }
   return 12;
 }

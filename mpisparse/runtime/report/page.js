@@ -79,7 +79,7 @@ function element(tag, properties = {}, ...children) {
 
 function button(label, title, action, pressed) {
   const made = element("button", { type: "button", title, textContent: label });
-  if (pressed !== undefined) made.ariaPressed = String(pressed);
+  if (pressed !== undefined) made.setAttribute("aria-pressed", pressed);
   made.addEventListener("click", () => action(made));
   return made;
 }
@@ -91,7 +91,7 @@ function addButtons(figure, plot) {
   if (plot?.chart.shape === "lines") {
     const log = button("log", "logarithmic scale", () => {
       plot.log = !plot.log;
-      log.ariaPressed = String(plot.log);
+      log.setAttribute("aria-pressed", plot.log);
       plot.build();
     }, plot.log);
     buttons.append(log);
@@ -121,7 +121,8 @@ function fillFigures(old = new Map()) {
 
 // What can be shown and hidden: runs, or groups of those that differ only by their seed.
 function legend() {
-  const list = element("nav", { id: "legend", ariaLabel: "Runs" });
+  const list = element("nav", { id: "legend" });
+  list.setAttribute("aria-label", "Runs");
   const { runs: all, groups } = page.data;
   const members = (group) => all.flatMap((run, i) => (run.group === group ? [i] : []));
   const entries = page.view.grouped ? groups.map((name, g) => [name, members(g)]) : all.map((run, i) => [run.name, [i]]);
@@ -136,13 +137,15 @@ function legend() {
     const path = key.appendChild(document.createElementNS(key.namespaceURI, "path"));
     path.setAttribute("d", "M1 4H21");
     if (dash) path.setAttribute("stroke-dasharray", dash.join(" "));
-    list.append(element("label", { className: `r${runs[0]}`, title: name }, box, key, element("span", { textContent: name })));
+    const shown = element("span", { textContent: name });
+    list.append(element("label", { className: `r${runs[0]}`, title: name }, box, key, shown));
   }
   return list;
 }
 
 function smoothing() {
-  const slider = element("input", { type: "range", id: "smoothing", min: 0, max: 0.99, step: 0.01, value: page.view.smoothing });
+  const range = { type: "range", id: "smoothing", min: 0, max: 0.99, step: 0.01 };
+  const slider = element("input", { ...range, value: page.view.smoothing });
   const shown = element("output", { textContent: page.view.smoothing });
   slider.addEventListener("input", () => {
     page.view.smoothing = Number(slider.value);

@@ -78,8 +78,8 @@ def _section(block: Block, title: str, mark: str, makers: Sequence[Maker]) -> st
     """Return a section of the charts that have something to show; empty if none has."""
     charts = [chart for maker in makers for chart in maker(block.runs)]
     figures = "".join(_figure(chart) for chart in charts if block.add(chart))
-    if mark == "time" and any(map(phases.phases_of, block.runs)):
-        figures = _bars(block.runs) + figures
+    if mark == "time" and (said := phases.in_words(block.runs)):
+        figures = _bars(said) + figures
     return f'<section id="{mark}"><h2>{title}</h2><div class="charts">\n{figures}</div></section>\n' if figures else ""
 
 
@@ -90,24 +90,23 @@ def _figure(chart: Chart) -> str:
     return figure(chart.title, chart.note, plot + said, f' data-chart="{escape(chart.mark)}"')
 
 
-def _bars(runs: Sequence[Run]) -> str:
-    said = f'<p class="described">{escape(phases.in_words(runs))}</p>'
-    body = '<div class="plot free"></div>' + said
+def _bars(said: str) -> str:
+    body = f'<div class="plot free"></div><p class="described">{escape(said)}</p>'
     return figure("Mean time of each phase", "per step, over all steps and ranks", body, ' data-chart="phases"')
 
 
 def _each(block: Block) -> str:
     """Return phases, borders and workloads, one row of charts per run."""
     runs = block.runs
-    keys = "".join(map(_key, in_order(name for run in runs for name in phases.phases_of(run))))
-    rows = []
+    rows, used = [], set()
     for i, run in enumerate(runs):
         name = f'<h3 class="r{i}">{escape(run.name)}</h3>' if len(runs) > 1 else ""
         charts = [maker(runs, i) for maker in (phases.stacked, partitions.borders, partitions.workloads)]
+        used |= {trace.name for trace in charts[0].traces}
         figures = "".join(_figure(chart) for chart in charts if block.add(chart))
         if figures:
             rows.append(f'<div class="run r{i}">{name}<div class="charts">\n{figures}</div></div>')
-    title = "<h2>Phases and partitions</h2>"
+    keys, title = "".join(map(_key, in_order(used))), "<h2>Phases and partitions</h2>"
     return f'<section id="partitions">{title}<p class="phases">{keys}</p>{"".join(rows)}</section>\n' if rows else ""
 
 

@@ -15,59 +15,62 @@ from mpisparse.runtime.report.units import seconds
 MOMENT = 1e-4  # share of a step's time below which a phase counts as not used
 
 
-def phases_of(run: Run) -> list[str]:
-    """List a run's phases that take time, from the bottom of its stack to the top."""
-    means = {name: mean_seconds(run, name) for name in run.phases}
+def means_of(run: Run) -> dict[str, float]:
+    """Return the mean time of each of a run's phases that take time, from the bottom of its stack to the top.
+
+    The mean is over the timed steps; a step without the phase counts as zero.
+    """
+    times = {name: run.steps[f"seconds.{name}"] for name in in_order(run.phases)}
+    timed = np.isfinite(list(times.values())).any(axis=0) if times else np.zeros(len(run.steps), dtype=np.bool_)
+    if not timed.any():
+        return {}
+    weights = run.weights()[timed]
+    means = {name: float(np.average(_finite(values)[timed], weights=weights)) for name, values in times.items()}
     least = MOMENT * sum(means.values())
-    return in_order(name for name, mean in means.items() if mean > least)
-
-
-def mean_seconds(run: Run, name: str) -> float:
-    """Return the mean time of a phase over the timed steps; a step without the phase counts as zero."""
-    values, weights = _times(run, name), run.weights()
-    timed = np.isfinite([run.steps[f"seconds.{each}"] for each in run.phases]).any(axis=0) if run.phases else values > 0
-    return float(np.average(values[timed], weights=weights[timed])) if timed.any() else 0.0
+    return {name: mean for name, mean in means.items() if mean > least}
 
 
 def totals(runs: Sequence[Run]) -> list[Chart]:
     """Show the time per step."""
     note = "all phases, mean over ranks; rare peaks are cut"
-    found = [Trace(i, run.name, "seconds", _total(run)) for i, run in enumerate(runs) if phases_of(run)]
+    found = [Trace(i, run.name, "seconds", _total(run)) for i, run in enumerate(runs) if run.phases]
     return [Chart("Time per step", note, STEPS_X, "seconds", found, cut=True)]
 
 
 def means(runs: Sequence[Run]) -> dict[str, object] | None:
     """Return the mean time of each phase in each run that uses it, for bars; None if nothing was timed."""
-    used = [phases_of(run) for run in runs]
+    used = [means_of(run) for run in runs]
     names = in_order(name for each in used for name in each)
-    values = [
-        [mean_seconds(run, name) if name in mine else None for name in names] for run, mine in zip(runs, used, strict=True)
-    ]
+    values = [[each.get(name) for name in names] for each in used]
     return {"names": names, "meanings": [phase(name).meaning for name in names], "values": values} if names else None
 
 
 def in_words(runs: Sequence[Run]) -> str:
     """Describe the mean time of each phase."""
-    return " ".join(f"{run.name}: {_means(run)}." for run in runs if phases_of(run))
+    return " ".join(f"{run.name}: {said}." for run in runs if (said := _said(means_of(run))))
 
 
 def stacked(runs: Sequence[Run], index: int) -> Chart:
     """Show a run's phases over its steps, stacked."""
     run = runs[index]
-    found = [Trace(index, name, f"seconds.{name}", _times(run, name), colour=phase(name).colour) for name in phases_of(run)]
-    words = f"Mean over all steps: {_means(run)}."
+    used = means_of(run)
+    found = [
+        Trace(index, name, f"seconds.{name}", _finite(run.steps[f"seconds.{name}"]), colour=phase(name).colour)
+        for name in used
+    ]
+    words = f"Mean over all steps: {_said(used)}."
     note = "mean over ranks, stacked; rare peaks are cut"
     return Chart("Time per phase", note, STEPS_X, "seconds", found, shape="stack", cut=True, words=words)
 
 
-def _means(run: Run) -> str:
-    return ", ".join(f"{name} {seconds(mean_seconds(run, name))}" for name in phases_of(run))
+def _said(used: dict[str, float]) -> str:
+    return ", ".join(f"{name} {seconds(mean)}" for name, mean in used.items())
 
 
-def _times(run: Run, name: str) -> Doubles:
-    return np.nan_to_num(run.steps[f"seconds.{name}"], posinf=0.0, neginf=0.0)
+def _finite(values: Doubles) -> Doubles:
+    return np.nan_to_num(values, posinf=0.0, neginf=0.0)
 
 
 def _total(run: Run) -> Doubles:
-    total: Doubles = np.sum([_times(run, name) for name in run.phases], axis=0)
-    return total
+    total: Doubles = np.sum([_finite(run.steps[f"seconds.{name}"]) for name in run.phases], axis=0)
+    return np.where(total > 0, total, np.nan)  # of a step that was not timed nothing is known

@@ -69,7 +69,10 @@ class Plot {
     const shown = (values) => (this.log ? values.map((v) => (v !== null && v <= 0 ? null : v)) : values);
     const columns = [];
     const bands = [];
-    const add = (line, values, series) => columns.push({ table: [line.x, shown(values)], series: { label: line.name, ...series } });
+    const add = (line, values, looks) => {
+      const series = { label: line.name, spanGaps: !line.bad.length, ...looks }; // gaps are seen where values are not finite
+      columns.push({ table: [line.x, shown(values)], series });
+    };
     const edge = { stroke: "transparent", width: 0, points: { show: false } };
     if (this.chart.shape === "stack") this.stack(add, bands);
     else if (this.chart.shape === "edges") this.edges(add, bands);
@@ -93,7 +96,8 @@ class Plot {
   looks(line) {
     const stroke = () => this.colour(line);
     const width = line.fixed ? 1.2 : 1.7;
-    return { stroke, width, dash: this.dash(line), points: { show: line.x.length <= DOTTED, size: 5, stroke, fill: stroke } };
+    const points = { show: line.x.length <= DOTTED, size: 5, stroke, fill: stroke };
+    return { stroke, width, dash: this.dash(line), points };
   }
 
   // Values that add up: areas between sums.
@@ -143,7 +147,8 @@ class Plot {
         { ...axis(chart.kind, this.log), scale: "y", space: 34, size: (u, labels) => widest(u, labels) + 14, grid },
       ],
       cursor: {
-        y: false, drag: { x: true, y: false, setScale: false, dist: 4 }, points: { size: 6, show: chart.shape === "lines" },
+        y: false, drag: { x: true, y: false, setScale: false, dist: 4 }, hover: { skip: [undefined, null] },
+        points: { size: 6, show: chart.shape === "lines" },
         bind: { dblclick: () => () => { page.zoomed(chart.along, null); return null; } },
       },
       hooks: {
@@ -162,7 +167,8 @@ class Plot {
     if (low === null || high === null || low === undefined) return log ? [0.1, 1] : [0, 1];
     const whole = !this.page.view.zoom[chart.along];
     if (chart.cut && whole && chart.cut < high) high = chart.cut;
-    for (const [value] of chart.levels) [low, high] = log && value <= 0 ? [low, high] : [Math.min(low, value), Math.max(high, value)];
+    const levels = chart.levels.map(([value]) => value).filter((value) => !log || value > 0);
+    [low, high] = [Math.min(low, ...levels), Math.max(high, ...levels)];
     if (log) return high / low < 1.2 ? [low / 1.5, high * 1.5] : [low / (high / low) ** 0.05, high * (high / low) ** 0.05];
     if (chart.shape !== "lines") return [0, (high || 1) * (chart.shape === "stack" ? 1.05 : 1)];
     if (high - low <= 1e-9 * Math.abs(high)) return high ? [low - 0.1 * Math.abs(low), high + 0.1 * Math.abs(high)] : [0, 1];

@@ -75,8 +75,9 @@ class Run:
         return np.cumsum(np.nan_to_num(self.steps[name], posinf=0.0) * self.weights())
 
     def exchanged(self, name: str) -> Doubles:
-        """Return a column of the steps, NaN where the step was skipped."""
-        return np.where(self.steps["skipped"] == 1.0, math.nan, self.steps[name])
+        """Return a column of the steps, NaN where nothing was exchanged: skipped steps, and those between exchanges."""
+        nothing = (self.steps["skipped"] == 1.0) | (self.steps["density"] == 0.0)
+        return np.where(nothing, math.nan, self.steps[name])
 
     def add_step(self, record: dict[str, Any]) -> None:
         """Add a step. If it is not after the last one, the run was resumed: forget this step and all later ones first."""

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,7 +20,8 @@ from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.report.page import page
 from mpisparse.runtime.report.read import open_runs
 
-LOOPBACK, PORT, INTERVAL = "127.0.0.1", 8765, 2.0  # INTERVAL: seconds after which a page asks for a newer one
+LOOPBACK, PORT = "127.0.0.1", 8765
+INTERVAL, PAUSE = 2.0, 5.0  # seconds after which a page asks for a newer one; at least so many times what making it took
 NAMES = ("127.0.0.1", "localhost", "::1")  # of this host; others may be a page elsewhere that plays it
 
 
@@ -30,7 +32,7 @@ class LivePage:
         self._files = open_runs(runs)
         self._lock = threading.Lock()
         self._state: object = None
-        self._page = ("", b"")
+        self._page, self._took = ("", b""), 0.0
 
     def current(self) -> tuple[str, bytes]:
         """Return a tag that changes with the page, and the page; raise ConfigurationError if files are damaged."""
@@ -39,8 +41,11 @@ class LivePage:
             if state != self._state:
                 runs = [files.read(live=True) for files in self._files if files.metrics.is_file()]
                 going = [run for run in runs if len(run.steps)]
-                waiting = [files.run.name for files in self._files if not len(files.run.steps)]
-                text = page(going, live=INTERVAL, waiting=waiting).encode()
+                begun = {run.name for run in going}
+                waiting = [files.run.name for files in self._files if files.run.name not in begun]
+                began = time.monotonic()
+                text = page(going, live=max(INTERVAL, PAUSE * self._took), waiting=waiting).encode()
+                self._took = time.monotonic() - began
                 self._page = (hashlib.sha256(repr((os.getpid(), state)).encode()).hexdigest()[:16], text)
                 self._state = state
             return self._page

@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 
+from mpisparse.runtime.progress import MORE_THAN_DENSE
 from mpisparse.runtime.report.groups import Group
 from mpisparse.runtime.report.run import Run
 from mpisparse.runtime.report.units import nbytes, number, percent, seconds
@@ -132,7 +133,7 @@ def _times_fewer(run: Run) -> Cell:
     received, dense = _bytes(run, "bytes_received.mean"), _bytes(run, "bytes_dense")
     if not (received > 0 and dense > 0):
         return NOTHING
-    return Cell(dense / received, lambda times: f"{number(times, 3)}×")
+    return Cell(dense / received, lambda times: f"{number(times, 3)}×", MORE_THAN_DENSE if received > dense else "")
 
 
 def _density(run: Run) -> Cell:
@@ -152,7 +153,7 @@ def _bytes(run: Run, name: str) -> float:
 
 
 def _mean(run: Run, name: str) -> float:
-    """Average over the steps that were not skipped; a line counts for as many steps as it stands for."""
+    """Average over the steps that exchanged something; a line counts for as many steps as it stands for."""
     values, weights = run.exchanged(name), run.weights()
     here = np.isfinite(values)
     return float(np.average(values[here], weights=weights[here])) if here.any() else math.nan

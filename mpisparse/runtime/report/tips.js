@@ -35,13 +35,20 @@ function valuesAt(plot, left, top) {
   const near = Math.abs(u.posToVal(left + 20, "x") - x);
   const rows = [];
   for (const line of chart.shape === "edges" ? lines.slice(1, -1) : lines) {
-    const i = nearest(line.x, x);
-    if (i < 0 || line.y[i] === null || x < line.x[0] - near || x > line.x[line.x.length - 1] + near) continue;
-    rows.push([plot.colour(line), line.name, line.y[i]]);
+    const known = knownOf(line);
+    const i = nearest(known.x, x);
+    if (i < 0 || x < known.x[0] - near || x > known.x[known.x.length - 1] + near) continue;
+    rows.push([plot.colour(line), line.name, known.y[i]]);
   }
   if (chart.shape === "lines") rows.sort((a, b) => b[2] - a[2]);
   else rows.reverse();
   return rows.map(([colour, name, value]) => [colour, name, say(value, chart.kind)]);
+}
+
+// The points of a line that have a value: steps between exchanges have none.
+function knownOf(line) {
+  const rows = line.known ? [] : line.y.flatMap((value, i) => (value === null ? [] : [i]));
+  return (line.known ??= { x: rows.map((i) => line.x[i]), y: rows.map((i) => line.y[i]) });
 }
 
 function tipRow([colour, name, value]) {
@@ -72,5 +79,5 @@ function heatValue(u, chart, left, top) {
   const column = stretch.cells[stretch.steps.findIndex((each) => step <= each)];
   const value = column[Math.floor((row * column.length) / stretch.count)];
   if (value === null) return [];
-  return [[value > 0 ? "rgb(222 107 20)" : "rgb(37 110 214)", `partition ${Math.floor(row) + 1}`, say(1 + value, "percent")]];
+  return [[value > 0 ? ABOVE : BELOW, `partition ${Math.floor(row) + 1}`, say(1 + value, "percent")]];
 }

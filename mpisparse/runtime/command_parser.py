@@ -1,0 +1,52 @@
+"""A parser of commands whose errors say what was probably meant, with the usage of the command. No torch, no MPI."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Prints examples as they are written, and suggests flags, commands and choices for mistyped ones."""
+
+    def __init__(self, *args: Any, examples: Sequence[str] = (), **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.formatter_class = argparse.RawDescriptionHelpFormatter
+        self.epilog = "\n  ".join(["examples:", *examples]) if examples else None
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse all arguments; an unknown one is an error of the command that it was given to."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self._command_of(parsed)._refuse(unknown)
+        return parsed
+
+    def _command_of(self, parsed: argparse.Namespace) -> CommandParser:
+        """Return the parser of the command that was chosen, or of the command within it."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                chosen = action.choices.get(getattr(parsed, action.dest, ""))
+                if isinstance(chosen, CommandParser):
+                    return chosen._command_of(parsed)
+        return self
+
+    def _refuse(self, unknown: Sequence[str]) -> NoReturn:
+        hints = []
+        for word in unknown:
+            flag = word.partition("=")[0]
+            near = difflib.get_close_matches(flag, self._option_string_actions, n=1) if flag.startswith("-") else []
+            hints += [f"; instead of {flag}, did you mean {near[0]}?"] if near else []
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(hints)}")
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and what is wrong, with a suggestion for a mistyped choice; exit with code 2."""
+        wrong = CHOICE.search(message)
+        if wrong is not None:
+            near = difflib.get_close_matches(wrong[1], [choice.strip("'") for choice in wrong[2].split(", ")], n=1)
+            message += f"; did you mean {near[0]!r}?" if near else ""
+        super().error(message)
