@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mpisparse.version import __version__
 
 if TYPE_CHECKING:
-    from mpisparse import checkpoint, errors, optim, schemes
+    from mpisparse import checkpoint, errors, integrations, optim, schemes
     from mpisparse.attachment import attach
     from mpisparse.backends import device
     from mpisparse.comm import exchange
@@ -51,6 +51,7 @@ _MODULES = {
     "device": "backends.device",
     "errors": "errors",
     "exchange": "comm.exchange",
+    "integrations": "integrations",
     "optim": "optim",
     "schemes": "schemes",
 }
@@ -70,6 +71,7 @@ __all__ = [
     "errors",
     "exchange",
     "init_torch_distributed",
+    "integrations",
     "local_rank",
     "optim",
     "rank",

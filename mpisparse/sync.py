@@ -10,7 +10,7 @@ import json
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from pathlib import Path
@@ -21,10 +21,21 @@ import torch
 
 from mpisparse.arrays import Bools
 from mpisparse.backends.device import load_backend
+from mpisparse.backends.digest import digest
 from mpisparse.backends.flat import zeros
-from mpisparse.comm.agreement import BROKEN, FINE, NONFINITE, FrozenDiffers, Notice, Overflow, Refusal, StepRefused
+from mpisparse.comm.agreement import (
+    BROKEN,
+    FINE,
+    NONFINITE,
+    FrozenDiffers,
+    Notice,
+    Overflow,
+    Refusal,
+    ReplicasDiffer,
+    StepRefused,
+)
 from mpisparse.comm.exchange import Exchange
-from mpisparse.comm.roll_call import Call, answer_at_exit
+from mpisparse.comm.roll_call import SAMPLES, Call, answer_at_exit, meet
 from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.comm.watchdog import TIMEOUT, check_timeout, watch
 from mpisparse.core.records import Parts, Stats
@@ -32,15 +43,17 @@ from mpisparse.core.refusals import explain
 from mpisparse.core.step import Clock, agree, details_of, run
 from mpisparse.errors import ConfigurationError, GradientError
 from mpisparse.model.collectives import Collectives
+from mpisparse.model.digests import Equality, Sameness, rates_of
 from mpisparse.model.grad_hooks import take_over
 from mpisparse.model.gradients import ModelGradients
 from mpisparse.model.joining import joined_k, joining, with_zeros
-from mpisparse.model.layout import Layout
+from mpisparse.model.layout import Layout, refuse_wrapped
 from mpisparse.model.published import Published
-from mpisparse.model.shards import check_replicas
+from mpisparse.model.shards import check_replicas, local_of
+from mpisparse.model.unexchanged import Unexchanged
 from mpisparse.schemes import configure
 from mpisparse.schemes.companion import Scheme, Site
-from mpisparse.schemes.options import Options, check_density
+from mpisparse.schemes.options import Options, check_density, check_whole
 from mpisparse.schemes.state import STATE_FORMAT, check_state, step_state
 from mpisparse.vectors import NoSink
 
@@ -61,6 +74,7 @@ class GradientSync(Collectives):
 
     timeout: seconds after which a rank that waits in an exchange prints where it is and the job ends with exit code 87; 0:
     never. See unwatched(). run_directory: where heartbeats are written if they do not get through the network.
+    check_every: steps from one comparison of the replicas to the next; 0: never.
     """
 
     def __init__(
@@ -73,6 +87,7 @@ class GradientSync(Collectives):
         comm: Any = None,
         timeout: float = TIMEOUT,
         run_directory: str | Path | None = None,
+        check_every: int = 100,
         **scheme_options: Any,
     ) -> None:
         end_job_on_uncaught_exception(comm)
@@ -81,6 +96,8 @@ class GradientSync(Collectives):
         try:
             self._timeout = check_timeout(timeout)
             self._options: Options = configure(scheme, density=density, codec=codec, **scheme_options)
+            check_whole("check_every", check_every, 0)
+            refuse_wrapped(model)
             self._layout = Layout(model)
             self._backend = load_backend(device=self._layout.device)
             if self._backend.name == "cuda" and not self._options.on_device:
@@ -108,6 +125,9 @@ class GradientSync(Collectives):
         self._trouble: str | None = None  # of the attached optimizer
         self._attached: list[Any] = []  # what attach() returned, until it is removed
         self._call: Call | None = None  # the roll call of the coming step, where this rank takes part with zeros
+        self._equality = Equality(self._layout.slots, self._replicated, self._rates, check_every)
+        self._sameness = Sameness()
+        self._unexchanged = Unexchanged(self)
         self._damaged: str | None = None
         self._told_unobserved = False
         self._watchdog = watch(self._exchange, self._timeout, None if run_directory is None else Path(run_directory))
@@ -182,9 +202,13 @@ class GradientSync(Collectives):
         pieces, notice = gradients.take(self.k if call is None else joined_k(call, self.k), trouble or found)
         number = works.selection.step + (len(works.flight) if works.flight is not None else 0)
         notice = notice._replace(step=self._companion.counted(number))
+        notice = notice._replace(digest=self._equality.number(notice.step))
         notice = notice if call is None else with_zeros(notice, call)
+        if self._sameness.looks:
+            self._compare_batches(pieces, notice.step, joined=call is not None)
+        self._unexchanged.exchanged()
         try:
-            used = agree(works, notice, clock)
+            used = self._agreed(notice, clock)
         except Refusal as refusal:
             gradients.refused()
             self._refuse(refusal, added=False)
@@ -203,6 +227,36 @@ class GradientSync(Collectives):
             self._stats = self._companion.published(delivered, self.stats, sound=notice.status == FINE)
         gradients.publish(self._used_late(delivered) if works.flight is not None else used)
         self._exchange.place.steps = number + 1
+
+    def _agreed(self, notice: Notice, clock: Clock) -> Bools | None:
+        """Agree that all ranks can go on, also if their weights differ by no more than rounding; collective."""
+        works = self._aggregator.works
+        try:
+            return agree(works, notice, clock)
+        except ReplicasDiffer:
+            self._gradients.refused()
+            self._equality.judge(self._exchange)
+            return agree(works, notice._replace(call=None, digest=0), clock)
+
+    def _replicated(self) -> Sequence[torch.Tensor]:
+        """The weights that must be equal on all ranks, one tensor for each parameter."""
+        return self._companion.replicated() or [local_of(getattr(p, "param", p)) for p in self._layout.params]
+
+    def _rates(self) -> tuple[float, ...]:
+        """The learning rates that must be equal on all ranks: where gradients are exchanged."""
+        return () if self._options.of_weights else rates_of(self._attached)
+
+    def _compare_batches(self, pieces: Any, step: int, *, joined: bool) -> None:
+        """Look for ranks that have the same gradient, or weights, in the first exchanges; collective."""
+        if not joined and self.size > 1:
+            drift = self._companion.drift()
+            sample = self._gradients.sample(pieces) if drift is None else digest([drift])
+            rows = meet(self._exchange, SAMPLES, sample, self.rank, step=step)
+            samples = [0] * self.size
+            for sample, rank in rows[:, :2].tolist():
+                samples[rank] = sample
+            self._sameness.note(samples, self.rank)
+        self._sameness.done += 1
 
     def finish(self) -> None:
         """The attached optimizer has done its step; local, unless weights are exchanged now or have arrived."""
@@ -234,6 +288,9 @@ class GradientSync(Collectives):
         if self._options.nonfinite == "skip" and NONFINITE in statuses and not added:
             self._skip()
             return
+        if isinstance(refusal, ReplicasDiffer):  # in flight: these steps cannot be repeated
+            self._damaged = "the replicas differ"
+            self._equality.judge(self._exchange)
         late_step = self._aggregator.applied if self._aggregator.staleness else None
         frozen = self._gradients.frozen.names()
         words = {"advice": DIVERGED, "what": "weight"} if self._options.of_weights else {}
@@ -467,6 +524,7 @@ class GradientSync(Collectives):
         self._damaged = None
         self._gradients.restart()
         self._exchange.place.steps = int(state["step.step"])
+        self._equality.restart(self._companion.counted(self._aggregator.number))
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ConfigurationError unless load_state_dict could take the state; local."""
@@ -532,6 +590,7 @@ class GradientSync(Collectives):
     def _rest(self) -> None:
         """The optimizer has done a step that no exchange follows: what is in flight is applied."""
         self._check_ready()
+        self._unexchanged.exchanged()
         self._made, self._stats = None, self._companion.rested(self._idle_stats(0, 0))
         clock, number = Clock(), self._aggregator.number
         try:

@@ -31,6 +31,10 @@ class FrozenDiffers(Refusal):
     """The ranks have frozen different parameters."""
 
 
+class ReplicasDiffer(Refusal):
+    """The ranks have different weights, or learning rates."""
+
+
 class Overflow(Refusal):
     """The sum over ranks does not fit into float32 at the flat index args[0]."""
 
@@ -40,7 +44,8 @@ class Notice(NamedTuple):
 
     detail: the flat index that a status is about. unused: parameters without a gradient. frozen: a digest of which
     parameters are frozen. trouble: why the rank cannot go on, in words, where the status is BROKEN. step: its number. call:
-    its roll call (mpisparse.comm.roll_call.Call), if that has begun.
+    its roll call (mpisparse.comm.roll_call.Call), if that has begun. digest: of
+    what else must be equal.
     """
 
     k: int
@@ -51,6 +56,7 @@ class Notice(NamedTuple):
     trouble: str = ""
     step: int = 0
     call: Any = None
+    digest: int = 0
 
     def nonfinite(self, index: int) -> Notice:
         """Return this notice with a first non-finite element noted; -1 is none."""

@@ -28,19 +28,13 @@ if TYPE_CHECKING:
     from mpisparse.comm.exchange import Exchange, Gathering
 
 STEP, END, JOINED, FIRST = "step", "the end of the program", "join", "the first step"
+SAMPLES = "one of the first steps"
 ENTRIES = (
     STEP, END, JOINED, FIRST, "checkpoint.save", "finish() of a checkpoint", "checkpoint.load", "average", "observe",
     "agree_any", "gather_floats", "broadcast_", "check_together", "synchronize", "global_weights", "load_state_dict",
-    "close", "should_stop",
+    "close", "should_stop", SAMPLES,
 )  # fmt: skip
-JOINABLE = (
-    STEP,
-    FIRST,
-    "average",
-    "observe",
-    "agree_any",
-    "should_stop",
-)  # what a rank that has no more batches takes part in
+JOINABLE = (STEP, FIRST, SAMPLES, "average", "observe", "agree_any", "should_stop")  # also for ranks without batches
 VALUES = 7  # numbers that an entry point may send along
 LISTED = 8  # ranks that a message names one by one
 
@@ -105,13 +99,15 @@ def at_work(rows: Ints) -> Ints:
     return busy
 
 
-def meet(exchange: Exchange, entry: str, *values: int) -> Ints:
+def meet(exchange: Exchange, entry: str, *values: int, step: int | None = None) -> Ints:
     """Raise CollectiveError on all ranks unless all are in this entry point; collective.
 
-    values: what to tell the others, at most 7 numbers. Returns those of each rank, but of ranks that have no more batches.
+    values: what to tell the others, at most 7 numbers. step: the rank's, if not the number of those done. Returns the values
+    of each rank, but of ranks that have no more batches.
     """
+    number = exchange.place.steps if step is None else step
     try:
-        return at_work(answers(begin(exchange, entry, exchange.place.steps, values)))[:, 2:]
+        return at_work(answers(begin(exchange, entry, number, values)))[:, 2:]
     except Apart as apart:
         raise CollectiveError(f"r{exchange.rank} | {apart.args[0]}") from None
 
@@ -124,7 +120,7 @@ def in_words(rows: Sequence[tuple[int, int]]) -> str:
     groups = [f"{_named(members)}{'' if i else ' is' if len(members) == 1 else ' are'} {place}"
               for i, (place, members) in enumerate(ranks.items())]  # fmt: skip
     names = [ENTRIES[entry] for entry, _ in rows]
-    other = next((name for name in names if name not in (STEP, END, JOINED, FIRST)), None)
+    other = next((name for name in names if name not in (STEP, END, JOINED, FIRST, SAMPLES)), None)
     if JOINED in names and END not in names:
         return f"{', '.join(groups)}: leave the block of join() on every rank before {other or 'this step'}"
     if other is not None:
@@ -136,7 +132,9 @@ def in_words(rows: Sequence[tuple[int, int]]) -> str:
 def _place(entry: str, step: int) -> str:
     if entry == JOINED:
         return "at the end of its batches"
-    return f"at {END}" if entry == END else f"in {entry}{f' {step}' if entry == STEP else ''}"
+    if entry in (STEP, SAMPLES):
+        return f"in step {step}"
+    return f"at {END}" if entry == END else f"in {entry}"
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpisparse.arrays import Bools, Floats, Ints
-from mpisparse.comm.agreement import FINE, DensityDiffers, FrozenDiffers, Refusal, refuse
+from mpisparse.comm.agreement import FINE, DensityDiffers, FrozenDiffers, Refusal, ReplicasDiffer, refuse
 from mpisparse.comm.roll_call import STEP, answers, at_work, begin
 from mpisparse.core.records import Ahead, Arrived, Delivered, Outgoing, Refused, Works
 from mpisparse.core.stages import Sent
@@ -172,7 +172,7 @@ def told(exchange: Exchange, notice: Notice) -> Notice:
     """
     if notice.call is not None:
         return notice
-    values = (notice.status, notice.detail, notice.k, int(notice.unused.any()), notice.frozen)
+    values = (notice.status, notice.detail, notice.k, int(notice.unused.any()), notice.frozen, notice.digest)
     return notice._replace(call=begin(exchange, STEP, notice.step, values))
 
 
@@ -189,6 +189,9 @@ def share_readiness(exchange: Exchange, notice: Notice) -> Bools | None:
         raise FrozenDiffers
     if (rows[:, 2] != notice.k).any() and (at_work(answered)[:, 4] != notice.k).any():
         raise DensityDiffers(rows[:, 2].tolist())
+    digests = rows[:, 5]
+    if (digests != digests[0]).any() and len(set(at_work(answered)[:, 7].tolist())) > 1:
+        raise ReplicasDiffer
     if not rows[:, 3].any():
         return None
     if exchange.size == 1:

@@ -53,7 +53,8 @@ def main() -> None:
     loaders = DataLoader(training, batch_size=32, shuffle=True), DataLoader(held_out, batch_size=32)
     trainer.fit(Net(), *loaders, ckpt_path=args.resume)
     if trainer.is_global_zero:
-        print(f"r0 | {trainer.world_size} ranks  accuracy {trainer.callback_metrics['accuracy']:.3f}", flush=True)
+        metrics = "  ".join(f"{name} {value:.3f}" for name, value in trainer.callback_metrics.items())
+        print(f"r0 | {trainer.world_size} ranks  {metrics}", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from mpisparse.arrays import Bools
+from mpisparse.backends.digest import digest
 from mpisparse.backends.flat import Pieces, Slot
 from mpisparse.backends.protocol import Backend
 from mpisparse.comm.agreement import BROKEN, NO_BACKWARD, NONFINITE, STALE, Notice
@@ -56,6 +57,7 @@ class ModelGradients:
         self._late: list[tuple[int, torch.Tensor]] = []  # gradients that came before their parameters were frozen
         self._left: set[int] = set()  # path "backward": gradients that could not be read when they came
         self._bad = -1
+        self._published_once = False
 
     # Before a step
 
@@ -140,6 +142,13 @@ class ModelGradients:
         alive = [grad for grad in grads if grad is not None]
         return list(map(LOOKS, alive)) == (looks if len(alive) == len(grads) else _at(looks, grads))
 
+    def sample(self, pieces: Pieces | None) -> int:
+        """A digest of the gradients of a step, to find ranks that have the same ones; 0 if there is none, or if it is 0."""
+        if pieces is not None:
+            return digest([*pieces.alive, *(grad for _, grad in pieces.sparse)])
+        first = not self._published_once  # later the residual holds more than the gradient
+        return digest([self.residual]) if first else 0
+
     # During backward
 
     def _accumulate(self, i: int) -> None:
@@ -194,6 +203,7 @@ class ModelGradients:
             for p, view in pairs:
                 if p.grad is not view:
                     p.grad = view
+        self._published_once = True
         watch, published = self.watch, self.published
         watch.fresh[:] = False
         watch.unzeroed.clear()

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from mpisparse.arrays import Ints
 from mpisparse.backends.flat import KINDS, Held, Pieces, Slot, collect, memory_order
@@ -88,3 +89,19 @@ def _looks(dtype: torch.dtype, shape: Iterable[int], stride: Iterable[int] | Non
 def collect_gradients(layout: Layout, grads: Iterable[torch.Tensor | None]) -> Pieces:
     """The gradients as pieces of the flat vector; None is an absent one."""
     return collect(layout.slots, layout.ends, layout.kinds, grads)
+
+
+def refuse_wrapped(model: torch.nn.Module) -> None:
+    """Raise ConfigurationError if a wrapper in the model averages gradients by itself."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            raise ConfigurationError(
+                "the model is wrapped in DistributedDataParallel, which averages gradients by itself: pass model.module, or "
+                "keep the wrapper and exchange in its hook: state = mpisparse.integrations.ddp.State(model), then "
+                "model.register_comm_hook(state, mpisparse.integrations.ddp.hook)"
+            )
+        if isinstance(module, DataParallel):
+            raise ConfigurationError(
+                "the model is wrapped in DataParallel, whose replicas live in one process: pass model.module, and start a "
+                "process for each device"
+            )

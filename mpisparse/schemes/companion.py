@@ -130,6 +130,10 @@ class Companion:
         """The statistics of a step of the optimizer that no exchange followed."""
         return stats
 
+    def replicated(self) -> Sequence[torch.Tensor] | None:
+        """The weights that are the same on all ranks, one tensor for each parameter, where they are not the model's."""
+        return None
+
     def drift(self) -> torch.Tensor | None:
         """What this rank has and the others do not, where that is not the residual."""
         return None

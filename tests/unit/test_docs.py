@@ -74,6 +74,8 @@ NOT_RUN = {
     "--out runs/converge": HOURS,
     "mpisparse bench converge --model gpt-nano --data tinyshakespeare.txt:alphabet --cases docs/results/gpt-nano.toml "
     "--lr 0.010125 --give-up 0.03": HOURS,
+    "mpisparse bench converge --model resnet20 --data fashion_mnist.npz --cases docs/results/resnet20.toml --steps 200 "
+    "--warmup 20 --batch-size 16 --lr 0.1 --lr-factor 2 --seeds 1 --eval-examples 2048": HOURS,
     "mpirun -n 2 mpisparse bench sparse-models": LONG,
     "mpirun -n 8 mpisparse bench scaling": LONG,
     "bin/netlab with 2 1gbit -- mpisparse bench sync": LAB,

@@ -31,7 +31,7 @@ from mpisparse.runtime.workloads import Data, Examples, Task, build, hold_out
 from mpisparse.runtime.workloads.split import Subset
 
 LOOKS = 6  # evaluations on validation data before the last one
-GLANCE = 256  # examples of each of them
+GLANCE = 256  # examples of each of them at most
 HOPELESS = 1.5  # a loss of so many times the validation loss of the beginning has diverged
 PATIENCE = 60.0  # seconds between reports of a run
 
@@ -137,7 +137,7 @@ class Training:
         The training loss decides: with batch normalization a validation loss may be large for a while and fall again.
         """
         assert self.data.validation is not None
-        loss, _ = self._evaluate(some(self.data.validation, GLANCE))
+        loss, _ = self._evaluate(some(self.data.validation, min(GLANCE, self.what.eval_examples)))
         recent = self.train_losses[self.curve[-1][0] :] if self.curve else []
         self.curve.append((step, loss))
         return not math.isfinite(loss) or (bool(recent) and self._diverged(self.sync.average(statistics.fmean(recent))))

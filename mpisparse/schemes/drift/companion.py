@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -191,6 +191,9 @@ class Drifting(Companion):
         reducer = self.aggregator.works.reducer
         assert isinstance(reducer, AtFixedOwners)
         reducer.error[:] = 0.0
+
+    def replicated(self) -> Sequence[torch.Tensor]:
+        return [self.shared[slot.begin : slot.end] for slot in self.site.places.slots]
 
     def drift(self) -> torch.Tensor:
         """W - G, as a new vector."""

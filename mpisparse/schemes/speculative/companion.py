@@ -161,6 +161,9 @@ class Speculating(Companion):
     def global_weights(self, *, buffers: bool = True) -> AbstractContextManager[None]:
         return self.sets.global_in_place() if self.sets is not None else nullcontext()
 
+    def replicated(self) -> Sequence[torch.Tensor] | None:
+        return None if self.sets is None else self.sets.weights
+
     def hold(self, frozen: Sequence[bool]) -> None:
         """Filter among the layers that may move; of the others the rank's own weights become the global ones."""
         slots = zip(self.places.slots, frozen, strict=True)

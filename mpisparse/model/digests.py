@@ -1,0 +1,137 @@
+"""What must be equal on all ranks, as one number in the first message of a step: weights, and learning rates.
+
+Replicas that receive the same gradients and differ all the same would drift apart unseen. A digest is a sum of the bits as
+integers (mpisparse.backends.digest).
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpisparse.backends.digest import LARGEST, digest
+from mpisparse.errors import GradientError
+
+if TYPE_CHECKING:
+    from mpisparse.backends.flat import Slot
+    from mpisparse.comm.exchange import Exchange
+
+ROUNDING = 1e-5  # a difference below this share of the largest weight may be the rounding of different processors
+REPEATED = 3  # first exchanges in which ranks with the same gradients are looked for
+
+
+class Equality:
+    """Compares the replicas every so many steps, and the learning rates of attached optimizers in each.
+
+    tensors: the weights that must be equal, one for each slot. rates: the learning rates, by group, where gradients are
+    exchanged. every: steps from one comparison to the next; 0: never.
+    """
+
+    def __init__(
+        self, slots: Sequence[Slot], tensors: Callable[[], Sequence[torch.Tensor]],
+        rates: Callable[[], tuple[float, ...]], every: int,
+    ) -> None:  # fmt: skip
+        self.slots, self.tensors, self.rates, self.every = slots, tensors, rates, every
+        self._last = 0
+
+    def number(self, step: int) -> int:
+        """What to compare in a step; local."""
+        if not self.every:
+            return 0
+        due, self._last = step // self.every > self._last // self.every, step
+        rates = hash(self.rates()) & LARGEST
+        return (rates * 31 + digest(self.tensors())) & LARGEST if due else rates
+
+    def restart(self, step: int) -> None:
+        """Go on from a step whose state was loaded; local."""
+        self._last = step
+
+    def judge(self, exchange: Exchange) -> None:
+        """Raise GradientError on all ranks with what differs; collective. Only warn if rounding explains it."""
+        me, rates = f"r{exchange.rank} | ", self.rates()
+        others = [json.loads(text) for text in exchange.gather_texts(json.dumps(rates))]
+        rank = next((r for r, other in enumerate(others) if other != others[0]), 0)
+        if rank:
+            first, second = others[0], others[rank]
+            at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), -1)
+            what = f"of group {at}: {first[at]:g} on rank 0, {second[at]:g} on rank {rank}" if at >= 0 else "in number"
+            raise GradientError(
+                f"{me}the learning rates differ {what}; change them on all ranks alike: a scheduler that follows a loss "
+                "needs the same loss everywhere, such as sync.average(loss)"
+            )
+        tensors = list(self.tensors())
+        mine = json.dumps([digest([tensor]) for tensor in tensors])
+        lists = [json.loads(text) for text in exchange.gather_texts(mine)]
+        rank = next((r for r, other in enumerate(lists) if other != lists[0]), 0)
+        if not rank:
+            raise GradientError(f"{me}the replicas differed, and no longer do; load a saved state")
+        at = next(i for i, (a, b) in enumerate(zip(lists[0], lists[rank], strict=True)) if a != b)
+        self._raise_or_warn(exchange, at, rank, tensors)
+
+    def _raise_or_warn(self, exchange: Exchange, at: int, rank: int, tensors: list[torch.Tensor]) -> None:
+        apart, largest = _distance(exchange, tensors[at])
+        name = self.slots[at].name
+        found = f"ranks 0 and {rank} differ in {name}, by up to {apart:.2g} where weights reach {largest:.2g}"
+        if apart <= ROUNDING * largest:
+            self.every = 0
+            if exchange.rank == 0:
+                warnings.warn(
+                    f"the replicas differ: {found}; that may be rounding, if the ranks' processors or libraries differ. "
+                    "It is not looked for again",
+                    stacklevel=2,
+                )
+            return
+        raise GradientError(
+            f"r{exchange.rank} | the replicas differ: {found}. Each optimizer.step() needs an exchange before it (attach() "
+            "does that), and the same settings on every rank; do not change weights on one rank alone. check_every=0 turns "
+            "this check off"
+        )
+
+
+def _distance(exchange: Exchange, tensor: torch.Tensor) -> tuple[float, float]:
+    """How far a tensor is from rank 0's, at most over ranks, and rank 0's largest value; collective."""
+    own = tensor.detach().cpu().double().contiguous().reshape(-1)
+    first = own.clone()
+    exchange.broadcast_(first.view(torch.uint8).numpy())
+    apart = float((own - first).abs().max()) if len(own) else 0.0
+    texts = exchange.gather_texts(str(apart))
+    return max(map(float, texts)), float(first.abs().max()) if len(first) else 0.0
+
+
+class Sameness:
+    """Looks for ranks that have the same gradients in the first exchanges: they train on the same batches."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        self._other: set[tuple[int, int]] = set()  # pairs of ranks that differed once
+        self._same: set[tuple[int, int]] = set()  # pairs of ranks that once had the same, and not nothing
+
+    @property
+    def looks(self) -> bool:
+        """Whether the coming exchange is among the first."""
+        return self.done < REPEATED
+
+    def note(self, samples: Sequence[int], rank: int) -> None:
+        """Compare the digests of all ranks, 0 where there is none; on rank 0, warn at last. Local."""
+        ranks = range(len(samples))
+        pairs = [(a, b) for a in ranks for b in ranks if a < b]
+        self._other |= {(a, b) for a, b in pairs if samples[a] != samples[b]}
+        self._same |= {(a, b) for a, b in pairs if samples[a] == samples[b] != 0}
+        alike = self._same - self._other
+        if self.done == REPEATED - 1 and alike and rank == 0:
+            a, b = min(alike)
+            warnings.warn(
+                f"ranks {a} and {b} had the same gradient, bit for bit, in the first {REPEATED} steps: they train on the "
+                "same batches. Give each rank its own part of the data: mpisparse.shard(loader)",
+                stacklevel=2,
+            )
+
+
+def rates_of(attached: Iterable[Any]) -> tuple[float, ...]:
+    """The learning rates of attached optimizers, by group; those on a device are left out, which would wait for it."""
+    rates = [group.get("lr", 0.0) for one in attached for group in one.optimizer.param_groups]
+    return tuple(float(rate) for rate in rates if not (isinstance(rate, torch.Tensor) and rate.device.type != "cpu"))
