@@ -175,4 +175,9 @@ CODECS = Registry(
     wrapper=(BLENDED, "mpisparse.wire.codecs.momentum:Blended"),
 )
 DRIVERS = ("mpio",)  # of checkpoints
-FREE_OPTIONS = ("density", "segment_nbytes", "nonfinite")  # of a scheme, that may differ from those of a saved state
+FREE_OPTIONS = (
+    "density",
+    "segment_nbytes",
+    "nonfinite",
+    "buffers",
+)  # of a scheme, that may differ from those of a saved state

@@ -42,6 +42,7 @@ from mpisparse.core.records import Parts, Stats
 from mpisparse.core.refusals import explain
 from mpisparse.core.step import Clock, agree, details_of, run
 from mpisparse.errors import ConfigurationError, GradientError
+from mpisparse.model.buffers import SharedBuffers
 from mpisparse.model.collectives import Collectives
 from mpisparse.model.digests import Equality, Sameness, rates_of
 from mpisparse.model.grad_hooks import take_over
@@ -125,6 +126,7 @@ class GradientSync(Collectives):
         self._trouble: str | None = None  # of the attached optimizer
         self._attached: list[Any] = []  # what attach() returned, until it is removed
         self._call: Call | None = None  # the roll call of the coming step, where this rank takes part with zeros
+        self._buffers = SharedBuffers(model, self._exchange, self._options.buffers)
         self._equality = Equality(self._layout.slots, self._replicated, self._rates, check_every)
         self._sameness = Sameness()
         self._unexchanged = Unexchanged(self)
@@ -382,12 +384,14 @@ class GradientSync(Collectives):
 
     @contextlib.contextmanager
     def global_weights(self) -> Iterator[None]:
-        """Have the weights that are the same on all ranks in the model, their state in the optimizer, for a while; local.
+        """Have the weights that are the same on all ranks in the model, their state in the optimizer, for a while.
+
+        Buffers are made the same as well, as the option `buffers` says; then this is collective, if there are any.
 
         Where ranks have weights of their own (scheme speculative) evaluate inside: `with sync.global_weights(): ...`.
         What is done inside is exempt from the timeout, in every scheme.
         """
-        with self.unwatched("evaluating"), self._companion.global_weights():
+        with self.unwatched("evaluating"), self._buffers.in_place(), self._companion.global_weights():
             yield
 
     def unwatched(self, phase: str = "busy") -> AbstractContextManager[None]:
@@ -522,6 +526,7 @@ class GradientSync(Collectives):
             self._residual.copy_(torch.as_tensor(state["residual"]))
         self._density = float(state["density"])
         self._damaged = None
+        self._buffers.forget()
         self._gradients.restart()
         self._exchange.place.steps = int(state["step.step"])
         self._equality.restart(self._companion.counted(self._aggregator.number))

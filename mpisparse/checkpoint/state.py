@@ -51,7 +51,7 @@ class Subjects:
     def shared(self) -> dict[str, Any]:
         """The state that is the same on all ranks; local."""
         own = self._own_names()
-        with self.sync._companion.global_weights(buffers=False) if self.sync is not None else nullcontext():
+        with self.sync._companion.global_weights() if self.sync is not None else nullcontext():
             state: dict[str, Any] = {"model": {k: v for k, v in self.model.state_dict().items() if k not in own}}
             if not self._each_its_own:
                 state |= self.objects()
@@ -158,8 +158,9 @@ class Subjects:
         Where ranks have weights of their own, optimizer, scheduler and scaler too.
         """
         names = self._own_names()
+        aside = self.sync._buffers.own() if self.sync is not None else {}
         state: dict[str, Any] = {
-            "buffers": {k: v for k, v in self.model.state_dict().items() if k in names},
+            "buffers": {k: aside.get(k, v) for k, v in self.model.state_dict().items() if k in names},
             "random": random_state(),
             "extra": dict(extra or {}),
         }

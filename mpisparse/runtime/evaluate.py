@@ -1,4 +1,4 @@
-"""Evaluation: all ranks share the examples, use rank 0's buffers, and add up in rank order, so all get the same bits."""
+"""Evaluation: all ranks share the examples, use the same buffers, and add up in rank order, so all get the same bits."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ EVAL_BATCH = 128
 
 
 def evaluate(model: torch.nn.Module, examples: Examples, task: Task, sync: GradientSync, seed: int) -> tuple[float, float]:
-    """Return loss and metric on these examples, the same on all ranks; leave the model as it was. Collective."""
-    own = [buffer.clone() for buffer in model.buffers()]
-    sync.broadcast_(list(model.buffers()))
+    """Return loss and metric on these examples, the same on all ranks; leave the model as it was. Collective.
+
+    Call it inside sync.global_weights(), which has the weights and buffers to evaluate with in the model.
+    """
     training, device = model.training, sync._layout.device
     model.eval()
     sums = np.zeros(4)
@@ -33,8 +34,6 @@ def evaluate(model: torch.nn.Module, examples: Examples, task: Task, sync: Gradi
             loss, (measured, count) = task.loss(outputs, targets), task.measure(outputs, targets)
             sums += (float(loss) * len(indices), len(indices), measured, count)
     model.train(training)
-    for buffer, value in zip(model.buffers(), own, strict=True):
-        buffer.copy_(value)
     total = sync.gather_floats(sums).sum(axis=0)
     return float(total[0] / max(1.0, total[1])), float(task.finish(total[2] / max(1.0, total[3])))
 

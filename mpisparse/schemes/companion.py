@@ -108,11 +108,8 @@ class Companion:
         """
         yield from ()
 
-    def global_weights(self, *, buffers: bool = True) -> AbstractContextManager[None]:
-        """Have the weights that are the same on all ranks in the model.
-
-        buffers: those too that are made of all ranks' for the while, which is collective.
-        """
+    def global_weights(self) -> AbstractContextManager[None]:
+        """Have the weights that are the same on all ranks in the model; local."""
         return nullcontext()
 
     def hold(self, frozen: Sequence[bool]) -> None:

@@ -15,6 +15,7 @@ from mpisparse.schemes.companion import Scheme, Site
 from mpisparse.wire.codecs import CODECS, codec_names
 
 SEGMENT_NBYTES = 1 << 30
+BUFFERS = ("rank0", "average", "own")
 
 
 def check_density(density: object) -> float:
@@ -72,6 +73,8 @@ class Options:
         accumulate="step").
     beta: with a momentum codec, the weight of the newly selected values in what is sent.
     segment_nbytes: largest single message, in bytes; longer ones are sent in several rounds.
+    buffers: inside global_weights() and in exported models, those of "rank0", their "average", or the rank's "own"; with
+        the first two global_weights() is collective if the model has buffers.
     """
 
     density: float = 0.001
@@ -80,6 +83,7 @@ class Options:
     nonfinite: str = "raise"
     beta: float = 0.7
     segment_nbytes: int = SEGMENT_NBYTES
+    buffers: str = "rank0"
     on_device: ClassVar[bool] = False  # whether all parts of the scheme work in the memory of a CUDA device
     renamed: ClassVar[Mapping[str, str]] = {}  # options by the names that they had in earlier versions
     of_weights: ClassVar[bool] = False  # whether ranks have weights and optimizers of their own, exchanged after its step
@@ -97,6 +101,7 @@ class Options:
             )
         check_share("beta", self.beta)
         check_whole("segment_nbytes", self.segment_nbytes, 1)
+        check_choice("buffers", self.buffers, BUFFERS)
 
     @property
     def needs_whole_gradient(self) -> bool:

@@ -57,7 +57,7 @@ BAD_EXDYNA = [
     ),
     (
         {"zzz": 1},
-        ["unknown option 'zzz' for scheme \"exdyna\"; choose from: accumulate, alpha, beta, blocks, codec, compensate"],
+        ["unknown option 'zzz' for scheme \"exdyna\"; choose from: accumulate, alpha, beta, blocks, buffers, codec"],
     ),
 ]
 BAD_DENSE = [

@@ -35,7 +35,7 @@ class Drifting(Companion):
     idle = False
 
     def __init__(
-        self, aggregator: Aggregator, site: Site, weights: OwnWeights, *, every: int | str, buffers: str,
+        self, aggregator: Aggregator, site: Site, weights: OwnWeights, *, every: int | str,
         adaptive_rate: float | None = None, start: DenseStart | None = None,
     ) -> None:  # fmt: skip
         self.aggregator = aggregator
@@ -45,7 +45,6 @@ class Drifting(Companion):
         self.subject: Any = weights
         self.weights = weights
         self.pace = Pace.of(every)
-        self.buffers = buffers
         self.adaptive_rate = adaptive_rate
         self.start = start
         self.done = 0
@@ -199,45 +198,25 @@ class Drifting(Companion):
         """W - G, as a new vector."""
         return self.weights.flat().sub_(self.shared)
 
-    def global_weights(self, *, buffers: bool = True) -> AbstractContextManager[None]:
-        return self._shared_in_place(buffers=buffers)
+    def global_weights(self) -> AbstractContextManager[None]:
+        return self._shared_in_place()
 
     @contextlib.contextmanager
-    def _shared_in_place(self, *, buffers: bool) -> Iterator[None]:
-        """Have the shared weights in the model for a while; with buffers of other ranks this is collective."""
+    def _shared_in_place(self) -> Iterator[None]:
+        """Have the shared weights in the model for a while."""
         if self.weights.lent:
             yield
             return
-        kept = self._take_buffers() if buffers else []
         self.weights.lend(self._as_parameters())
         try:
             yield
         finally:
-            if self.weights.take_back():  # else a state was loaded meanwhile
-                for buffer, values in kept:
-                    buffer.copy_(values)
+            self.weights.take_back()
 
     def _as_parameters(self) -> list[torch.Tensor]:
         """The shared weights in the parameters' shapes and types; float32 on the same memory."""
         slots = self.site.places.slots
         return [slot.view(self.shared[slot.begin : slot.end].to(slot.dtype), slot.begin) for slot in slots]
-
-    @torch.no_grad()
-    def _take_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Set the model's buffers as `buffers` says; returns the rank's own, to be given back."""
-        if self.buffers == "own" or self.exchange.size == 1:
-            return []
-        kept = [(buffer, buffer.clone()) for buffer in self.site.model.buffers()]
-        for buffer, own in kept:
-            if self.buffers == "average" and buffer.is_floating_point():
-                total = own.double().reshape(-1).numpy().copy()
-                self.exchange.allreduce_(total)
-                buffer.copy_(torch.from_numpy(total / self.exchange.size).reshape(buffer.shape))
-            else:
-                dense = own.reshape(-1).clone()
-                self.exchange.broadcast_(dense.view(torch.uint8).numpy())
-                buffer.copy_(dense.reshape(buffer.shape))
-        return kept
 
     # State: the model holds G in a checkpoint, the residual's place holds W
 

@@ -36,8 +36,6 @@ from mpisparse.wire.feedback import (
     owned_count,
 )
 
-BUFFERS = ("own", "rank0", "average")
-
 
 @dataclass(frozen=True)
 class Drift(Options):
@@ -58,7 +56,6 @@ class Drift(Options):
         single elements are selected and the attached optimizer is adaptive (Adam and its like), otherwise 1.
     staleness: 1 exchanges while the next forward and backward run, and applies the result after the next
         optimizer.step(); with density 1 that takes a copy of W - G.
-    buffers: inside global_weights(), the rank's "own", those of "rank0", or their "average"; the last two are collective.
     remainder: keep a float32 remainder of weights of other types, which are refused without it.
     controller, partitioner, blocks: as with scheme "exdyna".
     """
@@ -73,7 +70,6 @@ class Drift(Options):
     by: str = "elements"
     rate: float | str = "auto"
     staleness: int = 0
-    buffers: str = "own"
     remainder: bool = False
     controller: str = "tail"
     partitioner: str = "best"
@@ -103,7 +99,6 @@ class Drift(Options):
             raise ConfigurationError(
                 f"staleness must be 0 or 1, got {self.staleness}: each exchange selects by what the one before it learnt"
             )
-        check_choice("buffers", self.buffers, BUFFERS)
         check_flag("remainder", self.remainder)
         check_choice("controller", self.controller, CONTROLLERS)
         check_choice("partitioner", self.partitioner, PARTITIONERS)
@@ -173,7 +168,7 @@ class Drift(Options):
         rate = min(2.0, math.sqrt(parts.exchange.size)) if single else None
         start = DenseStart(site.places, parts.exchange, self.dense_steps, self.dense_codec) if self.dense_steps else None
         companion = Drifting(
-            aggregator, site, weights, every=every, buffers=self.buffers, adaptive_rate=rate, start=start
+            aggregator, site, weights, every=every, adaptive_rate=rate, start=start
         )  # fmt: skip
         return Scheme(aggregator, companion)
 

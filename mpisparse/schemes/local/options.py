@@ -12,11 +12,10 @@ from mpisparse.backends.flat import zeros
 from mpisparse.comm.regions import even_regions
 from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Parts
-from mpisparse.errors import ConfigurationError, check_choice
+from mpisparse.errors import ConfigurationError
 from mpisparse.schemes.companion import Scheme, Site
 from mpisparse.schemes.drift.apart import Distance
 from mpisparse.schemes.drift.companion import Drifting
-from mpisparse.schemes.drift.options import BUFFERS
 from mpisparse.schemes.drift.weights import OwnWeights
 from mpisparse.schemes.local.companion import LocalSteps
 from mpisparse.schemes.local.outer import Deferred, Nesterov, Plain
@@ -33,18 +32,15 @@ class Local(Options):
     """Every rank trains on its own weights W with its own optimizer; every so many steps the shared weights G take a step.
 
     every: optimizer steps from one exchange to the next.
-    buffers: inside global_weights(), the rank's "own", those of "rank0", or their "average"; the last two are collective.
     """
 
     of_weights = True
     name: ClassVar[str]
     every: int = 10
-    buffers: str = "own"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole("every", self.every, 1)
-        check_choice("buffers", self.buffers, BUFFERS)
         check_of_weights(self.name, self)
 
     def codecs(self) -> Sequence[str]:
@@ -92,7 +88,7 @@ class Diloco(Local):
             reducer=WholeAtOwners(CODECS[self.codec], error, n, spare=spare),
             stages=[Nesterov(weights, n, self.outer_rate, self.outer_momentum)],
         )
-        return Scheme(aggregator, Drifting(aggregator, site, weights, every=self.every, buffers=self.buffers))
+        return Scheme(aggregator, Drifting(aggregator, site, weights, every=self.every))
 
 
 @dataclass(frozen=True)
@@ -130,7 +126,7 @@ class Sparseloco(Local):
             reducer=Gathered(CODECS[self.codec], n),
             stages=[Plain(weights, scorer, self.outer_rate)],
         )
-        return Scheme(aggregator, LocalSteps(aggregator, site, weights, every=self.every, buffers=self.buffers))
+        return Scheme(aggregator, LocalSteps(aggregator, site, weights, every=self.every))
 
 
 def check_decay(name: str, value: object) -> None:

@@ -158,7 +158,7 @@ class Speculating(Companion):
             self.draining = False
         self.sets.synchronize()
 
-    def global_weights(self, *, buffers: bool = True) -> AbstractContextManager[None]:
+    def global_weights(self) -> AbstractContextManager[None]:
         return self.sets.global_in_place() if self.sets is not None else nullcontext()
 
     def replicated(self) -> Sequence[torch.Tensor] | None:
