@@ -21,6 +21,7 @@ from mpisparse.backends.device import load_backend
 from mpisparse.bench.costs import Log
 from mpisparse.bench.synthetic import Source, worker_gradient
 from mpisparse.comm.regions import Region, shared_out, spans_of
+from mpisparse.comm.roll_call import VALUES
 from mpisparse.errors import ConfigurationError, check_choice
 from mpisparse.schemes import SCHEMES, configure
 from mpisparse.schemes.partitioned import Exdyna
@@ -39,7 +40,8 @@ from mpisparse.wire.indices import FEW, rooms_of
 
 Scopes = list[tuple[int, int]]
 
-READY, HEADER, COUNT = 40, 16, 4  # bytes of a rank's status, of that before counts, and of a count below 2^32
+READY = 8 * (2 + VALUES)  # bytes of the first message of a step
+HEADER, COUNT = 16, 4  # bytes of a rank's status before counts, and of a count below 2^32
 HISTOGRAM_BINS = 2048
 KEPT = 1 << 32  # bytes of accumulators that are kept; more are added up again whenever they are read
 
