@@ -34,7 +34,12 @@ class Periodic:
         self._exchange: Exchange = sync._exchange if sync is not None else Exchange()
         self._owned = sync is None
         self._every, self._seconds, self._stop_before = steps, seconds, stop_before
-        self._exchange.raise_together(self._trouble())
+        try:
+            self._check()
+        except ConfigurationError:
+            if self._owned:
+                self._exchange.close()
+            raise
         self._listener = listen()
         self._last = time.monotonic()
         self.extra: dict[str, Any] = {}
@@ -43,19 +48,21 @@ class Periodic:
         if found is not None:
             self._say(f"continues from step {found}, {directory}")
 
-    def _trouble(self) -> ConfigurationError | None:
-        """Return what is wrong with the intervals, on this rank or between ranks. Collective."""
+    def _check(self) -> None:
+        """Raise on all ranks if the intervals make no sense on one, or differ. Collective."""
         error: ConfigurationError | None = None
         try:
             check_intervals(self._every, self._seconds, self._stop_before)
             StopRequest.check_thread()
         except ConfigurationError as caught:
             error = caught
+        self._exchange.raise_together(error)
         texts = self._exchange.gather_texts(f"steps={self._every!r}, seconds={self._seconds!r}, directory={self._directory}")
         other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
-        if error is None and other is not None:
-            error = ConfigurationError(f"the ranks differ: rank 0 has {texts[0]}, rank {other} has {texts[other]}")
-        return error
+        if other is not None:
+            raise ConfigurationError(
+                f"r{self._exchange.rank} | the ranks differ: rank 0 has {texts[0]}, rank {other} has {texts[other]}"
+            )
 
     def step_done(self) -> None:
         """Count a step; checkpoint if one is due. Collective, call it on every rank after each optimizer step.
