@@ -8,44 +8,53 @@ namespace {
 // If no cell holds two rungs, a look-up and one comparison without a branch give the answer.
 class Ladder {
 public:
-    Ladder(const float* rungs, int64_t count) : count_(count), bits_(count) {
+    Ladder(const float* rungs, int64_t count) : count_(int32_t(count)), bits_(count) {
         for (int64_t r = 0; r < count; ++r) bits_[r] = magnitude_bits(rungs[r]);
         const uint32_t span = uint32_t(bits_.back() - bits_.front());
         while ((span >> shift_) >= CELLS) ++shift_;
         first_.resize((span >> shift_) + 1);
+        int32_t reached = 0;
         for (size_t cell = 0; cell < first_.size(); ++cell) {
-            first_[cell] = reached_from(cell ? first_[cell - 1] : 0, bits_.front() + int32_t(cell << shift_));
-            single_ &= cell == 0 || first_[cell] <= first_[cell - 1] + 1;
+            const int32_t before = reached, from = bits_.front() + int32_t(cell << shift_);
+            while (reached < count_ && bits_[reached] <= from) ++reached;
+            first_[cell] = reached;
+            single_ &= cell == 0 || reached <= before + 1;
         }
-        single_ &= count_ <= first_.back() + 1;
+        single_ &= count_ <= first_.back() + 1 && bits_.front() < bits_.back();
     }
     // Increments counts[r] for each magnitude that reaches exactly r rungs.
     void count(const float* magnitudes, size_t n, int64_t* counts) const {
-        for (size_t i = 0; i < n; ++i) {
-            const int32_t x = int32_t(bits_of(magnitudes[i]));
-            if (single_ && x >= bits_.front() && x < bits_.back()) {
-                const int64_t r = first_[uint32_t(x - bits_.front()) >> shift_];
-                ++counts[r + (bits_[r] <= x)];
-            } else {
-                ++counts[reached(x)];
-            }
+        if (!single_) {
+            for (size_t i = 0; i < n; ++i) ++counts[reached(int32_t(bits_of(magnitudes[i])))];
+            return;
         }
+        std::vector<uint32_t> lanes(LANES * (size_t(count_) + 1), 0);  // counters of a rung that need not wait for each other
+        const int32_t low = bits_.front(), high = bits_.back();
+        const int32_t *first = first_.data(), *bits = bits_.data();
+        for (size_t i = 0; i < n; ++i) {  // no jump: which of the cases it is is anyone's guess
+            const int32_t x = int32_t(bits_of(magnitudes[i]));
+            const int32_t inside = std::min(std::max(x, low), high - 1);
+            const int32_t r = first[uint32_t(inside - low) >> shift_];
+            const int32_t some = r + (bits[r] <= inside);
+            const int32_t all = x >= high ? count_ : some;
+            const int32_t reached = x >= low && x <= INFINITE ? all : 0;
+            ++lanes[LANES * size_t(reached) + i % LANES];
+        }
+        for (size_t r = 0; r < lanes.size(); ++r) counts[r / LANES] += lanes[r];
     }
 
 private:
-    static constexpr uint32_t CELLS = 4096;
+    static constexpr uint32_t CELLS = 2048;
+    static constexpr size_t LANES = 4;
     int64_t reached(int32_t x) const {
         if (x < bits_.front() || x > INFINITE) return 0;
         if (x >= bits_.back()) return count_;
-        return reached_from(first_[uint32_t(x - bits_.front()) >> shift_], x);
-    }
-    int64_t reached_from(int64_t r, int32_t x) const {
+        int64_t r = first_[uint32_t(x - bits_.front()) >> shift_];
         while (r < count_ && bits_[r] <= x) ++r;
         return r;
     }
-    int64_t count_;
-    std::vector<int32_t> bits_;
-    std::vector<int64_t> first_;
+    int32_t count_;
+    std::vector<int32_t> bits_, first_;
     int shift_ = 0;
     bool single_ = true;
 };
@@ -68,10 +77,14 @@ NumPy<int64_t> block_counts(Array<const int64_t> index, Array<const float> magni
     std::vector<int64_t> counts(edges.size() - 1, 0);
     {
         nb::gil_scoped_release released;
-        size_t block = 0;
-        for (size_t i = 0; i < index.size(); ++i) {
-            while (index.data()[i] >= edges.data()[block + 1]) ++block;
-            counts[block] += magnitude.data()[i] >= threshold;
+        const int64_t* at = index.data();
+        const int64_t* const end = at + index.size();
+        const float* height = magnitude.data();
+        for (size_t block = 0; block < counts.size(); ++block) {
+            const int64_t stop = edges.data()[block + 1];
+            int64_t count = 0;
+            for (; at < end && *at < stop; ++at, ++height) count += *height >= threshold;
+            counts[block] = count;
         }
     }
     return to_numpy(std::move(counts));

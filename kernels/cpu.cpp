@@ -11,6 +11,7 @@
 #include "passes.hpp"
 #include "predict.hpp"
 #include "scatter.hpp"
+#include "tallies.hpp"
 
 namespace {
 
@@ -138,6 +139,11 @@ NB_MODULE(_cpu, m) {
     m.def("expand_rows", &expand_rows);
     m.def("encode_indices", &encode_indices);
     m.def("decode_indices", &decode_indices);
+    m.def("encode_counts", &encode_counts);
+    m.def("decode_counts", &decode_counts);
+    m.def("encode_falling", &encode_falling);
+    m.def("decode_falling", &decode_falling);
+    m.def("least_borders", &least_borders);
     m.def("reaching", &reaching);
     m.def("values_at", &values_at);
     m.def("take", &take);

@@ -155,13 +155,16 @@ std::vector<uint8_t> encode_as(const int64_t* index, size_t count, int64_t lo, u
     return encode_gaps(gaps, length);
 }
 
+std::vector<uint8_t> encode_range(const int64_t* index, size_t count, int64_t lo, uint64_t length) {
+    if (count == 0) return {};
+    return length >> 31 ? encode_as<int64_t>(index, count, lo, length) : encode_as<int32_t>(index, count, lo, length);
+}
+
 NumPy<uint8_t> encode_indices(Array<const int64_t> index, int64_t lo, int64_t hi) {
     std::vector<uint8_t> out;
     {
         nb::gil_scoped_release released;
-        const uint64_t length = uint64_t(hi - lo);
-        if (index.size() && length >> 31) out = encode_as<int64_t>(index.data(), index.size(), lo, length);
-        else if (index.size()) out = encode_as<int32_t>(index.data(), index.size(), lo, length);
+        out = encode_range(index.data(), index.size(), lo, uint64_t(hi - lo));
     }
     return to_numpy(std::move(out));
 }
@@ -243,11 +246,7 @@ uint64_t decode_plain(const uint8_t* bytes, size_t size, uint64_t length, int64_
 }
 
 // Writes the indices to `out` and returns how many bytes they took, or -1 if the message is damaged.
-int64_t decode_indices(Array<const uint8_t> payload, int64_t lo, int64_t hi, Array<int64_t> out) {
-    nb::gil_scoped_release released;
-    const uint8_t* bytes = payload.data();
-    int64_t* index = out.data();
-    const size_t count = out.size(), size = payload.size();
+int64_t decode_range(const uint8_t* bytes, size_t size, int64_t lo, int64_t hi, int64_t* index, size_t count) {
     const uint64_t length = uint64_t(hi - lo);
     if (count == 0) return 0;
     if (size == 0 || count > length || bytes[0] > GROUPED) return -1;
@@ -260,6 +259,11 @@ int64_t decode_indices(Array<const uint8_t> payload, int64_t lo, int64_t hi, Arr
         index[i] = lo + int64_t(offset++);
     }
     return int64_t((end + 7) / 8);
+}
+
+int64_t decode_indices(Array<const uint8_t> payload, int64_t lo, int64_t hi, Array<int64_t> out) {
+    nb::gil_scoped_release released;
+    return decode_range(payload.data(), payload.size(), lo, hi, out.data(), out.size());
 }
 
 // The candidates that reach a threshold.

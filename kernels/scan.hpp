@@ -25,6 +25,10 @@ enum Kind : uint8_t { FP32 = 0, FP16 = 1, BF16 = 2, FP64 = 3 };  // FP64: publis
 constexpr int64_t CHUNK = 64;
 constexpr int32_t MAGNITUDE = 0x7fffffff, INFINITE = 0x7f800000;
 
+// One line of a chunk, some pages ahead. torch's memory has pages of 4 kB, at whose ends the processor's own prefetching stops.
+template <class T>
+void prefetch_ahead(const T* data) { __builtin_prefetch(reinterpret_cast<const char*>(data) + (32 << 10), 0, 2); }
+
 inline float load_one(const void* source, Kind kind, int64_t i) {
     if (kind == FP32) return static_cast<const float*>(source)[i];
     const uint16_t h = static_cast<const uint16_t*>(source)[i];

@@ -95,7 +95,8 @@ class Attachment:
         """
         loss = closure()
         self._sync.begin(self._trouble())
-        mean = self._sync.average(math.nan if loss is None else float(loss))  # on all ranks, whatever theirs returned
+        own = loss.item() if isinstance(loss, torch.Tensor) else loss
+        mean = self._sync.average(math.nan if own is None else float(own))  # on all ranks, whatever theirs returned
         if loss is None:
             return None
         return torch.tensor(mean, dtype=loss.dtype) if isinstance(loss, torch.Tensor) else mean

@@ -35,7 +35,7 @@ def public_names() -> dict[str, list[str]]:
     modules = {f"mpisparse.{name}": package.members[name] for name in exported(package) if package.members[name].is_module}
     integrations = package.members.get("integrations")
     inner = {} if integrations is None else integrations.members
-    modules |= {each.path: each for name, each in inner.items() if each.is_module and not name.startswith("_")}
+    modules |= {each.path: each for name, each in inner.items() if not each.is_alias and each.is_module and name[0] != "_"}
     found = {"mpisparse": [f"mpisparse.{name}" for name in exported(package) if not package.members[name].is_module]}
     known = {package.members[name.removeprefix("mpisparse.")].canonical_path for name in found["mpisparse"]}
     for path, module in modules.items():

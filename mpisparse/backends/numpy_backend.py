@@ -55,6 +55,11 @@ from mpisparse.backends.numpy_nets import gather as gather
 from mpisparse.backends.numpy_nets import learn as learn
 from mpisparse.backends.numpy_nets import predict as predict
 from mpisparse.backends.numpy_nets import record as record
+from mpisparse.backends.numpy_tallies import decode_counts as decode_counts
+from mpisparse.backends.numpy_tallies import decode_falling as decode_falling
+from mpisparse.backends.numpy_tallies import encode_counts as encode_counts
+from mpisparse.backends.numpy_tallies import encode_falling as encode_falling
+from mpisparse.backends.numpy_tallies import least_borders as least_borders
 from mpisparse.backends.protocol import GROUP
 
 name = "numpy"

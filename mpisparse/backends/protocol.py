@@ -192,6 +192,30 @@ class Backend(Protocol):
         """Write the indices to out; return how many bytes they took, or -1 if the message is damaged."""
         ...
 
+    # Counts as bytes, and borders between partitions (mpisparse.backends.numpy_tallies); NumPy arrays for every backend
+
+    def encode_counts(self, counts: Ints, /) -> Bytes:
+        """Return counts as bytes."""
+        ...
+
+    def decode_counts(self, payload: Bytes, total: int, out: Ints, /) -> bool:
+        """Write the counts, whose sum is `total`, to out; False if the message is damaged."""
+        ...
+
+    def encode_falling(self, counts: Ints, above: int, payload: Bytes, /) -> None:
+        """Write counts that fall from one to the next, as what lies between two of them, with zeros behind."""
+        ...
+
+    def decode_falling(self, payload: Bytes, total: int, above: int, out: Ints, /) -> bool:
+        """Write falling counts to out: `above` lies above the last, `total` below that; False if damaged."""
+        ...
+
+    def least_borders(
+        self, work: Sequence[Ints], edges: Ints, limit: int, rooms: Sequence[int], unit: int, low: int, high: int, /
+    ) -> Ints:
+        """Find the borders that make the heaviest part lightest; low and high enclose the bound on it."""
+        ...
+
     # Reads and writes at an index
 
     def values_at(self, acc: Vector, index: Vector, /) -> Vector:

@@ -21,13 +21,14 @@ from mpisparse.backends.device import load_backend
 from mpisparse.bench.costs import Log
 from mpisparse.bench.synthetic import Source, worker_gradient
 from mpisparse.comm.regions import Region, shared_out, spans_of
+from mpisparse.comm.roll_call import VALUES
 from mpisparse.errors import ConfigurationError, check_choice
 from mpisparse.schemes import SCHEMES, configure
 from mpisparse.schemes.partitioned import Exdyna
 from mpisparse.select import tallies
 from mpisparse.select.candidates import NONE, Candidates, certain, count_ties, drop_ties, largest, merge
 from mpisparse.select.exclusive import first_rungs, next_selector, settle_step
-from mpisparse.select.partition import imbalance
+from mpisparse.select.partition import LeastBorders, imbalance
 from mpisparse.select.pickers import CyclicTopK, Picker, TopK, merged
 from mpisparse.select.scorers import Magnitude
 from mpisparse.select.search import Ladder, Search, block_count_type, harmonic, late_sizes
@@ -39,7 +40,8 @@ from mpisparse.wire.indices import FEW, rooms_of
 
 Scopes = list[tuple[int, int]]
 
-READY, HEADER, COUNT = 40, 16, 4  # bytes of a rank's status, of that before counts, and of a count below 2^32
+READY = 8 * (2 + VALUES)  # bytes of the first message of a step
+HEADER, COUNT = 16, 4  # bytes of a rank's status before counts, and of a count below 2^32
 HISTOGRAM_BINS = 2048
 KEPT = 1 << 32  # bytes of accumulators that are kept; more are added up again whenever they are read
 
@@ -120,6 +122,7 @@ class VirtualSearch(Search[Scopes, list[Candidates]]):
     def __init__(self, controller: Controller, k: int, acc: Accumulators, log: Log) -> None:
         super().__init__(controller, k, acc.n, acc.size)
         self.backend = load_backend()
+        self.least = self.backend.least_borders
         self.acc = acc
         self.log = log
 
@@ -143,19 +146,15 @@ class VirtualSearch(Search[Scopes, list[Candidates]]):
 
     def _log_ladder(self, rows: Ints, message: Ladder) -> None:
         if message.above is not None:
-            self.log.add("allgatherv", self._rooms(rows.shape[1], message.totals))
+            self.log.add("allgatherv", tallies.rooms(rows.shape[1], message.totals))
             return
         slots = max(0, rows.shape[1] - 1)
-        spaces = self._rooms(slots, message.totals)
+        spaces = tallies.rooms(slots, message.totals)
         header = HEADER * (not message.told) + 2 * COUNT * (rows.shape[1] > 0)
         self.log.add("allgatherv", [header + space for space in spaces])
-        late = late_sizes(slots, rows[:, 0] - rows[:, -1], spaces) if slots else []
+        late = late_sizes(slots, (rows[:, 0] - rows[:, -1]).tolist(), spaces) if slots else []
         if any(late):
             self.log.add("allgatherv", late)
-
-    @staticmethod
-    def _rooms(slots: int, totals: Ints) -> list[int]:
-        return [tallies.room(slots, total) for total in totals.tolist()]
 
     def histogram(self, scope: Scopes, most: int) -> Ints:
         if self.gathers:
@@ -196,7 +195,7 @@ class VirtualSearch(Search[Scopes, list[Candidates]]):
             if totals is None:
                 self._log_sized(counts)
             else:
-                self.log.add("allgatherv", self._rooms(len(edges) - 1, totals))
+                self.log.add("allgatherv", tallies.rooms(len(edges) - 1, totals.tolist()))
             return counts
         self.log.add("allreduce", (len(edges) - 1) * block_count_type(edges, self.size)().itemsize)
         return [np.sum(counts, axis=0)] * self.size
@@ -246,9 +245,9 @@ class TimedSelector(ExclusiveSelector):
 
     spent: list[float] = field(default_factory=list)
 
-    def drawn(self, counts: Sequence[Ints], able: Ints, loads: Ints | None = None) -> ExclusiveSelector:
+    def drawn(self, counts: Sequence[Ints], able: Ints, least: LeastBorders, loads: Ints | None = None) -> ExclusiveSelector:
         start = time.perf_counter()
-        drawn = super().drawn(counts, able, loads)
+        drawn = super().drawn(counts, able, least, loads)
         self.spent.append(time.perf_counter() - start)
         return drawn
 

@@ -22,6 +22,7 @@ class Communicator(MPI.Intracomm):
     """mpi4py's communicator, and what else an Exchange asks of its transport."""
 
     virtual = False
+    one_host = False  # until duplicate() has found out
     ops = OPS
 
     @property
@@ -53,7 +54,9 @@ def duplicate(comm: Any = None) -> Communicator:
     """Duplicate a communicator; None: all ranks, unless their launcher says that these are not all. Collective."""
     if comm is None:
         check_world(MPI.COMM_WORLD.Get_size(), library()["name"])
-    return Communicator(MPI.COMM_WORLD if comm is None else comm).Dup()
+    made = Communicator(MPI.COMM_WORLD if comm is None else comm).Dup()
+    made.one_host = _on_this_host(made)[1] == made.Get_size()
+    return made
 
 
 def everyone() -> Communicator:
@@ -80,10 +83,15 @@ def library() -> dict[str, str]:
 
 def local_rank(comm: Any = None) -> int:
     """Return the rank of this process among those on the same host; collective."""
-    here = (MPI.COMM_WORLD if comm is None else comm).Split_type(MPI.COMM_TYPE_SHARED)
-    rank = int(here.Get_rank())
+    return _on_this_host(MPI.COMM_WORLD if comm is None else comm)[0]
+
+
+def _on_this_host(comm: MPI.Intracomm) -> tuple[int, int]:
+    """This process's rank among those on the same host, and their number; collective."""
+    here = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    rank, size = int(here.Get_rank()), int(here.Get_size())
     here.Free()
-    return rank
+    return rank, size
 
 
 @dataclass(frozen=True)

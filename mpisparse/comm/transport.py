@@ -23,12 +23,15 @@ class Transport(Protocol):
     which return a request with Test() and Wait(). ops: what Allreduce takes as op, for "sum", "max" and "or" (bitwise).
     virtual: the ranks are threads of one process. is_open: messages can still be sent. threaded: several
     threads may exchange at the same time, on communicators of their own. cuda_aware: buffers may be in device memory.
+    one_host: it is known that all ranks share memory, and a large Allreduce is faster in rounds that stay in cache.
     """
 
     @property
     def ops(self) -> Mapping[str, Any]: ...
     @property
     def virtual(self) -> bool: ...
+    @property
+    def one_host(self) -> bool: ...
     @property
     def is_open(self) -> bool: ...
     @property

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from operator import attrgetter, methodcaller
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +22,10 @@ from mpisparse.model.layout import Layout, collect_gradients
 from mpisparse.model.published import Published
 
 Add = Callable[[int, Slot, torch.Tensor], int]  # adds a parameter's gradient during backward
+
+# A step looks at every parameter: these getters go over all of them without a frame of Python for each.
+GRAD, LAYOUT, REQUIRES_GRAD = attrgetter("grad"), attrgetter("layout"), attrgetter("requires_grad")
+LOOKS, STRIDE = attrgetter("dtype", "shape", "device"), methodcaller("stride")
 
 
 class ModelGradients:
@@ -46,6 +51,8 @@ class ModelGradients:
         self.add: Add | None = None
         self._moving = [True] * len(layout.params)
         self._registered = registry.parameters_registered()
+        self._looks = [(s.dtype, s.shape, layout.device) for s in layout.slots]
+        self._strides = [s.stride for s in layout.slots]
         self._plain = [None if s.dtype is torch.float64 else s.stride for s in layout.slots]  # strides read without a copy
         self._late: list[tuple[int, torch.Tensor]] = []  # gradients that came before their parameters were frozen
         self._left: set[int] = set()  # path "backward": gradients that could not be read when they came
@@ -56,11 +63,9 @@ class ModelGradients:
 
     def take(self, k: int, trouble: str) -> tuple[Pieces | None, Notice]:
         """The gradients since the last step, None where they are in the residual already, and what to tell the ranks."""
-        params, views, fresh = self.layout.members, self.published.views, self.watch.fresh
-        grads = [
-            None if p.grad is None or (p.grad is view and not fresh[i]) else p.grad
-            for i, (p, view) in enumerate(zip(params, views, strict=True))
-        ]
+        views, fresh = self.published.views, self.watch.fresh
+        pairs = zip(map(GRAD, self.layout.members), views, strict=True)
+        grads = [None if grad is view and not fresh[i] else grad for i, (grad, view) in enumerate(pairs)]
         mask, digest = self.frozen.mask, self.frozen.digest
         trouble = trouble or self._changed(grads) or ""
         if trouble:  # gradients of another type or shape must not be read
@@ -85,12 +90,17 @@ class ModelGradients:
 
     def _collect(self, grads: list[torch.Tensor | None]) -> Pieces:
         """The gradients as pieces of the flat vector; without a copy where all lie in memory as their parameters do."""
-        pairs = zip(grads, self._plain, strict=True)
-        if all(g is None or (g.stride() == plain and g.layout is torch.strided) for g, plain in pairs):
-            pointers = np.array([0 if g is None else g.data_ptr() for g in grads], dtype=np.uint64)
-            alive = [g for g in grads if g is not None]
-            return Pieces(pointers, self.layout.ends, self.layout.kinds, [], alive)
-        return collect_gradients(self.layout, grads)
+        alive = [g for g in grads if g is not None]
+        plain = self._plain if len(alive) == len(grads) else _at(self._plain, grads)
+        if list(map(LAYOUT, alive)).count(torch.strided) < len(alive) or list(map(STRIDE, alive)) != plain:
+            return collect_gradients(self.layout, grads)
+        addresses = list(map(torch.Tensor.data_ptr, alive))
+        if len(alive) == len(grads):
+            pointers = np.array(addresses, dtype=np.uint64)
+        else:
+            pointers = np.zeros(len(grads), dtype=np.uint64)
+            pointers[[i for i, grad in enumerate(grads) if grad is not None]] = addresses
+        return Pieces(pointers, self.layout.ends, self.layout.kinds, [], alive)
 
     def _fresh(self, notice: Notice) -> Notice:
         """Note where there is no new gradient, or where the last mean is still in one."""
@@ -100,7 +110,7 @@ class ModelGradients:
             notice = notice._replace(status=NO_BACKWARD)
         elif self.watch.unzeroed and (stale := self.watch.stale()):
             notice = notice._replace(status=STALE, detail=self.layout.slots[stale[0]].begin)
-        if [view.data_ptr() for view in self.published.views] != self.published.addresses:
+        if list(map(torch.Tensor.data_ptr, self.published.views)) != self.published.addresses:
             self.watch.reattach()
         return notice
 
@@ -126,14 +136,11 @@ class ModelGradients:
 
     def _as_before(self, grads: list[torch.Tensor | None]) -> bool:
         """Tell whether parameters and gradients are of the types, shapes and places that they had; False: look closer."""
-        layout = self.layout
-        device = layout.device
-        for p, grad, slot in zip(layout.members, grads, layout.slots, strict=True):
-            if p.dtype is not slot.dtype or p.shape != slot.shape or p.stride() != slot.stride or p.device != device:
-                return False
-            if grad is not None and (grad.dtype is not slot.dtype or grad.shape != slot.shape or grad.device != device):
-                return False
-        return True
+        params, looks = self.layout.members, self._looks
+        if list(map(LOOKS, params)) != looks or list(map(STRIDE, params)) != self._strides:
+            return False
+        alive = [grad for grad in grads if grad is not None]
+        return list(map(LOOKS, alive)) == (looks if len(alive) == len(grads) else _at(looks, grads))
 
     def sample(self, pieces: Pieces | None) -> int:
         """A digest of the gradients of a step, to find ranks that have the same ones; 0 if there is none, or if it is 0."""
@@ -187,12 +194,15 @@ class ModelGradients:
 
     def publish(self, used: Bools | None) -> None:
         """Make the published views p.grad; a parameter without a gradient on any rank, and nothing published, keeps None."""
-        frozen = self.frozen.mask
-        for i, (p, view) in enumerate(zip(self.layout.members, self.published.views, strict=True)):
-            if frozen[i] or (used is not None and not used[i] and not bool(view.any())):
-                p.grad = None
-            elif p.grad is not view:
-                p.grad = view
+        mask, pairs = self.frozen.mask, zip(self.layout.members, self.published.views, strict=True)
+        absent = mask if used is None else mask | ~used
+        if absent.any():
+            for i, (p, view) in enumerate(pairs):
+                p.grad = None if absent[i] and (mask[i] or not bool(view.any())) else view
+        else:
+            for p, view in pairs:
+                if p.grad is not view:
+                    p.grad = view
         self._published_once = True
         watch, published = self.watch, self.published
         watch.fresh[:] = False
@@ -201,9 +211,10 @@ class ModelGradients:
 
     def look(self) -> None:
         """See which parameters are frozen now."""
-        if [p.requires_grad for p in self.layout.params] != self._moving:
+        moving = list(map(REQUIRES_GRAD, self.layout.params))
+        if moving != self._moving:
             self.frozen.look()
-            self._moving = [p.requires_grad for p in self.layout.params]
+            self._moving = moving
 
     def drop(self) -> None:
         """Drop all gradients."""
@@ -218,3 +229,11 @@ class ModelGradients:
         self.frozen.changed = True
         self.published.clear()
         self.watch.restart()
+
+
+T = TypeVar("T")
+
+
+def _at(items: list[T], grads: list[torch.Tensor | None]) -> list[T]:
+    """The items of those parameters that have a gradient."""
+    return [item for item, grad in zip(items, grads, strict=True) if grad is not None]

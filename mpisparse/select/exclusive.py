@@ -75,7 +75,7 @@ def settle_in_regions(
     for _ in range(DRAWS if search.gathers else 1):  # sums would lead to much the same borders again
         counts = search.block_counts(everywhere, settled.threshold, selector.edges, totals)
         able = search.able if search.gathers else not_poor(settled.workloads)
-        selector = selector.drawn(counts, able, None if search.gathers else settled.workloads)
+        selector = selector.drawn(counts, able, search.least, None if search.gathers else settled.workloads)
         if search.gathers:
             search.drawn(counts, selector)
         mine, inside = search.inside(everywhere, selector.cut)

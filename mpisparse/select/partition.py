@@ -7,18 +7,20 @@ in every partition once.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from mpisparse.arrays import Ints
+from mpisparse.backends.numpy_tallies import least_borders
 
 PAPER_BLOCKS = 1024
 PAPER_ALIGN = 32
 BLOCKS_PER_RANK, MOST_BLOCKS = 256, 16_384
 FEW_BLOCKS, FEW_PER_RANK, PER_BLOCK = 384, 64, 2
 ROOM = 256  # of a part of mean weight
+
+LeastBorders = Callable[[Sequence[Ints], Ints, int, Sequence[int], int, int, int], Ints]
 
 
 def even_edges(n: int, blocks: int) -> Ints:
@@ -83,46 +85,25 @@ def block_counts(union: Ints, edges: Ints, search: Callable[[Ints, Ints], Ints] 
 
 
 def best_borders(
-    work: Sequence[Ints], edges: Ints, longest: int | None = None, weights: Sequence[int] | None = None
-) -> Ints:
+    work: Sequence[Ints], edges: Ints, longest: int | None = None, weights: Sequence[int] | None = None,
+    least: LeastBorders = least_borders,
+) -> Ints:  # fmt: skip
     """Find the borders that make the heaviest part lightest, none longer than `longest` elements if given.
 
     work[p][b] is what block b would cost in partition p (its owner's count), times weights[p] if given, in units of their
-    mean; a part of little weight holds four times as much as one of mean weight at most. A bound on the heaviest part is
-    feasible if filling the parts greedily up to it reaches the end; the least feasible bound is found by bisection.
-    `longest` is widened to what runs of whole blocks can always meet.
+    mean; a part of little weight holds four times as much as one of mean weight at most. The least feasible bound on the
+    heaviest part is found by bisection, by a backend's `least`. `longest` is widened to what runs of whole blocks can
+    always meet.
     """
-    size, blocks = len(work), len(edges) - 1
-    ends = edges.tolist()
-    limit = max(longest or ends[-1], -(-ends[-1] // size) + int(np.diff(edges).max()))
-    distinct = {id(w): _running(w) for w in {id(w): w for w in work}.values()}  # often all are one and the same
-    parts = [(*distinct[id(w)], room) for w, room in zip(work, _rooms(weights, size), strict=True)]
-
-    def fill(bound: int) -> list[int]:
-        borders = [0]
-        for sums, stops, room in parts:
-            start = borders[-1]
-            before = sums[bisect_left(stops, start)]
-            stop = stops[bisect_right(sums, before + bound * room // ROOM) - 1]
-            if limit < ends[-1]:
-                stop = min(stop, bisect_right(ends, ends[start] + limit) - 1)
-            borders.append(stop)
-        return borders
-
-    low, high = 0, max(sums[-1] for sums, _, _ in parts)
+    size, n = len(work), int(edges[-1])
+    limit = n if not longest or longest >= n else max(longest, -(-n // size) + int(np.diff(edges).max()))
+    distinct = {id(w): w for w in work}  # often all are one and the same
+    low, high = 0, max(int(w.sum()) for w in distinct.values())
     if high == 0:
-        return best_borders([np.diff(edges)] * size, edges, longest) if ends[-1] else even_borders(blocks, size)
+        return best_borders([np.diff(edges)] * size, edges, longest) if n else even_borders(len(edges) - 1, size)
     if len(distinct) == 1 and weights is None:  # no bound below an equal share is feasible
         low = -(-high // size)
-    while weights is not None and fill(high)[-1] < blocks:  # every part may have less room than one of mean weight
-        high *= 2
-    while low < high:
-        middle = (low + high) // 2
-        if fill(middle)[-1] < blocks:
-            low = middle + 1
-        else:
-            high = middle
-    return np.array(fill(low), dtype=np.int64)
+    return least(work, edges, limit, _rooms(weights, size), ROOM, low, high)
 
 
 def _rooms(weights: Sequence[int] | None, size: int) -> list[int]:
@@ -131,12 +112,6 @@ def _rooms(weights: Sequence[int] | None, size: int) -> list[int]:
         return [ROOM] * size
     mean = max(1, sum(weights) // size)
     return [max(1, min(4 * ROOM, ROOM * mean // max(1, w))) for w in weights]
-
-
-def _running(work: Ints) -> tuple[list[int], list[int]]:
-    """The distinct sums of runs of blocks from the first on, ascending, and where the longest run of each ends."""
-    busy = np.flatnonzero(work)
-    return [0, *np.cumsum(work[busy]).tolist()], [*busy.tolist(), len(work)]
 
 
 def paper_borders(borders: Ints, counts: Ints, edges: Ints, blocks: int = PAPER_BLOCKS) -> Ints:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -10,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from mpisparse.arrays import Bytes, Ints
+from mpisparse.backends.numpy_tallies import least_borders
 from mpisparse.comm.agreement import Notice, refuse
 from mpisparse.comm.regions import Region
 from mpisparse.select import tallies
 from mpisparse.select.candidates import Candidates, certain, count_ties, drop_ties, merge
+from mpisparse.select.partition import LeastBorders
 from mpisparse.select.threshold import Controller, Rungs, bin_of
 
 if TYPE_CHECKING:
@@ -31,7 +34,6 @@ POOR = 32  # beyond 16 ranks: a rank with so many times less than the mean is po
 LADDER, LEAST, MOST_REACH = 2, 16, 8  # a ladder's message has room for so many times what is likely, and so many more
 HISTOGRAM = 2  # everywhere, a histogram counts up to so many times what is wanted
 BINS = 2048
-NO_BYTES: Bytes = np.empty(0, dtype=np.uint8)
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,8 @@ class Ladder(NamedTuple):
     between the ends; of a new ladder, how many there is room for. told: the ranks' statuses are known.
     """
 
-    above: Ints | None
-    totals: Ints
+    above: list[int] | None
+    totals: list[int]
     told: bool
 
 
@@ -97,7 +99,7 @@ class Search(Generic[Scope, Collected]):
     A scope is where candidates are collected. A subclass is one rank among others, or all ranks in one process. `able` are
     the ranks that get a partition where borders are drawn in the step. Up to 16 ranks, `rungs` and `rows` are the last
     ladder and all ranks' counts on it, `spread_out` those of the last one in the whole vector; `inner` and `outer` what each
-    rank is likely to select in its region, of so many everywhere.
+    rank is likely to select in its region, of so many everywhere. `least` draws borders.
     """
 
     def __init__(self, controller: Controller, k: int, n: int, size: int) -> None:
@@ -109,7 +111,8 @@ class Search(Generic[Scope, Collected]):
         self.rungs: Rungs = np.empty(0, dtype=np.float32)
         self.rows: Ints | None = None
         self.spread_out: tuple[Rungs, Ints] | None = None
-        self.inner, self.outer = np.ones(size, dtype=np.int64), np.full(size, size)
+        self.inner, self.outer = [1] * size, [size] * size
+        self.least: LeastBorders = least_borders
 
     @property
     def gathers(self) -> bool:
@@ -126,19 +129,19 @@ class Search(Generic[Scope, Collected]):
     def message(self, rungs: Rungs, everywhere: bool, finer: bool) -> Ladder:
         """What the ranks know of the message of a ladder; up to 16 ranks."""
         if self.rows is None:
-            return Ladder(None, np.full(self.size, self._room_for(rungs)), False)
+            return Ladder(None, [self._room_for(rungs)] * self.size, False)
         if finer:
             below = int(np.searchsorted(self.rungs, rungs[0]))
             past = below + 1 == len(self.rungs)
-            above = np.zeros(self.size, dtype=np.int64) if past else self.rows[:, below + 1]
-            return Ladder(above, self.rows[:, below] - above, True)
+            above = [0] * self.size if past else self.rows[:, below + 1].tolist()
+            return Ladder(above, [at - end for at, end in zip(self.rows[:, below].tolist(), above, strict=True)], True)
         if everywhere:
-            return Ladder(None, np.full(self.size, self._room_for(rungs)), True)
-        if self.spread_out is not None and np.array_equal(self.spread_out[0], rungs):
+            return Ladder(None, [self._room_for(rungs)] * self.size, True)
+        if self.spread_out is not None and (self.spread_out[0] is rungs or np.array_equal(self.spread_out[0], rungs)):
             rows = self.spread_out[1]
-            between = rows[:, 0] - rows[:, -1]
-            return Ladder(None, np.minimum(between, LADDER * between * self.inner // self.outer + LEAST), True)
-        return Ladder(None, LADDER * self.k * self.inner // max(1, int(self.inner.sum())) + LEAST, True)
+            between = zip(rows[:, 0].tolist(), rows[:, -1].tolist(), self.inner, self.outer, strict=True)
+            return Ladder(None, [min(a - b, LADDER * (a - b) * i // o + LEAST) for a, b, i, o in between], True)
+        return Ladder(None, [LADDER * self.k * i // max(1, sum(self.inner)) + LEAST for i in self.inner], True)
 
     def _room_for(self, rungs: Rungs) -> int:
         """How many elements a rank is likely to have on a ladder around the threshold that gives k."""
@@ -155,8 +158,8 @@ class Search(Generic[Scope, Collected]):
     def drawn(self, counts: Sequence[Ints], selector: ExclusiveSelector) -> None:
         """Keep what each rank has in its region and everywhere, from all ranks' block counts."""
         ends = dict(zip((r.rank for r in selector.cut), pairwise(selector.borders.tolist()), strict=True))
-        self.inner = np.array([int(row[slice(*ends[rank])].sum()) for rank, row in enumerate(counts)], dtype=np.int64)
-        self.outer = np.array([max(1, int(row.sum())) for row in counts], dtype=np.int64)
+        self.inner = [int(row[slice(*ends[rank])].sum()) for rank, row in enumerate(counts)]
+        self.outer = [max(1, int(row.sum())) for row in counts]
 
     def histogram(self, scope: Scope, most: int) -> Ints:
         """The histogram of all ranks' magnitudes in their scopes, by exponent and the first bits of the mantissa.
@@ -291,51 +294,61 @@ def share_ladder(exchange: Exchange, backend: Backend, notice: Notice, counts: I
     """
     if exchange.size == 1:
         return share_counts(exchange, notice, counts, most)
+    rows: Ints = np.empty((exchange.size, len(counts)), dtype=np.int64)
     if message.above is not None:
-        between = counts - np.append(counts[1:], message.above[exchange.rank])
-        return _falling(message.above, tallies.gather(exchange, backend, between, message.totals))
-    slots, kind = max(0, len(counts) - 1), count_type(most)
-    own = counts[[0, -1]].astype(kind).view(np.uint8) if len(counts) else NO_BYTES
-    if not message.told:
-        own = np.concatenate([np.array([notice.status, notice.detail], dtype=np.int64).view(np.uint8), own])
-    between, totals = counts[:-1] - counts[1:], message.totals.tolist()
-    spaces = [tallies.room(slots, total) for total in totals]
-    space, total = spaces[exchange.rank], int(between.sum())
-    fits = tallies.room(slots, total) <= space
-    coded = tallies.padded(tallies.encode(backend, between) if fits else NO_BYTES, space)
-    sizes = [len(own) + each for each in spaces]
-    starts = np.cumsum([0, *sizes]).tolist()
-    gathered = exchange.allgatherv(np.concatenate([own, coded]), sizes, starts[:-1])
-    heads = np.stack([gathered[start : start + len(own)] for start in starts[:-1]])
-    if not message.told:
-        statuses = np.ascontiguousarray(heads[:, :16]).view(np.int64)
-        if statuses[:, 0].any():
-            refuse(statuses, notice)
+        spaces = tallies.rooms(len(counts), message.totals)
+        gathered, starts = _gather_falling(exchange, backend, counts, message.above[exchange.rank], spaces)
+        for rank, (total, above) in enumerate(zip(message.totals, message.above, strict=True)):
+            _read_falling(backend, gathered[starts[rank] : starts[rank + 1]], total, above, rows[rank])
+        return rows
+    slots = max(0, len(counts) - 1)
+    spaces = tallies.rooms(slots, message.totals)
+    own = [*(() if message.told else (notice.status, notice.detail)), *(counts[[0, -1]].tolist() if len(counts) else ())]
+    form = struct.Struct("=" + ("" if message.told else "qq") + ("" if not len(counts) else "II" if most < 2**32 else "QQ"))
+    above = own[-1] if len(counts) else 0
+    fits = not slots or tallies.room(slots, own[-2] - above) <= spaces[exchange.rank]
+    gathered, starts = _gather_falling(exchange, backend, counts[: slots if fits else 0], above, spaces, form.pack(*own))
+    heads = [form.unpack_from(gathered.data, start) for start in starts[:-1]]
+    if not message.told and any(head[0] for head in heads):
+        refuse(np.array([head[:2] for head in heads]), notice)
     if not len(counts):
-        return np.zeros((exchange.size, 0), dtype=np.int64)
-    ends = np.ascontiguousarray(heads[:, -2 * kind().itemsize :]).view(kind).astype(np.int64)
-    came = ends[:, 0] - ends[:, 1]
-    late = late_sizes(slots, came, spaces)
-    steps = (
-        tallies.gather_parts(exchange, backend, between, came, late) if any(late) else np.zeros((len(late), slots), np.int64)
-    )
-    for rank, (start, space) in enumerate(zip(starts[:-1], spaces, strict=True)):
+        return rows
+    totals = [head[-2] - head[-1] for head in heads]
+    late = late_sizes(slots, totals, spaces)
+    rows[:, -1] = [head[-1] for head in heads]
+    for rank, total in enumerate(totals):
         if not late[rank]:
-            coded = gathered[start + len(own) : start + len(own) + space]
-            steps[rank] = tallies.decode(backend, coded, slots, int(came[rank]))
-    return np.column_stack([_falling(ends[:, 1], steps), ends[:, 1]])
+            coded = gathered[starts[rank] + form.size : starts[rank + 1]]
+            _read_falling(backend, coded, total, heads[rank][-1], rows[rank, :-1])
+    if any(late):
+        gathered, starts = _gather_falling(exchange, backend, counts[: slots if late[exchange.rank] else 0], above, late)
+        for rank, total in enumerate(totals):
+            if late[rank]:
+                _read_falling(backend, gathered[starts[rank] : starts[rank + 1]], total, heads[rank][-1], rows[rank, :-1])
+    return rows
 
 
-def late_sizes(slots: int, totals: Ints, spaces: Sequence[int]) -> list[int]:
+def _gather_falling(
+    exchange: Exchange, backend: Backend, counts: Ints, above: int, spaces: Sequence[int], head: bytes = b""
+) -> tuple[Bytes, list[int]]:
+    """Gather messages of a head and falling counts; also return where each starts, and where the last ends."""
+    sizes = [len(head) + space for space in spaces]
+    payload: Bytes = np.empty(sizes[exchange.rank], dtype=np.uint8)
+    payload[: len(head)] = np.frombuffer(head, dtype=np.uint8)
+    backend.encode_falling(counts, above, payload[len(head) :])
+    starts = tallies.starts_of(sizes)
+    return exchange.allgatherv(payload, sizes, starts[:-1]), starts
+
+
+def _read_falling(backend: Backend, coded: Bytes, total: int, above: int, row: Ints) -> None:
+    """Write a rank's falling counts into its row."""
+    if not backend.decode_falling(coded, total, above, row):
+        raise RuntimeError(tallies.DAMAGED)
+
+
+def late_sizes(slots: int, totals: Sequence[int], spaces: Sequence[int]) -> list[int]:
     """Bytes of the second messages, of ranks whose counts may not fit into the first."""
-    needed = [tallies.room(slots, total) for total in totals.tolist()]
-    return [size if size > space else 0 for size, space in zip(needed, spaces, strict=True)]
-
-
-def _falling(above: Ints, between: Ints) -> Ints:
-    """Counts at every rung, one row per rank, from what lies between two rungs and what lies above the last."""
-    tails: Ints = np.cumsum(between[:, ::-1], axis=1)[:, ::-1] + above[:, None]
-    return tails
+    return [size if size > space else 0 for size, space in zip(tallies.rooms(slots, totals), spaces, strict=True)]
 
 
 def count_type(most: int) -> type[np.unsignedinteger[Any]]:
@@ -352,6 +365,7 @@ class Settlement(Search[tuple[int, int], Candidates]):
         super().__init__(controller, notice.k, n, exchange.size)
         self.exchange = exchange
         self.backend = backend
+        self.least = backend.least_borders
         self.view = view
         self.notice = notice
 

@@ -117,17 +117,20 @@ class ExclusiveSelector:
         """Where a rank collects candidates: everywhere if borders are still to be drawn, else in its own region."""
         return (0, self.n) if self.in_step else self.region_of[rank]
 
-    def drawn(self, counts: Sequence[Ints], able: Ints, loads: Ints | None = None) -> ExclusiveSelector:
+    def drawn(
+        self, counts: Sequence[Ints], able: Ints, least: partition.LeastBorders, loads: Ints | None = None
+    ) -> ExclusiveSelector:
         """This step with borders by every rank's block counts (in rank order); only able ranks get a partition.
 
         Where the counts are only the sum over ranks, `loads` are what each rank would select everywhere.
         """
-        owners = [partition.owner(p, self.turn, self.size) for p in range(self.size)]
-        chosen = np.isin(owners, able)
-        sharing = [owner for owner, takes_part in zip(owners, chosen, strict=True) if takes_part]
+        owners, chosen = [partition.owner(p, self.turn, self.size) for p in range(self.size)], set(able.tolist())
+        sharing = [owner for owner in owners if owner in chosen]
         weights = None if loads is None else [int(loads[owner]) for owner in sharing]
-        borders = partition.best_borders([counts[owner] for owner in sharing], self.edges, weights=weights)
-        return replace(self, borders=borders[np.cumsum([0, *chosen])])
+        borders = partition.best_borders([counts[owner] for owner in sharing], self.edges, weights=weights, least=least)
+        if len(sharing) < self.size:  # the others get an empty partition each
+            borders = borders[np.cumsum([0, *(owner in chosen for owner in owners)])]
+        return replace(self, borders=borders)
 
     def after(self, union: Ints, controller: Controller, search: SearchSorted, pick: SearchSorted) -> ExclusiveSelector:
         """The selector of the next step, by what all ranks selected; `search` and `pick` are the backend's."""

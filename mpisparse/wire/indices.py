@@ -86,7 +86,11 @@ def _unite_coded(
     arrived = None if tags is None else np.empty(ends[-1], dtype=np.uint8)
     for p, region in enumerate(regions):
         block = gathered[starts[p] : starts[p] + sizes[p]]
-        used = backend.decode_indices(block, region.lo, region.hi, union[ends[p] : ends[p + 1]])
+        if p == mine and len(chosen) == shares[p]:
+            union[ends[p] : ends[p + 1]] = chosen
+            used = sizes[p]
+        else:
+            used = backend.decode_indices(block, region.lo, region.hi, union[ends[p] : ends[p + 1]])
         if used < 0 or not (few or used == sizes[p]):
             raise RuntimeError(f"r{exchange.rank} | the indices of rank {region.rank} do not decode: the message is damaged")
         if arrived is not None:

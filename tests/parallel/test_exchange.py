@@ -108,6 +108,29 @@ def test_reductions(comm: MPI.Intracomm, count: int) -> None:
     assert not wrong
 
 
+def test_an_allreduce_on_one_host_goes_in_rounds(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers in several calls; in flight, where each call would end with a sleep, in one."""
+    mine = np.arange(1000, dtype=np.float32) + comm.rank
+    expected = comm.size * np.arange(1000, dtype=np.float32) + sum(range(comm.size))
+    exchange = Exchange(comm)
+    polling = exchange.polling()
+    seen = []
+    for each, most in ((exchange, exchange.round_nbytes), (polling, polling.round_nbytes)):
+        calls: list[str] = []
+        call = each._call
+        monkeypatch.setattr(
+            each, "_call", lambda name, *a, _call=call, _calls=calls, **o: (_calls.append(name), _call(name, *a, **o))
+        )
+        each.round_nbytes = 1200 if most < each.segment_nbytes else most
+        seen.append((np.array_equal(each.allreduce_(mine.copy()), expected), len(calls)))
+    hosts = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    shared = hosts.Get_size() == comm.size
+    hosts.Free()
+    polling.close()
+    exchange.close()
+    assert seen == [(True, 4 if shared else 1), (True, 1)]
+
+
 @pytest.mark.parametrize("count", [0, 1, 25, 130])
 def test_broadcast(comm: MPI.Intracomm, count: int) -> None:
     wrong = []

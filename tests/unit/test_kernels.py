@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import FLOORS, NONFINITE, SPECIAL, TYPES, assert_same, gradients, halfway, values
 
-from mpisparse.backends import numpy_apart, numpy_backend, numpy_few_bits, numpy_indices, numpy_nets
+from mpisparse.backends import numpy_apart, numpy_backend, numpy_few_bits, numpy_indices, numpy_nets, numpy_tallies
 from mpisparse.backends.keys import PRODUCTS, SCORES, keys_of
 from mpisparse.backends.kinds import BF16, FP16, FP32, FP64, STORED, round_to
 from mpisparse.backends.protocol import FEW_BITS, HIDDEN
@@ -22,7 +22,8 @@ from mpisparse.select.threshold import HUGE, TINY, spread
 
 cpu = pytest.importorskip("mpisparse._cpu", exc_type=ImportError)
 
-MODULES = [module.__name__ for module in (numpy_apart, numpy_backend, numpy_few_bits, numpy_indices, numpy_nets)]
+ROOMS = (numpy_apart, numpy_backend, numpy_few_bits, numpy_indices, numpy_nets, numpy_tallies)
+MODULES = [module.__name__ for module in ROOMS]
 KERNELS = sorted(
     name for name, f in inspect.getmembers(numpy_backend, inspect.isfunction) if f.__module__ in MODULES and name[0] != "_"
 )
@@ -348,6 +349,55 @@ def test_coded_indices(native: Any, count: int, length: int) -> None:
         payload = numpy_backend.encode_indices(index, lo, lo + length)
         assert_agree(native, "decode_indices", payload, lo, lo + length, np.zeros(len(index), np.int64), writes=(3,))
         assert native.decode_indices(payload[:-1], lo, lo + length, index.copy()) == (-1 if len(index) else 0)
+
+
+@pytest.mark.parametrize("slots", [0, 1, 2, 255, 1000])
+@pytest.mark.parametrize("most", [0, 1, 3, 400, 2**33])
+def test_counts_as_bytes(native: Any, slots: int, most: int) -> None:
+    """Few items in many slots, many in few; damaged messages are noticed by both."""
+    rng = np.random.default_rng(slots + most)
+    for counts in (rng.integers(0, most + 1, slots), rng.integers(0, most + 1, slots) * (rng.random(slots) < 0.05)):
+        total = int(counts.sum())
+        assert_agree(native, "encode_counts", counts)
+        payload = numpy_backend.encode_counts(counts)
+        out = np.zeros(slots, np.int64)
+        assert native.decode_counts(payload, total, out)
+        assert np.array_equal(out, counts)
+        assert_agree(native, "decode_counts", payload, total, np.zeros(slots, np.int64), writes=(2,))
+        falling = np.cumsum(counts[::-1])[::-1].copy() + 7
+        longer = np.full(len(payload) + 5, 0xFF, np.uint8)
+        assert_agree(native, "encode_falling", falling, 7, longer, writes=(2,))
+        native.encode_falling(falling, 7, longer)
+        assert_agree(native, "decode_falling", longer, total, 7, np.zeros(slots, np.int64), writes=(3,))
+        for damaged in (payload[:-1], payload[:0], np.bitwise_xor(payload, 0x55)):
+            for wrong in (total, total + 1, max(0, total - 1), -1):
+                outs = [np.zeros(slots, np.int64) for _ in range(2)]
+                verdicts = [b.decode_counts(damaged, wrong, x) for b, x in zip((native, numpy_backend), outs, strict=True)]
+                assert verdicts[0] == verdicts[1]
+                assert not verdicts[0] or np.array_equal(*outs)
+
+
+def test_counts_that_cannot_be_sent(native: Any) -> None:
+    for backend in (native, numpy_backend):
+        with pytest.raises(ValueError, match="negative"):
+            backend.encode_counts(np.array([3, -1]))
+        with pytest.raises(ValueError, match="room"):
+            backend.encode_falling(np.array([900, 500, 20]), 0, np.zeros(1, np.uint8))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("blocks", [1, 5, 300])
+def test_least_borders(native: Any, size: int, blocks: int) -> None:
+    rng = np.random.default_rng(size + blocks)
+    edges = np.concatenate([[0], np.cumsum(rng.integers(0, 50, blocks))])
+    for sparse in (1.0, 0.2):
+        work = [rng.integers(0, 900, blocks) * (rng.random(blocks) < sparse) for _ in range(size)]
+        high = max(1, *(int(w.sum()) for w in work))
+        for each in (work, [work[0]] * size):
+            for limit in (int(edges[-1]), -(-int(edges[-1]) // size) + 50):
+                assert_agree(native, "least_borders", each, edges, limit, [256] * size, 256, 0, high)
+            rooms = rng.integers(1, 1024, size).tolist()
+            assert_agree(native, "least_borders", each, edges, int(edges[-1]), rooms, 256, 0, high)
 
 
 def test_reaching(native: Any) -> None:

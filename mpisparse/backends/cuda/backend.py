@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpisparse.arrays import Bytes, Floats, Ints
-from mpisparse.backends import numpy_indices
+from mpisparse.backends import numpy_tallies
 from mpisparse.backends.cuda.launcher import Launcher
 from mpisparse.backends.protocol import GROUP, Rows
 
@@ -41,10 +41,13 @@ class CudaBackend:
 
     name = "cuda"
 
-    def __init__(self, launcher: Launcher, host: Any = numpy_indices) -> None:
-        """`host` codes counts, which are on the host."""
+    def __init__(self, launcher: Launcher, host: Any = numpy_tallies) -> None:
+        """`host` codes indices and counts that are on the host."""
         self.launcher = launcher
         self.encode_indices, self.decode_indices = host.encode_indices, host.decode_indices
+        self.encode_counts, self.decode_counts = host.encode_counts, host.decode_counts
+        self.encode_falling, self.decode_falling = host.encode_falling, host.decode_falling
+        self.least_borders = host.least_borders
         self.tile = 32 * launcher.block
         self._notes: dict[int, Tensor] = {}  # by the address of the storage added to, as backends are shared
 
