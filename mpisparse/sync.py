@@ -203,12 +203,11 @@ class GradientSync(Collectives):
         gradients.look()  # k counts what is not frozen
         pieces, notice = gradients.take(self.k if call is None else joined_k(call, self.k), trouble or found)
         number = works.selection.step + (len(works.flight) if works.flight is not None else 0)
-        notice = notice._replace(step=self._companion.counted(number))
-        notice = notice._replace(digest=self._equality.number(notice.step))
-        notice = notice if call is None else with_zeros(notice, call)
-        if self._sameness.looks:
-            self._compare_batches(pieces, notice.step, joined=call is not None)
-        self._unexchanged.exchanged()
+        notice = notice._replace(step=number if self._companion.idle else self._companion.counted(number))
+        if self._exchange.size > 1:
+            notice = self._compared(notice, pieces, call)
+        if self._options.of_weights:
+            self._unexchanged.exchanged()
         try:
             used = self._agreed(notice, clock)
         except Refusal as refusal:
@@ -248,9 +247,17 @@ class GradientSync(Collectives):
         """The learning rates that must be equal on all ranks: where gradients are exchanged."""
         return () if self._options.of_weights else rates_of(self._attached)
 
+    def _compared(self, notice: Notice, pieces: Any, call: Call | None) -> Notice:
+        """Add what the ranks compare to a notice; collective in the first exchanges. A rank alone compares nothing."""
+        notice = notice._replace(digest=self._equality.number(notice.step))
+        notice = notice if call is None else with_zeros(notice, call)
+        if self._sameness.looks:
+            self._compare_batches(pieces, notice.step, joined=call is not None)
+        return notice
+
     def _compare_batches(self, pieces: Any, step: int, *, joined: bool) -> None:
         """Look for ranks that have the same gradient, or weights, in the first exchanges; collective."""
-        if not joined and self.size > 1:
+        if not joined:
             drift = self._companion.drift()
             sample = self._gradients.sample(pieces) if drift is None else digest([drift])
             rows = meet(self._exchange, SAMPLES, sample, self.rank, step=step)

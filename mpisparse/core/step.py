@@ -181,6 +181,8 @@ def share_readiness(exchange: Exchange, notice: Notice) -> Bools | None:
 
     Returns which parameters had a gradient on some rank; None if all parameters had one on all ranks.
     """
+    if exchange.size == 1:
+        return _alone(notice)
     answered = answers(told(exchange, notice).call, exchange)
     rows = answered[:, 2:]
     if rows[:, 0].any():
@@ -194,10 +196,15 @@ def share_readiness(exchange: Exchange, notice: Notice) -> Bools | None:
         raise ReplicasDiffer
     if not rows[:, 3].any():
         return None
-    if exchange.size == 1:
-        return ~notice.unused
     bits = exchange.allreduce_(np.packbits(~notice.unused), "or")
     return np.unpackbits(bits, count=len(notice.unused)).astype(bool)
+
+
+def _alone(notice: Notice) -> Bools | None:
+    """What share_readiness() finds where there is one rank."""
+    if notice.status != FINE:
+        refuse(np.array([[notice.status, notice.detail]]), notice)
+    return ~notice.unused if notice.unused.any() else None
 
 
 def deliver_late(exchange: Exchange, backend: Backend, out: Outgoing) -> Arrived:
