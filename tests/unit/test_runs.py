@@ -664,7 +664,9 @@ def test_a_forced_seed_holds_and_is_resumed_to_the_last_bit(copied: Path, tmp_pa
     assert train(same, *OPTIONS, "--steps", "8", "--resume", "force") == 0
     assert said_of_settings(same) == [], "nothing is forced that is the same"
     ended, other = contents(newest(same)), contents(newest(copied))
-    assert ended["rank-0000.h5"][1]["own/2"] != other["rank-0000.h5"][1]["own/2"], "the generators were seeded anew"
+    assert ended["rank-0000.h5"][1]["random/torch"] != other["rank-0000.h5"][1]["random/torch"], (
+        "the generators were seeded anew"
+    )
     assert losses_and_weights(same)[0] != losses_and_weights(copied)[0]
 
 
@@ -753,7 +755,7 @@ def test_checkpoints_of_versions_that_stored_no_settings_are_compared_too(
 def test_a_run_resumed_from_any_directory_ends_alike(single: Path, tmp_path: Path) -> None:
     longer = tmp_path / "longer"
     assert train(longer, *OPTIONS, "--steps", "6", "--resume", str(single)) == 0
-    assert [line["event"] for line in metrics(longer) if line["kind"] == "event"] == ["resume", "end"]
+    assert [line["event"] for line in metrics(longer) if line["kind"] == "event"] == ["finished", "end"]
     assert not store.found(longer / "checkpoints"), "nothing was left to do"
 
 
