@@ -189,7 +189,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_python_of_the_readme_runs_from_top_to_bottom(here: Path) -> None:
     names: dict[str, Any] = {"__name__": "snippet"}
-    for block in python_of("README.md"):
+    for block in (block for block in python_of("README.md") if block.mark != "not run"):
         execute(block.text, names, "README.md")
     assert names["sync"].stats.step == names["step"] == 99
     names["sync"].close()
