@@ -146,7 +146,10 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, capsys: pytest.Capture
 def test_it_ends_cleanly(tmp_path: Path, number: signal.Signals) -> None:
     run = make_run(tmp_path / "run", [by_hand(1)])
     command = [sys.executable, "-m", "mpisparse", "report", str(run), "--serve", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+    ) as process:  # fmt: skip
         assert process.stdout is not None
         assert process.stderr is not None
         said = process.stdout.readline()
