@@ -58,6 +58,10 @@ class Attachment:
         if self in self._sync._attached:
             self._sync._attached.remove(self)
 
+    def trust_scaler(self) -> None:
+        """Look for no other GradScaler: a framework that brings its own asks the optimizer whether it unscales by itself."""
+        self._alarm.remove()
+
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does, if all in it are exchanged."""
         self._add_group(param_group)

@@ -68,7 +68,7 @@ class Periodic:
         """Count a step; checkpoint if one is due. Collective, call it on every rank after each optimizer step.
 
         If a signal or the time limit of the Slurm job asks any rank to stop, all ranks checkpoint and leave with exit
-        code 85. Costs one message of 16 bytes. A checkpoint that cannot be written warns, and training goes on, unless
+        code 85. Costs one small message. A checkpoint that cannot be written warns, and training goes on, unless
         it is the last one.
         """
         self.step += 1
@@ -80,6 +80,7 @@ class Periodic:
             try:
                 self.save()
             except CheckpointError as error:
+                self._last = time.monotonic()  # a full disk is not written to in every step
                 if self._exchange.rank == 0:
                     warnings.warn(str(error), stacklevel=2)
 

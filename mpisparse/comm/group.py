@@ -91,7 +91,7 @@ class GroupComm:
     """The methods of mpi4py's communicators that Exchange uses, on NumPy arrays, over gloo."""
 
     ops = OPS
-    virtual = one_host = False
+    virtual = one_host = ends_together = False
     threaded = True
     cuda_aware = False
 

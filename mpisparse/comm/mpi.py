@@ -22,6 +22,7 @@ class Communicator(MPI.Intracomm):
     """mpi4py's communicator, and what else an Exchange asks of its transport."""
 
     virtual = False
+    ends_together = True
     one_host = False  # until duplicate() has found out
     ops = OPS
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mpisparse.comm.exchange import Exchange
+from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.comm.watchdog.transport import own_names
 from mpisparse.comm.world import started_by
 from mpisparse.errors import ConfigurationError
@@ -30,6 +31,7 @@ def init_torch_distributed(backend: str = "gloo", *, comm: Any = None, **options
     if comm is None and started_by() == "torchrun":
         dist.init_process_group(backend, **options)
         return
+    end_job_on_uncaught_exception(comm)  # a rank that cannot go on would leave the others waiting
     exchange = Exchange(comm)
     hosts = exchange.gather_texts(_host())
     store, address = _meet(exchange, len(set(hosts)) == 1)

@@ -152,8 +152,11 @@ _open: list[Exchange] = []
 
 
 def answer_at_exit(exchange: Exchange) -> None:
-    """Have the process answer one last roll call of an exchange when it ends, unless it was closed; local."""
-    if exchange.size > 1 and not exchange.virtual:
+    """Have the process answer one last roll call of an exchange when it ends, unless it was closed; local.
+
+    Only over MPI, whose processes end together in any case: ranks of a process group notice that a connection is closed.
+    """
+    if exchange.size > 1 and exchange.comm.ends_together:
         _open[:] = [other for other in _open if other.is_open]
         _open.append(exchange)
         atexit.unregister(_leave)
@@ -162,6 +165,9 @@ def answer_at_exit(exchange: Exchange) -> None:
 
 def _leave() -> None:
     """Tell the ranks that wait in an entry point, if any, that this one does not come. All ranks that end meet here."""
+    if getattr(sys, "last_value", None) is not None:  # an uncaught error: ranks that wait notice that this one is gone
+        announce_exit()
+        return
     left = [exchange for exchange in _open if exchange.pid == os.getpid() and exchange.is_open and not exchange.gone]
     calls = [begin(exchange, END, exchange.place.steps) for exchange in left]
     if calls:

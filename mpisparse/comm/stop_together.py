@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpisparse.comm.exchange import Exchange
-from mpisparse.comm.roll_call import meet
+from mpisparse.comm.roll_call import answer_at_exit, meet
 from mpisparse.stopping import Deadline, StopRequest, end_time
 
 STOP_BEFORE = 60.0  # seconds before the time limit of a Slurm job
@@ -58,12 +58,16 @@ def should_stop(sync: Any = None, *, stop_before: float = STOP_BEFORE) -> bool:
 
     Call it once per step, on every rank; it costs one message of 72 bytes. The first call takes over the signals that
     MPISPARSE_SIGNALS names (USR1,TERM), so make it before long preparations; a second signal ends the process at once.
-    sync: the GradientSync whose ranks agree; None: all ranks of MPI. stop_before: seconds before the job's time limit; 0:
-    do not watch the clock. Then save a checkpoint and leave with exit code 85, which scripts of `mpisparse slurm` requeue.
+    sync: the GradientSync whose ranks agree, needed inside sync.join(); None: all ranks of MPI. stop_before: seconds before
+    the job's time limit; 0: do not watch the clock. Then save a checkpoint and leave with exit code 85, which scripts of
+    `mpisparse slurm` requeue.
     """
     listener = listen()
     if sync is not None:
         exchange: Exchange = sync._exchange
     else:
-        listener.world = exchange = listener.world or Exchange()
+        if listener.world is None:
+            listener.world = Exchange()
+            answer_at_exit(listener.world)
+        exchange = listener.world
     return agree(exchange, [listener.asked(exchange.rank, stop_before)])[0]

@@ -21,8 +21,9 @@ class Transport(Protocol):
 
     It also has Allgather, Allgatherv, Alltoallv, Allreduce and Bcast, and their nonblocking forms Iallgather and so on,
     which return a request with Test() and Wait(). ops: what Allreduce takes as op, for "sum", "max" and "or" (bitwise).
-    virtual: the ranks are threads of one process. is_open: messages can still be sent. threaded: several
-    threads may exchange at the same time, on communicators of their own. cuda_aware: buffers may be in device memory.
+    virtual: the ranks are threads of one process. ends_together: processes wait for each other when they end. is_open:
+    messages can still be sent. threaded: several threads may exchange at the same time, on communicators of their own.
+    cuda_aware: buffers may be in device memory.
     one_host: it is known that all ranks share memory, and a large Allreduce is faster in rounds that stay in cache.
     """
 
@@ -30,6 +31,8 @@ class Transport(Protocol):
     def ops(self) -> Mapping[str, Any]: ...
     @property
     def virtual(self) -> bool: ...
+    @property
+    def ends_together(self) -> bool: ...
     @property
     def one_host(self) -> bool: ...
     @property

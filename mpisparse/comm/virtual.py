@@ -95,6 +95,7 @@ class VirtualComm:
 
     ops: Mapping[str, str] = {name: name for name in REDUCTIONS}
     virtual = is_open = True
+    ends_together = False
     one_host = False  # threads that take turns gain nothing by rounds
     threaded = False  # only one worker runs at a time
     cuda_aware = False

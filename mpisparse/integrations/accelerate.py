@@ -30,7 +30,8 @@ def prepare(accelerator: Accelerator, model: Any, optimizer: Any, *others: Any, 
 
     Returns the GradientSync, then model, optimizer and the others (loaders, schedulers) as Accelerate prepares them. The
     optimizer is attached: optimizer.step() exchanges, unless gradients are being accumulated. accelerator.save_state() and
-    load_state() include every rank's state, in the directory `mpisparse` of the checkpoint. `options`: of GradientSync.
+    load_state() include every rank's state, in the directory `mpisparse` of the checkpoint, `mpisparse-2` for the second
+    model of an accelerator, and so on. `options`: of GradientSync.
     """
     if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
         kinds = ", ".join(type(given).__name__ for given in (model, optimizer))
@@ -74,6 +75,9 @@ class Checkpoints:
         self._sync = sync
         self._subjects = {"model": model, "optimizer": optimizer, "sync": sync}
         self._loaded_from = Path()
+        before = accelerator._save_model_state_pre_hook.values()
+        number = sum(isinstance(getattr(hook, "__self__", None), Checkpoints) for hook in before) + 1
+        self._name = "mpisparse" if number == 1 else f"mpisparse-{number}"
         self._load_state = accelerator.load_state
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._note)
@@ -81,7 +85,7 @@ class Checkpoints:
 
     def _save(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
         """Write every rank's state, and let Accelerate write the shared weights; collective."""
-        place, step = Path(output_dir) / "mpisparse", self._accelerator.step
+        place, step = Path(output_dir) / self._name, self._accelerator.step
         beside.save(place, step, **self._subjects)
         if self._sync.rank == 0:
             beside.remove_others(place, step)
@@ -90,7 +94,7 @@ class Checkpoints:
                 weights[number] = beside.shared_weights(model.state_dict, self._sync)
 
     def _note(self, models: list[Any], input_dir: str) -> None:
-        self._loaded_from = Path(input_dir) / "mpisparse"
+        self._loaded_from = Path(input_dir) / self._name
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Load as Accelerate does, then everything of this rank; collective.

@@ -44,6 +44,8 @@ class Bucket:
         self.aggregator = options.build(parts).aggregator
         self.frozen = Frozen(self.layout, backend)
         self.may_be_unused = may_be_unused
+        self._keeps = not options.publishes_mean
+        self._before: dict[str, Any] = {}  # the vectors before the last step, if it cannot be undone by what it published
 
     def average(self, grads: Sequence[torch.Tensor], density: float) -> None:
         """Replace gradients by their mean over ranks; collective. A refused one changes nothing."""
@@ -59,6 +61,8 @@ class Bucket:
         with aggregator.in_words(self.layout.name_at, added=False):
             used = aggregator.agree(notice, clock)
         self._hold(np.zeros(len(grads), dtype=bool) if used is None else ~used)
+        if self._keeps:
+            self._before = {key: vector.copy() for key, vector in self.vectors().items()}
         if self.layout.held.remaining:
             with aggregator.in_words(self.layout.name_at, added=True), self.frozen.out_of_sight(self.vectors):
                 aggregator.run(pieces, notice._replace(k=aggregator.k), clock)
@@ -74,8 +78,15 @@ class Bucket:
             self.frozen.changed = False
 
     def take_back(self) -> None:
-        """The step is not done after all: the mean that was published waits again, on every rank."""
-        self.aggregator.residual.add_(self.published.published())
+        """The step is not done after all: the mean that was published waits again, on every rank.
+
+        Where no mean is published (demo), the step's own gradient is lost, as with any optimizer that skips a step.
+        """
+        if self._keeps:
+            for key, vector in self.vectors().items():
+                vector[:] = self._before[key]
+        else:
+            self.aggregator.residual.add_(self.published.published())
         self._note_waiting()
 
     def vectors(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from mpisparse.attachment import attach
+from mpisparse.attachment import Attachment, attach
 from mpisparse.errors import ConfigurationError
 from mpisparse.integrations import beside
 from mpisparse.integrations.accelerate import bare, refusal
@@ -15,7 +15,6 @@ from mpisparse.sync import GradientSync
 
 try:
     from transformers import Trainer, TrainerCallback
-    from transformers.trainer_utils import get_last_checkpoint
 except ImportError as error:
     raise ImportError(missing("transformers", "huggingface")) from error
 
@@ -37,6 +36,7 @@ class MPISparseTrainer(Trainer):
             )
         self.sync: GradientSync | None = None
         self._exchange_options = exchange or {}
+        self._attachment: Attachment | None = None
         self._training = False
         self._resumed_from: Path | None = None
         super().__init__(*args, **kwargs)
@@ -51,19 +51,20 @@ class MPISparseTrainer(Trainer):
         """Train; collective. A checkpoint to resume from restores every rank's state."""
         found: Any = resume_from_checkpoint
         if found is True:
-            found = get_last_checkpoint(self.args.output_dir)  # type: ignore[no-untyped-call]
-        self._resumed_from = Path(found) if found else None
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+            found = last_whole(Path(str(self.args.output_dir))) or True
+        self._resumed_from = Path(found) if isinstance(found, str) else None
+        return super().train(found, *args, **kwargs)
 
     def connect(self) -> None:
         """Construct the exchange and attach the optimizer; then restore the state to resume from. Collective."""
-        if self.sync is not None:
+        if self.sync is not None and self._attachment is not None:
+            self._attachment.remove()  # the Trainer may keep its optimizer
             self.sync.close()
         assert self.model is not None
         assert self.optimizer is not None
         self.sync = GradientSync(self.model, comm=communicator(), **self._exchange_options)
         self.sync.check_together(self._refusal())
-        attach(self.optimizer, self.sync)
+        self._attachment = attach(self.optimizer, self.sync)
         if self._resumed_from is not None:
             beside.load(self._resumed_from / "mpisparse", self.state.global_step, **self._subjects())
         self._training = True
@@ -110,6 +111,13 @@ class MPISparseTrainer(Trainer):
 
     def _subjects(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer, "sync": self.sync}
+
+
+def last_whole(directory: Path) -> str | None:
+    """Return the last checkpoint that was written to its end: the Trainer's own state is the last file of one."""
+    whole = {path.parent for path in directory.glob("checkpoint-*/trainer_state.json")}
+    numbered = [(int(number), path) for path in whole if (number := path.name.rpartition("-")[2]).isdecimal()]
+    return str(max(numbered)[1]) if numbered else None
 
 
 class Connection(TrainerCallback):

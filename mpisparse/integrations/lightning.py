@@ -106,7 +106,7 @@ class MPISparseStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         assert self.sync is not None
         self.sync.check_together(self._refusal(trainer))
-        attach(self.optimizers[0], self.sync, getattr(self.precision_plugin, "scaler", None))
+        attach(self.optimizers[0], self.sync, getattr(self.precision_plugin, "scaler", None)).trust_scaler()
 
     def _refusal(self, trainer: Trainer) -> ConfigurationError | None:
         """Return what cannot be trained."""

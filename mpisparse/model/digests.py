@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from mpisparse.backends.digest import LARGEST, digest
@@ -58,10 +59,10 @@ class Equality:
         if rank:
             first, second = others[0], others[rank]
             at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), -1)
-            what = f"of group {at}: {first[at]:g} on rank 0, {second[at]:g} on rank {rank}" if at >= 0 else "in number"
+            what = f"of group {at}: {first[at]:.7g} on rank 0, {second[at]:.7g} on rank {rank}" if at >= 0 else "in number"
             raise GradientError(
                 f"{me}the learning rates differ {what}; change them on all ranks alike: a scheduler that follows a loss "
-                "needs the same loss everywhere, such as sync.average(loss)"
+                "needs the same loss everywhere, such as sync.average(loss). check_every=0 turns this check off"
             )
         tensors = list(self.tensors())
         mine = json.dumps([digest([tensor]) for tensor in tensors])
@@ -133,5 +134,7 @@ class Sameness:
 
 def rates_of(attached: Iterable[Any]) -> tuple[float, ...]:
     """The learning rates of attached optimizers, by group; those on a device are left out, which would wait for it."""
-    rates = [group.get("lr", 0.0) for one in attached for group in one.optimizer.param_groups]
-    return tuple(float(rate) for rate in rates if not (isinstance(rate, torch.Tensor) and rate.device.type != "cpu"))
+    found = [group.get("lr") for one in attached for group in one.optimizer.param_groups]
+    rates = [0.0 if rate is None else rate for rate in found]  # some optimizers find their own
+    here = [float(rate) for rate in rates if not (isinstance(rate, torch.Tensor) and rate.device.type != "cpu")]
+    return tuple(float(np.float32(rate)) for rate in here)  # processors may differ in the last bits of a float64

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from mpisparse.arrays import Ints
+from mpisparse.backends.digest import digest
 from mpisparse.comm.agreement import FINE, NO_BACKWARD, Notice
 from mpisparse.comm.roll_call import ENTRIES, FIRST, JOINED, STEP, Apart, Call, all_done, answers, at_work, begin
 from mpisparse.errors import CollectiveError, ConfigurationError, GradientError
@@ -56,6 +57,11 @@ class Trailing:
                 f"{me}join() moves the replica of a rank that has no more batches: attach() the optimizer, or pass it: "
                 "sync.join(optimizer)"
             )
+        if len(self.attached) > 1:
+            raise ConfigurationError(
+                f"{me}join() can follow one attached optimizer, not {len(self.attached)}: a rank without batches does not "
+                "know which is next; give all ranks as many batches (mpisparse.shard)"
+            )
         if any(attachment.scales for attachment in self.sync._attached):
             raise ConfigurationError(
                 f"{me}join() cannot follow a GradScaler: its scale depends on gradients that a rank without batches does "
@@ -73,6 +79,14 @@ class Trailing:
         going = True
         while going:
             going = self._step() if self.sync.averages_gradients else self._rest_or_exchange()
+        if self.sync.averages_gradients:
+            self._compare()
+
+    def _compare(self) -> None:
+        """Raise on all ranks if the replicas differ: the loop may do more to gradients than a rank without batches did."""
+        sync = self.sync
+        if sync._equality.every and len(set(sync._exchange.gather_texts(str(digest(sync._replicated()))))) > 1:
+            sync._equality.judge(sync._exchange)
 
     def _step(self) -> bool:
         """Take part in one step that exchanges gradients; tell whether there was one."""

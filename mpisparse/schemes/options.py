@@ -86,6 +86,7 @@ class Options:
     buffers: str = "rank0"
     on_device: ClassVar[bool] = False  # whether all parts of the scheme work in the memory of a CUDA device
     renamed: ClassVar[Mapping[str, str]] = {}  # options by the names that they had in earlier versions
+    publishes_mean: ClassVar[bool] = True  # whether what is published, added to the residual again, undoes a step
     of_weights: ClassVar[bool] = False  # whether ranks have weights and optimizers of their own, exchanged after its step
 
     def __post_init__(self) -> None:

@@ -121,6 +121,23 @@ def show_resuming(name: str, options: dict[str, Any]) -> None:
             alike(digest(model.parameters()), "shared weights of other ranks' state")
 
 
+def show_two_models() -> None:
+    """Two models of one accelerator, each with its exchange: both are saved and loaded."""
+    accelerate, pairs = accelerator(), []
+    for number in range(2):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync, model, _ = prepare(accelerate, model, optimizer, **EXDYNA)
+        sync.residual.fill_(number + sync.rank)
+        pairs.append((sync, model))
+    accelerate.save_state(str(OUT / "two"))
+    for sync, _ in pairs:
+        sync.residual.zero_()
+    accelerate.load_state(str(OUT / "two"))
+    for number, (sync, _) in enumerate(pairs):
+        assert bool((sync.residual == number + sync.rank).all()), number
+
+
 def show_scaler() -> None:
     """A GradScaler inside Accelerate's optimizer: if one rank overflows, all skip the step."""
     accelerator()
@@ -163,6 +180,7 @@ def main() -> None:
     show_losses()
     show_resuming("exdyna", EXDYNA)
     show_resuming("drift", DRIFT)
+    show_two_models()
     show_scaler()
     show_refusals()
     print(f"rank {torch.distributed.get_rank()} of {torch.distributed.get_world_size()}: all shown", flush=True)

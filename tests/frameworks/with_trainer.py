@@ -100,6 +100,9 @@ def show_losses() -> None:
     losses, weights = plain_loop(done)
     assert done.model.losses == losses, (done.model.losses, losses)
     assert digest(done.model.parameters()) == weights
+    done.train()  # with the optimizer of before
+    assert len(done.model.losses) == 2 * len(losses)
+    alike(digest(done.model.parameters()), "replicas after more training")
 
 
 def show_resuming(name: str, options: dict[str, Any], **settings: Any) -> None:

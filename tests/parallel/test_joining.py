@@ -208,6 +208,23 @@ def test_the_same_numbers_of_batches(comm: MPI.Intracomm) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
+def test_what_only_ranks_at_work_do_to_gradients_is_noticed(comm: MPI.Intracomm) -> None:
+    model, sync = make(comm, "exdyna")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def train() -> None:
+        with sync.join(optimizer):
+            for step in range(batches(comm.rank)):
+                backward(model, optimizer, comm.rank, step)
+                sync.step()
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)  # which a rank without batches does not do
+                optimizer.step()
+
+    assert "the replicas differ" in raised(comm, mpisparse.GradientError, train)
+    sync.close()
+
+
+@pytest.mark.mpi(min_size=2)
 def test_what_cannot_be_joined_is_refused(comm: MPI.Intracomm) -> None:
     model, sync = make(comm, "exdyna")
     enter: Callable[[], Any] = lambda: sync.join().__enter__()  # noqa: E731
@@ -219,6 +236,10 @@ def test_what_cannot_be_joined_is_refused(comm: MPI.Intracomm) -> None:
     handle = mpisparse.attach(optimizer, sync, torch.amp.GradScaler("cpu"))
     assert "GradScaler" in raised(comm, mpisparse.ConfigurationError, enter)
     handle.remove()
+    handles = [mpisparse.attach(torch.optim.SGD(model.parameters(), lr=0.1), sync) for _ in range(2)]
+    assert "one attached optimizer, not 2" in raised(comm, mpisparse.ConfigurationError, enter)
+    for handle in handles:
+        handle.remove()
     mpisparse.attach(optimizer, sync)
 
     def train() -> None:

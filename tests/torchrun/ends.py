@@ -12,7 +12,15 @@ import mpisparse
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    sync = mpisparse.GradientSync(torch.nn.Linear(9, 9), comm=dist.group.WORLD, timeout=1.0)
+    in_torch = sys.argv[1] in ("fails", "leaves")
+    timeout = 600.0 if in_torch else 1.0
+    sync = mpisparse.GradientSync(torch.nn.Linear(9, 9), comm=dist.group.WORLD, timeout=timeout)
+    if in_torch:  # while the others are in a collective of torch's
+        if dist.get_rank() == 1:
+            if sys.argv[1] == "leaves":
+                sys.exit(3)
+            raise OSError("the data set is gone")
+        dist.barrier()
     if dist.get_rank() == 1:
         if sys.argv[1] == "raises":
             raise OSError("the data set is gone")

@@ -180,6 +180,15 @@ def test_a_checkpoint_that_fails_warns_and_the_last_one_raises(tmp_path: Path, m
     assert found(tmp_path) == [1]
 
 
+def test_a_full_disk_is_not_tried_in_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saves = checkpoint.every(tmp_path, model=nn.Linear(2, 2), seconds=1000.0)
+    monkeypatch.setattr(store, "complete", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    saves._last -= 2000.0
+    with pytest.warns(UserWarning, match="No space left"):
+        saves.step_done()
+    saves.step_done()  # filterwarnings: a warning would be an error
+
+
 # Jobs
 
 SCRIPT = """

@@ -53,6 +53,11 @@ def test_a_rank_that_raises_ends_the_job() -> None:
     assert "the data set is gone" in done.stderr
 
 
+@pytest.mark.parametrize("how", ["fails", pytest.param("leaves", marks=pytest.mark.slow)])
+def test_a_rank_that_ends_while_others_wait_in_torch_ends_the_job(how: str) -> None:
+    assert torchrun("ends.py", 2, how).returncode != 0
+
+
 def test_the_hook_of_ddp(tmp_path: Path) -> None:
     """Laws, refusals and states on two ranks; then the states are taken over by three."""
     for processes, part in ((2, "all"), (3, "resume")):

@@ -51,6 +51,14 @@ class LivePage:
             return self._page
 
 
+def _asks_for_here(host: str) -> bool:
+    """Whether a Host header names this machine."""
+    try:
+        return urlsplit(f"//{host}").hostname in NAMES
+    except ValueError:  # no host name at all
+        return False
+
+
 class Handler(BaseHTTPRequestHandler):
     """Answers requests for the page."""
 
@@ -58,7 +66,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Send the page, or the reason why it cannot be made."""
-        if urlsplit(f"//{self.headers.get('Host', '')}").hostname not in NAMES:
+        if not _asks_for_here(self.headers.get("Host", "")):
             return self._send(403, "text/plain", b"This server answers only to localhost.")
         if urlsplit(self.path).path != "/":
             return self._send(404, "text/plain", b"The page is at /.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Parts
@@ -27,6 +28,8 @@ class Demo(Options):
     decay: factor on the momentum in every step.
     chunk: height and width of the tiles whose cosine transforms are sent.
     """
+
+    publishes_mean: ClassVar[bool] = False
 
     density: float = 1 / 128
     decay: float = 0.999
