@@ -598,7 +598,7 @@ def test_a_delivery_in_flight_reads_only_its_snapshot(comm: MPI.Intracomm, call:
     twin.close()
 
 
-@pytest.mark.parametrize("call", [0, 1, 3])
+@pytest.mark.parametrize("call", [0, 1, 2])  # with density 1 there are no more
 @pytest.mark.parametrize("density", [0.05, 1.0])
 @pytest.mark.singles
 def test_a_delivery_of_drift_reads_only_its_snapshot(comm: MPI.Intracomm, density: float, call: int) -> None:
