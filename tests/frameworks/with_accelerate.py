@@ -131,6 +131,7 @@ def show_two_models() -> None:
         sync.residual.fill_(number + sync.rank)
         pairs.append((sync, model))
     accelerate.save_state(str(OUT / "two"))
+    accelerate.wait_for_everyone()  # rank 0 writes
     for sync, _ in pairs:
         sync.residual.zero_()
     accelerate.load_state(str(OUT / "two"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +19,15 @@ def comm() -> MPI.Intracomm:
     return MPI.COMM_WORLD
 
 
-@pytest.fixture(scope="session")
-def group(comm: MPI.Intracomm) -> dist.ProcessGroup:
-    """All ranks as a process group of torch.distributed."""
+@pytest.fixture(scope="module")
+def group(comm: MPI.Intracomm) -> Iterator[dist.ProcessGroup]:
+    """All ranks as a process group of torch.distributed; given back, because benchmarks make their own."""
     mpisparse.init_torch_distributed()
     made = dist.group.WORLD
     assert made is not None
-    return made
+    yield made
+    comm.Barrier()
+    dist.destroy_process_group()
 
 
 @pytest.fixture
