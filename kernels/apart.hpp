@@ -217,8 +217,6 @@ void add_stretch(Array<const uint64_t> pointers, Array<const int64_t> ends, Arra
     });
 }
 
-constexpr int64_t BEYOND_CACHE = 1 << 22;  // elements of a vector that no cache holds until it is read again
-
 // As multiply_floats, past the caches: lines of `out` need not be read first, a third of the traffic. False if a product is not finite.
 bool stream_multiplied(const float* source, float by, int64_t count, float* out) {
     float watched = 0.0f;  // not a number from the first product on that is not finite
@@ -233,7 +231,7 @@ bool stream_multiplied(const float* source, float by, int64_t count, float* out)
         _mm_stream_ps(out + i, x);
     }
     for (; i < count; ++i) one();
-    _mm_sfence();
+    end_stream();
     float lanes[4];
     _mm_storeu_ps(lanes, sums);
     for (float lane : lanes) watched += lane;

@@ -75,6 +75,12 @@ __device__ inline i64 lower_bound(const i64* data, i64 from, i64 to, i64 x) {
 }
 __device__ inline i64 upper_bound(const i64* data, i64 from, i64 to, i64 x) { return lower_bound(data, from, to, x + 1); }
 
+// Four neighbours that are read or written at once; their address is a multiple of their size.
+template <class Number>
+struct __align__(4 * sizeof(Number)) Four {
+    Number at[4];
+};
+
 // Exclusive prefix sum over the threads of a block; `warps` is shared memory for one number per warp. All threads must call it.
 template <class Number>
 __device__ inline Number sum_before(Number value, Number* warps, Number* total) {
@@ -135,8 +141,8 @@ __device__ inline void write_marked(const u32* masks, const i64* offsets, u32* w
     for (; word; word &= word - 1) write(place++, blockIdx.x * TILE + 32 * threadIdx.x + __ffs(word) - 1);
 }
 
-// One block: offsets[i] is the sum of counts[0, i); summary is the sum of all counts, and the lowest of `bads` or -1.
-extern "C" __global__ void scan_counts(const u32* counts, const i64* bads, i64 n, i64* offsets, i64* summary) {
+// One block: offsets[i] is the sum of counts[0, i); summary is the sum of all counts, the lowest of `bads` or -1, and the flag.
+extern "C" __global__ void scan_counts(const u32* counts, const i64* bads, i64 n, i64* offsets, const i64* flag, i64* summary) {
     __shared__ i64 sums[SCAN / 32];
     __shared__ i64 lows[SCAN / 32];
     i64 done = 0, bad = NONE;
@@ -159,5 +165,6 @@ extern "C" __global__ void scan_counts(const u32* counts, const i64* bads, i64 n
     if (threadIdx.x == 0) {
         offsets[n] = summary[0] = done;
         summary[1] = bad == NONE ? -1 : bad;
+        summary[2] = *flag;
     }
 }

@@ -6,6 +6,7 @@
 
 #include "apart.hpp"
 #include "candidates.hpp"
+#include "chunks.hpp"
 #include "codec.hpp"
 #include "indices.hpp"
 #include "passes.hpp"
@@ -99,6 +100,7 @@ NB_MODULE(_cpu, m) {
 #endif
     m.def("accumulate_select", &accumulate_select);
     m.def("accumulate", &accumulate);
+    m.def("peek_select", &peek_select);
     m.def("select", &select_above);
     m.def("first_nonfinite", &first_nonfinite);
     m.def("late_nonfinite", [](Array<float>) { return -1; });  // accumulate() reports at once
@@ -211,4 +213,7 @@ NB_MODULE(_cpu, m) {
     m.def("add_sign", &decode_few_bits<2, ADD>);
     m.def("subtract_sign", &decode_few_bits<2, SUBTRACT>);
     m.def("settle_sign", &settle_few_bits<2>);
+    m.def("decode_chunks", &decode_chunks);
+    m.def("settle_chunks", &settle_chunks);
+    m.def("accumulate_chunks", &accumulate_chunks);
 }

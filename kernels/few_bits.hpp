@@ -47,7 +47,7 @@ struct Int4 { static constexpr int64_t GROUP = 64, CODES = 32; static constexpr 
 struct Int2 { static constexpr int64_t GROUP = 64, CODES = 16; static constexpr uint8_t ZEROS = 0; };
 struct Sign { static constexpr int64_t GROUP = 128, CODES = 16; static constexpr uint8_t ZEROS = 0; };
 
-enum Decoding { WRITE, ADD, SUBTRACT };  // what is done with decoded values
+enum Decoding { WRITE, ADD, SUBTRACT, STREAM };  // what is done with decoded values; STREAM writes past the caches
 
 // Encodes x[0, n); with `leave`, x becomes what is not sent.
 using EncodeFew = void (*)(float* x, int64_t n, uint16_t* scales, uint8_t* codes, bool leave);

@@ -77,6 +77,15 @@ void in_parts(int64_t begin, int64_t end, int threads, Work work) {
 // Threads for a pass over `length` elements: below 32,768 elements each, starting them costs more than it saves.
 int threads_for(int64_t length) { return int(std::max<int64_t>(1, std::min<int64_t>(most_threads, length / 32768))); }
 
+constexpr int64_t BEYOND_CACHE = 1 << 22;  // elements of a vector that no cache holds until it is read again
+
+// Ends writes past the caches: before others read what was written.
+void end_stream() {
+#ifdef MPISPARSE_X86
+    _mm_sfence();
+#endif
+}
+
 int32_t magnitude_bits(float threshold) {
     if (!(threshold >= 0.0f)) throw std::invalid_argument("the threshold must be a number >= 0");
     return int32_t(bits_of(threshold));

@@ -98,6 +98,35 @@ nb::tuple accumulate_select(Array<float> acc, Array<const uint64_t> pointers, Ar
     return accumulate_select_by(acc, pointers, ends, kinds, lo, hi, floor, {});
 }
 
+// What accumulate_select would find in [lo, hi): adds in a copy of one tile, so that nothing changes.
+nb::tuple peek_select(Array<const float> acc, Array<const uint64_t> pointers, Array<const int64_t> ends, Array<const uint8_t> kinds,
+                      int64_t lo, int64_t hi, float floor) {
+    constexpr int64_t TILE = 2048;
+    const int32_t bits = magnitude_bits(floor);
+    const Gradients grads{pointers.data(), ends.data(), kinds.data(), int64_t(pointers.size())};
+    Scanned all;
+    {
+        nb::gil_scoped_release released;
+        const int threads = threads_for(hi - lo);
+        std::vector<Found> found(threads);
+        std::vector<int64_t> bad(threads, -1);
+        in_parts(lo, hi, threads, [&](int part, int64_t begin, int64_t end) {
+            alignas(64) float tile[TILE];
+            grads.each(begin, end, [&](const char* source, Kind kind, int64_t from, int64_t to) {
+                for (int64_t a = from; a < to; a += TILE) {
+                    const int64_t n = std::min(TILE, to - a);
+                    const char* grad = source ? source + (a - from) * (kind == FP32 ? 4 : 2) : nullptr;
+                    std::copy_n(acc.data() + a, n, tile);
+                    if (isa.scan({tile, grad, kind, n, a, bits, &found[part]}) >= INFINITE && bad[part] < 0)
+                        bad[part] = a + first_nonfinite_of(tile, 0, n);
+                }
+            });
+        });
+        all = join(found, bad);
+    }
+    return to_tuple(std::move(all));
+}
+
 nb::tuple accumulate_select_scored(Array<float> acc, Array<const uint8_t> scores, uint8_t key, Array<const uint64_t> pointers,
                                    Array<const int64_t> ends, Array<const uint8_t> kinds, int64_t lo, int64_t hi, float floor) {
     return accumulate_select_by(acc, pointers, ends, kinds, lo, hi, floor, keying(scores, key, acc.size()));

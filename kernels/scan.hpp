@@ -95,6 +95,7 @@ using Bits = int32_t;
 inline Vec load(const float* p) { return *p; }
 inline Vec widen(const uint16_t* p, Kind kind) { return load_one(p, kind, 0); }
 inline void store(float* p, Vec x) { *p = x; }
+inline void stream(float* p, Vec x) { *p = x; }
 inline Vec add(Vec x, Vec y) { return x + y; }
 inline Vec multiply(Vec x, Vec y) { return x * y; }
 inline Vec everywhere(float x) { return x; }
@@ -158,6 +159,7 @@ inline Vec widen(const uint16_t* p, Kind kind) {
     return kind == FP16 ? _mm256_cvtph_ps(h) : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
 }
 inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
+inline void stream(float* p, Vec x) { _mm256_stream_ps(p, x); }  // aligned
 inline Vec add(Vec x, Vec y) { return _mm256_add_ps(x, y); }
 inline Vec multiply(Vec x, Vec y) { return _mm256_mul_ps(x, y); }
 inline Vec everywhere(float x) { return _mm256_set1_ps(x); }
@@ -239,6 +241,7 @@ inline Vec widen(const uint16_t* p, Kind kind) {
     return kind == FP16 ? _mm512_cvtph_ps(h) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
 }
 inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
+inline void stream(float* p, Vec x) { _mm512_stream_ps(p, x); }  // aligned
 inline Vec add(Vec x, Vec y) { return _mm512_add_ps(x, y); }
 inline Vec multiply(Vec x, Vec y) { return _mm512_mul_ps(x, y); }
 inline Vec everywhere(float x) { return _mm512_set1_ps(x); }

@@ -50,6 +50,12 @@ extern "C" __global__ void publish_at(void* data, u32 kind, const i64* index, i6
     values[i] = kind == FP32 || kind == FP64 ? 0.0f : __fsub_rn(x, kept);
 }
 
+// Fills a payload if some value that it was made of is not finite.
+extern "C" __global__ void spoil(u8* payload, i64 n, u8 with, const i64* bad) {
+    const i64 i = at_thread();
+    if (i < n && *bad >= 0) payload[i] = with;
+}
+
 // Called once per rank, so that sums are in rank order.
 extern "C" __global__ void add(float* total, const float* term, i64 n) {
     const i64 i = at_thread();

@@ -5,9 +5,17 @@ extern "C" __global__ void histogram(const float* acc, i64 lo, i64 hi, u64* bins
     __shared__ u32 own[2048];
     for (u32 b = threadIdx.x; b < 2048; b += BLOCK) own[b] = 0;
     __syncthreads();
-    for (int item = 0; item < 32; ++item) {
-        const i64 i = lo + blockIdx.x * TILE + item * BLOCK + threadIdx.x;
-        if (i < hi) atomicAdd(&own[(bits_of(acc[i]) & MAGNITUDE) >> 20], 1u);
+    const int BATCH = 8;  // loads in flight at a time
+#pragma unroll 1
+    for (int start = 0; start < 32; start += BATCH) {
+        const i64 first = lo + blockIdx.x * TILE + start * BLOCK + threadIdx.x;
+        float x[BATCH];
+#pragma unroll
+        for (int item = 0; item < BATCH; ++item)
+            if (first + item * BLOCK < hi) x[item] = acc[first + item * BLOCK];
+#pragma unroll
+        for (int item = 0; item < BATCH; ++item)
+            if (first + item * BLOCK < hi) atomicAdd(&own[(bits_of(x[item]) & MAGNITUDE) >> 20], 1u);
     }
     __syncthreads();
     for (u32 b = threadIdx.x; b < 2048; b += BLOCK)

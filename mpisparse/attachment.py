@@ -22,7 +22,8 @@ class Attachment:
     def __init__(self, optimizer: torch.optim.Optimizer, sync: GradientSync, scaler: Any) -> None:
         self._optimizer = optimizer
         self._sync = sync
-        sync._companion.adopt(optimizer)
+        scales = scaler is not None and scaler.is_enabled()
+        sync._companion.adopt(optimizer, scales=scales)
         self._known, self._strangers = list[int](), list[torch.nn.Parameter]()
         self._add_group = optimizer.add_param_group
         optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
@@ -30,9 +31,8 @@ class Attachment:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda *_: sync.finish()),
         )
-        scales = scaler is not None and scaler.is_enabled()
-        kinds = (LocalScaling, ScalerAgreement) if sync.options.of_weights else (ScalerAgreement,)
-        self._scaling = [kind(optimizer, sync, scaler) for kind in kinds] if scales else []
+        kinds = (LocalScaling, ScalerAgreement) if scales else ()
+        self._scaling = [kind(optimizer, sync, scaler) for kind in kinds]
         self._alarm = ScalerAlarm(optimizer, sync, scaler if scales else None)
         sync._attached.append(self)
 
@@ -54,7 +54,7 @@ class Attachment:
         self._alarm.remove()
         for scaling in reversed(self._scaling):
             scaling.remove()
-        self._sync._companion.release()
+        self._sync._companion.release(self._optimizer)
         if self in self._sync._attached:
             self._sync._attached.remove(self)
 
@@ -120,16 +120,22 @@ class ScalerAgreement:
         self._scaler = scaler
         self._unscale, self._step = scaler.unscale_, scaler.step
         scaler.unscale_, scaler.step = self.unscale_, self.step
+        if sync._early is not None:
+            sync._early.scaler = scaler
 
     def remove(self) -> None:
         """Give the scaler the methods back that it had."""
         self._scaler.unscale_, self._scaler.step = self._unscale, self._step
+        if self._sync._early is not None:
+            self._sync._early.scaler = None
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale as torch does, then make every rank's found_inf the largest of all; collective."""
         self._unscale(optimizer)
         if optimizer is not self._optimizer or not self._sync.averages_gradients:
             return
+        if self._sync._early is not None:
+            self._sync._early.unscaled()
         flags = self._flags()
         agreed = self._sync.agree_any(any(bool(flag) for flag in flags))
         for flag in flags:
@@ -143,6 +149,7 @@ class ScalerAgreement:
                 self._scaler.unscale_(optimizer)
             if any(bool(flag) for flag in self._flags()):
                 state["stage"] = OptState.STEPPED
+                self._sync._aggregator.recall()  # what has set out during backward
                 return None
         return self._step(optimizer, *args, **kwargs)
 
@@ -174,7 +181,7 @@ class LocalScaling:
         """Step as torch does; if that was skipped, exchange nevertheless."""
         self._stepped = False
         result = self._step(optimizer, *args, **kwargs)
-        if optimizer is self._optimizer and not self._stepped:
+        if optimizer is self._optimizer and not self._stepped and self._sync.exchanges_weights:
             self._sync.finish()
         return result
 
@@ -278,6 +285,11 @@ def attach(optimizer: torch.optim.Optimizer, sync: GradientSync, scaler: Any = N
         raise ConfigurationError(f"attach expects a GradientSync second, got {type(sync).__name__}")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ConfigurationError(f"attach expects a torch.amp.GradScaler as scaler, got {type(scaler).__name__}")
+    if any(one.optimizer is optimizer for one in sync._attached):
+        raise ConfigurationError(
+            f"r{sync.rank} | this optimizer is attached already, and one exchange belongs to each of its steps; call "
+            "remove() on what attach() returned first"
+        )
     check_exchanged(optimizer.param_groups, sync)
     if scaler is not None and scaler.is_enabled() and sync.options.accumulate == "backward":
         raise ConfigurationError(
@@ -285,7 +297,8 @@ def attach(optimizer: torch.optim.Optimizer, sync: GradientSync, scaler: Any = N
             "added to the residual"
         )
     attachment = Attachment(optimizer, sync, scaler)
-    sparse = not sync.options.of_weights and sync.scheme != "dense" and min(sync.density, sync.options.density) < 1.0
+    minds = sync.options.of_weights or sync.options.suits_optimizer or sync.scheme == "dense"
+    sparse = not minds and min(sync.density, sync.options.density) < 1.0
     if sparse and is_adaptive(optimizer) and sync.rank == 0:
         warnings.warn(
             f"an adaptive optimizer ({type(optimizer).__name__}) on sparse gradients: with AdamW on a GPT, 2 ranks, 600 "

@@ -36,6 +36,7 @@ PHASES = (  # in the order of a step; those outside the exchange last
     Phase("predictor", "handing samples to the learning thread and taking its weights", "#4f9ab8"),
     Phase("validate", "the gradient of the validation loss", "#a8687f"),
     Phase("accumulate", "adding the gradient to the residual", "#3f86cf"),
+    Phase("inside", "sums and results inside a node, and waiting for its ranks", "#7d8f9e"),
     Phase("agree", "on threshold and partition borders", "#e3ad2f"),
     Phase("probe", "the loss at perturbed weights", "#5aa9a2"),
     Phase("unite", "exchanging indices", "#dd7320"),
@@ -54,8 +55,14 @@ DETAILS = (
     Detail("ranking_by_magnitude", "Ranking by magnitude", "pairs in the right order by magnitude, weighted", "percent"),
     Detail("k_scale", "Scale of k", "elements selected, relative to the set density"),
     Detail("predictor_seconds", "Learning thread", "time of the learning thread so far", "seconds"),
+    Detail("mirror_bytes", "Copies", "received of what another rank had not sent, as a copy", "bytes"),
     Detail("history_bytes", "History", "memory of recorded samples", "bytes"),
+    Detail("choice", "Choice", "place of the exchange in use in the table of docs/howto/choosing.md, from 0"),
+    Detail("discontinuities", "Discontinuities", "changes between exchanges of gradients and of weights so far"),
+    Detail("computing_seconds", "Computation", "of the slowest rank, when the exchange was chosen", "seconds"),
+    Detail("predicted_seconds", "Predicted step", "with the exchange in use", "seconds"),
 )
+PREDICTED = "predicted_"  # a step with an exchange that is named after it
 _PHASES = {phase.name: phase for phase in PHASES}
 _DETAILS = {detail.name: detail for detail in DETAILS}
 
@@ -68,7 +75,8 @@ def phase(name: str) -> Phase:
 def detail(name: str) -> Detail:
     """Return a declared detail, or describe another one by its name."""
     words = name.replace("_", " ").strip()
-    return _DETAILS.get(name) or Detail(name, words[:1].upper() + words[1:], f"{name} of the scheme")
+    kind = "seconds" if name.startswith(PREDICTED) else "number"
+    return _DETAILS.get(name) or Detail(name, words[:1].upper() + words[1:], f"{name} of the scheme", kind)
 
 
 def in_order(names: Iterable[str]) -> list[str]:

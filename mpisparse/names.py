@@ -154,6 +154,7 @@ SCHEMES = Registry(
         "diloco": "mpisparse.schemes.local.options:Diloco",
         "sparseloco": "mpisparse.schemes.local.options:Sparseloco",
         "demo": "mpisparse.schemes.demo.options:Demo",
+        "auto": "mpisparse.plan.auto:Auto",
     },
     group="mpisparse.schemes",
     check="mpisparse.schemes.check:check_scheme",
@@ -174,10 +175,15 @@ CODECS = Registry(
     check="mpisparse.wire.codecs.check:check_codec",
     wrapper=(BLENDED, "mpisparse.wire.codecs.momentum:Blended"),
 )
+FLAT, NODE, AUTO = HIERARCHIES = ("flat", "node", "auto")  # over what a step exchanges
 DRIVERS = ("mpio",)  # of checkpoints
 FREE_OPTIONS = (
     "density",
     "segment_nbytes",
     "nonfinite",
     "buffers",
+    "hierarchy",
+    "slowdown",
+    "log",
+    "deterministic",
 )  # of a scheme, that may differ from those of a saved state

@@ -14,7 +14,7 @@ from mpisparse.backends.flat import Held, Slot, zeros
 from mpisparse.backends.kinds import FP32
 from mpisparse.backends.protocol import Backend
 from mpisparse.comm.exchange import Exchange
-from mpisparse.comm.roll_call import answer_at_exit
+from mpisparse.comm.roll_call import answer_at_exit, meet
 from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Parts
@@ -96,6 +96,7 @@ def aggregator(
     """
     end_job_on_uncaught_exception(comm)
     exchange = Exchange(comm)
+    meet(exchange, "aggregator")
     made: Aggregator | None = None
     error: ConfigurationError | None = None
     chosen = Options()
@@ -118,7 +119,7 @@ def aggregator(
         if made is None:
             exchange.close()
     answer_at_exit(exchange)
-    made.density = chosen.density
+    made.density, made.density_of = chosen.density, chosen.density_of
     return made
 
 
@@ -127,8 +128,12 @@ def check_plain(options: Options) -> None:
     for name, value in vars(options).items():
         if callable(value):
             raise ConfigurationError(f"{name} is for a model's loss, and there is only a vector; leave it out")
+    if options.hierarchy != "flat":
+        raise ConfigurationError(f"hierarchy={options.hierarchy!r} is for GradientSync; leave it out")
     if options.accumulate != "step":
         raise ConfigurationError(f"accumulate={options.accumulate!r} is for a model's backward; leave it out")
+    if options.with_backward:
+        raise ConfigurationError(f"{options.with_backward} is for GradientSync, which sees a model's backward; leave it out")
     if options.nonfinite != "raise":
         raise ConfigurationError(f"a vector that is not finite is refused: leave nonfinite={options.nonfinite!r} out")
 

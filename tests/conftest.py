@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # see docs/howto/sharp-bits.md
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks and workers share the cores
@@ -44,6 +47,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("mpi_skip")  # a test of one process, which may start mpirun itself
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _where_mpirun_works() -> Iterator[None]:
+    yield from _place_of_mpirun()
+
+
+@pytest.fixture(autouse=True)
+def _where_mpirun_works_now(_where_mpirun_works: None) -> Iterator[None]:
+    """Open MPI's mpirun fails to start where one of the same process number was killed: it finds that one's directory."""
+    yield from _place_of_mpirun()
+
+
+def _place_of_mpirun() -> Iterator[None]:
+    name = "PRTE_MCA_prte_tmpdir_base"
+    if "OMPI_COMM_WORLD_SIZE" in os.environ:  # this is a rank, and starts none
+        yield
+        return
+    before, os.environ[name] = os.environ.get(name), tempfile.mkdtemp(prefix="mpirun-")
+    yield
+    shutil.rmtree(os.environ.pop(name), ignore_errors=True)
+    if before is not None:
+        os.environ[name] = before
 
 
 def ranks_of(config: pytest.Config) -> int:

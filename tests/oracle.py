@@ -165,6 +165,7 @@ class Oracle:
         self.borders = partition.even_borders(len(self.edges) - 1, size)
         self.draws_in_step = not paper and settings.accumulate == "step" and size > 1
         self.work: Ints | None = None
+        self.calm, self.needed = 0, 2  # the borders of the last step stay once they have fitted so often
         self.t = 0
 
     def step(self, gradients: Sequence[Floats]) -> Result:
@@ -176,6 +177,9 @@ class Oracle:
         bounds = self.edges[self.borders].tolist()
         height = self._heights()
         picked = [lo + np.flatnonzero(height[lo:hi] >= found.threshold) for lo, hi in pairwise(bounds)]
+        if self.settings.controller == "paper":  # an empty selection sends one index, as in the published code
+            firsts = [np.arange(lo, min(lo + 1, hi)) for lo, hi in pairwise(bounds)]
+            picked = [part if len(part) else first for part, first in zip(picked, firsts, strict=True)]
         picked, level = self._fill(k, picked, float(found.threshold))
         union = np.concatenate(picked)
         published = self._publish(union, self._reduce(picked))
@@ -244,7 +248,9 @@ class Oracle:
         """Return the mean of the decoded values. Ranks keep what a codec drops, owners what they do not send back."""
         send = SENT[self.settings.codec]
         mean = np.zeros(self.n, np.float32)
-        for p, index in enumerate(picked):
+        union = np.concatenate(picked)
+        ends = [p * len(union) // self.size for p in range(self.size + 1)]
+        for p, index in enumerate(union[a:b] for a, b in pairwise(ends)):  # equal parts, wherever they were selected
             total = np.zeros(len(index), np.float32)
             for acc in self.acc:
                 sent = send(acc[index])
@@ -269,12 +275,22 @@ class Oracle:
         """Find the threshold for the partitions of this step, and draw these first if they are drawn inside the step."""
         rungs = self.controller.ladder(k) if k < self.n else np.zeros(1, np.float32)
         self.poor = np.zeros(self.n, np.float32)
-        if not self.draws_in_step or self._sweeps:
-            return self._search(rungs, self._regions(), k, sum_counts)
+        if not self.draws_in_step or self._sweeps or self.keeps:
+            found = self._search(rungs, self._regions(), k, sum_counts)
+            if self.draws_in_step and not self._sweeps:
+                most = 0.15 + 2 * self._chance(found.workloads)
+                fits = self._fits(found.workloads, k, sum(found.workloads), most)
+                balanced = sum(found.workloads) > 0 and imbalance(found.workloads) <= most
+                self.calm = self.needed if fits else 0
+                self.needed = max(2, self.needed - 1) if balanced else min(64, 2 * self.needed)
+            return found
         self.able = list(range(self.size))
         found = self._search(rungs, [(0, self.n)] * self.size, k, self._predict, everywhere=True)
+        inherited = None
         for _ in range(3):
             above = [partition.block_counts(np.flatnonzero(np.abs(acc) >= found.threshold), self.edges) for acc in self.acc]
+            if inherited is None:  # what the borders of the last step would have given
+                inherited = [int(above[self._owner(p)][a:b].sum()) for p, (a, b) in enumerate(pairwise(self.borders))]
             sharing = [p for p in range(self.size) if self._owner(p) in self.able]
             inner = partition.best_borders([above[self._owner(p)] for p in sharing], self.edges)
             self.borders = np.array([inner[sum(q < p for q in sharing)] for p in range(self.size + 1)])
@@ -284,7 +300,24 @@ class Oracle:
                 break
             if sum(found.workloads) < k and found.rungs[0] <= threshold.TINY:
                 break
-        return self._with_poor_ranks(found, k) if len(self.able) < self.size else found
+        if len(self.able) < self.size:
+            found = self._with_poor_ranks(found, k)
+        most = 0.1 + self._chance(inherited)
+        self.calm = self.calm + 1 if self._fits(inherited, k, int(found.total[found.rung]), most) else 0
+        return found
+
+    def _chance(self, loads: list[int]) -> float:
+        """By how much of itself a rank's count varies, if elements fall at random."""
+        return math.sqrt(self.size / sum(loads)) if sum(loads) else math.inf
+
+    @property
+    def keeps(self) -> bool:
+        return self.calm >= self.needed
+
+    def _fits(self, loads: list[int], k: int, selected: int, most: float) -> bool:
+        """Tell whether borders that give these loads may stay: they are balanced, and owners have enough."""
+        short = selected < k < self.n and not (selected > 0 and k - selected <= max(1.0, 0.01 * k))
+        return not short and sum(loads) > 0 and imbalance(loads) <= most
 
     def _with_poor_ranks(self, found: Found, k: int) -> Found:
         """Find the threshold that gives k when ranks without a partition contribute their elements above the one found."""
@@ -373,8 +406,7 @@ class Oracle:
             loads = partition.block_counts(union, self.edges[self.borders])
             self.borders = partition.paper_borders(self.borders, loads, self.edges, self.blocks)
         elif self.draws_in_step:
-            blocks = partition.enough_blocks(self.blocks, self.size, len(union))
-            self.edges = partition.worked_edges(self.n, blocks, union)
+            bounds = self.edges[self.borders]
         elif self.size > 1:
             now = 256 * partition.block_counts(union, self.edges)
             self.work = now if self.work is None else self.work + (now - self.work) // 4
@@ -383,6 +415,11 @@ class Oracle:
             cost = 128 * self.work + 256 * np.diff(self.edges) if self.size > 1 else np.diff(self.edges)
             self.borders = partition.best_borders([cost] * self.size, self.edges, math.ceil(2 * self.n / self.size))
         self.t += 1
+        self.calm = 0 if self._sweeps else self.calm
+        if self.settings.partitioner != "paper" and self.draws_in_step and not self.keeps and not self._sweeps:
+            blocks = partition.enough_blocks(self.blocks, self.size, len(union))
+            self.edges = partition.worked_edges(self.n, blocks, union, bounds)
+            self.borders = np.searchsorted(self.edges, bounds)
         if self._sweeps:
             self.edges = partition.even_edges(self.n, self.blocks)
             self.borders = partition.even_borders(len(self.edges) - 1, self.size)
@@ -391,6 +428,10 @@ class Oracle:
                 self.work = 256 * partition.block_counts(union, self.edges)
             work = np.zeros(len(self.edges) - 1, np.int64) if self.work is None else self.work
             self.borders = partition.best_borders([128 * work + 256 * np.diff(self.edges)] * self.size, self.edges)
+
+
+def imbalance(loads: list[int]) -> float:
+    return max(loads) * len(loads) / sum(loads) - 1
 
 
 def abs_bits(values: Floats) -> NDArray[np.uint32]:

@@ -86,7 +86,7 @@ def _cuda(device: torch.device) -> Backend:
         ) from error
     from mpisparse.backends.cuda.backend import CudaBackend
 
-    return CudaBackend(CupyLauncher(device), load_backend())
+    return CudaBackend(CupyLauncher(device), load_backend(), pooled=True)
 
 
 def _native() -> Any:

@@ -78,6 +78,10 @@ class Held:
         self.stretches = stretches
         self.remaining = self.n - sum(end - begin for begin, end in stretches)
 
+    def below(self, element: int) -> int:
+        """How many elements below this one are exchanged."""
+        return element - sum(min(end, element) - begin for begin, end in self.stretches if begin < element)
+
     def covers(self, index: Ints) -> Bools:
         """Tell which elements of an ascending index are held."""
         inside = np.zeros(len(index), dtype=bool)
@@ -103,6 +107,14 @@ class Pieces(NamedTuple):
     def dense(self) -> tuple[NDArray[np.uint64], Ints, Bytes]:
         """What kernels take of it."""
         return self.pointers, self.ends, self.kinds
+
+    def stretch(self, lo: int, hi: int) -> Pieces:
+        """Return the pieces of elements [lo, hi), of which there are some; all pieces must be dense float32."""
+        first, last = np.searchsorted(self.ends, (lo, hi - 1), side="right").tolist()
+        pointers = self.pointers[first : last + 1].copy()
+        pointers[0] += np.uint64(4 * (lo - (int(self.ends[first - 1]) if first else 0)))
+        ends = np.minimum(self.ends[first : last + 1], hi) - lo
+        return Pieces(pointers, ends, self.kinds[first : last + 1], [], self.alive)
 
     def densified(self) -> Pieces:
         """Return the same pieces with the sparse ones as dense memory."""
@@ -186,7 +198,8 @@ def checksum(tensors: Iterable[torch.Tensor]) -> int:
     """A checksum of tensors in the order in which they lie in memory."""
     total = 0
     for tensor in tensors:
-        total = zlib.crc32(tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data, total)
+        own = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        total = zlib.crc32(own.cpu().numpy().data, total)
     return total
 
 

@@ -29,6 +29,9 @@ from mpisparse.backends.numpy_apart import move_apart as move_apart
 from mpisparse.backends.numpy_apart import select_apart as select_apart
 from mpisparse.backends.numpy_apart import subtract_apart as subtract_apart
 from mpisparse.backends.numpy_apart import values_apart as values_apart
+from mpisparse.backends.numpy_chunks import decode_chunks as decode_chunks
+from mpisparse.backends.numpy_chunks import encode_chunks as _encode_chunks
+from mpisparse.backends.numpy_chunks import settle_chunks as settle_chunks
 from mpisparse.backends.numpy_few_bits import add_int2 as add_int2
 from mpisparse.backends.numpy_few_bits import add_int4 as add_int4
 from mpisparse.backends.numpy_few_bits import add_sign as add_sign
@@ -94,6 +97,33 @@ def accumulate_select(
     index, magnitude, inside = select(acc, lo, hi, floor)
     bads = [b for b in (bad, inside) if b >= 0]
     return index, magnitude, min(bads, default=-1)
+
+
+def peek_select(
+    acc: Floats, pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes, lo: int, hi: int, floor: float
+) -> tuple[Ints, Floats, int]:
+    """As accumulate_select, but nothing is added: what would be found in acc[lo:hi] if it were."""
+    part, begin = acc[lo:hi].copy(), 0
+    for pointer, end, kind in zip(pointers.tolist(), ends.tolist(), kinds.tolist(), strict=True):
+        a, b = max(begin, lo), min(end, hi)
+        if pointer and a < b:
+            with np.errstate(over="ignore", invalid="ignore"):
+                part[a - lo : b - lo] += widen(memory(pointer, kind, end - begin), kind)[a - begin : b - begin]
+        begin = end
+    index, magnitude, bad = select(part, 0, len(part), floor)
+    return index + lo, magnitude, bad + lo if bad >= 0 else -1
+
+
+def accumulate_chunks(
+    codec: str, acc: Floats, pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes, borders: Ints, chunk: int,
+    payload: Bytes,
+) -> int:  # fmt: skip
+    """Add the gradients into acc and encode the sums; what is not sent stays. Return the first non-finite index or -1."""
+    _add(acc, pointers, ends, kinds)
+    bad = _first_nonfinite(acc)
+    if bad < 0:
+        _encode_chunks(codec, acc, borders.tolist(), chunk, payload)
+    return bad
 
 
 def average_select(

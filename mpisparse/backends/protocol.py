@@ -19,7 +19,7 @@ and in tests/cuda/checks.py (cuda against numpy).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -141,7 +141,7 @@ class Backend(Protocol):
         ...
 
     def late_nonfinite(self, acc: Vector, /) -> int:
-        """Return the first non-finite index that accumulate() met but did not report since the last call, or -1."""
+        """Return the lowest non-finite index that accumulate() met but did not report since the last call, or -1."""
         ...
 
     def first_nonfinite(self, pointers: Pointers, ends: Ends, kinds: Kinds, /) -> int:
@@ -306,19 +306,69 @@ class Backend(Protocol):
     def subtract_sign(self, scales: Vector, codes: Vector, total: Vector, /) -> None: ...
 
     # An owner's part of a reduction: left = sum of the rows, in order, / by + error; encode it. Returns the first index that
-    # is not finite (then left, scales and codes mean nothing), or -1.
+    # is not finite (then left, scales and codes mean nothing), or -1; a device returns it as a vector, without waiting.
 
-    def settle_int4(self, rows: Rows, by: float, error: Vector, left: Vector, scales: Vector, codes: Vector, /) -> int: ...
-    def settle_int2(self, rows: Rows, by: float, error: Vector, left: Vector, scales: Vector, codes: Vector, /) -> int: ...
-    def settle_sign(self, rows: Rows, by: float, error: Vector, left: Vector, scales: Vector, codes: Vector, /) -> int: ...
+    def settle_int4(self, rows: Rows, by: float, error: Vector, left: Vector, scales: Vector, codes: Vector, /) -> Any: ...
+    def settle_int2(self, rows: Rows, by: float, error: Vector, left: Vector, scales: Vector, codes: Vector, /) -> Any: ...
+    def settle_sign(self, rows: Rows, by: float, error: Vector, left: Vector, scales: Vector, codes: Vector, /) -> Any: ...
+
+
+class DeviceBackend(Backend, Protocol):
+    """What only a device does: launches are few if they do much."""
+
+    def hindrance(self) -> str:
+        """Return why nothing can be done now, or an empty text."""
+        ...
+
+    def accumulate_soon(self, acc: Vector, source: torch.Tensor, kind: int, /) -> int:
+        """As accumulate, of a tensor; several small ones are added together, by flush() at the latest."""
+        ...
+
+    def flush(self, acc: Vector, /) -> None:
+        """Add the gradients that wait to be added to the memory of which acc is a part."""
+        ...
+
+    def copied(self, array: Vector, /) -> Callable[[], NDArray[Any]]:
+        """Begin to copy a vector to the host; what is returned waits for that and gives it, on any thread."""
+        ...
+
+    def neighbours(self, blocks: Ints, width: int, skip: int, count: int, /) -> Vector:
+        """Return `count` elements of blocks of `width` neighbours one behind the other, from number `skip` on."""
+        ...
+
+    # Without waiting for the device: what the host would ask for stays there, or is told with the next summary
+
+    def pack_rows(
+        self, index: Vector, magnitude: Vector, threshold: float, lo: int, row: int, counts: Vector, columns: Vector, /
+    ) -> None:
+        """As compress_rows, into vectors; `columns` is as long as there are candidates that reach the threshold."""
+        ...
+
+    def unpack_rows(self, counts: Vector, columns: Vector, lo: int, hi: int, row: int, out: Vector, /) -> None:
+        """As expand_rows, of indices below hi. If the message is damaged all are `lo`, and the next summary raises."""
+        ...
+
+    def first_bad(self, values: Vector, /) -> Vector:
+        """Return the first index that is not finite or -1, as a vector of one int64."""
+        ...
+
+    def spoil(self, payload: Vector, value: int, bad: Vector, /) -> None:
+        """Set all bytes of a payload to a value if first_bad() found an index."""
+        ...
 
 
 class HostBackend(Backend, Protocol):
-    """What only the host backends do: selection by predicted importance, training of its nets, checksums of checkpoints.
+    """What only the host backends do: a look ahead, selection by predicted importance, training of its nets, checksums.
 
     `scores` holds a predicted importance per element, a byte each; `key` says how it combines with the magnitude
     (mpisparse.backends.keys). `history` holds rows of bfloat16 gradients, oldest first, then one row of the accumulator.
     """
+
+    def peek_select(
+        self, acc: Floats, pointers: Pointers, ends: Ends, kinds: Kinds, lo: int, hi: int, floor: float, /
+    ) -> Found:
+        """What accumulate_select would find in acc[lo:hi]; reads no more than that, and adds nothing."""
+        ...
 
     def accumulate_select_scored(
         self, acc: Floats, scores: Bytes, key: int, pointers: Pointers, ends: Ends, kinds: Kinds, lo: int, hi: int,
@@ -384,6 +434,30 @@ class HostBackend(Backend, Protocol):
 
     def divide_into(self, out: Floats, pointers: Pointers, ends: Ends, kinds: Kinds, by: float, /) -> int:
         """Write the gradients divided by a number; absent ones are zero. Return the first non-finite index or -1."""
+        ...
+
+    # Long vectors in few bits (codec: a name of FEW_BITS): a payload for each chunk of values, one behind the other. Chunks
+    # are a multiple of 2048 values long, but for the last one (mpisparse.backends.payloads).
+
+    def decode_chunks(self, codec: str, payload: Bytes, chunk: int, x: Floats, /) -> None:
+        """Decode the payloads of all chunks of x."""
+        ...
+
+    def settle_chunks(
+        self, codec: str, rows: Sequence[Bytes], chunk: int, by: float, error: Floats, left: Floats, payload: Bytes, /
+    ) -> int:
+        """As settle_*, for all chunks of `left`. `error` is only read."""
+        ...
+
+    def accumulate_chunks(
+        self, codec: str, acc: Floats, pointers: Pointers, ends: Ends, kinds: Kinds, borders: Ints, chunk: int,
+        payload: Bytes, /,
+    ) -> int:  # fmt: skip
+        """Add the gradients into acc and encode the sums, of which what is not sent stays in acc.
+
+        Chunks begin anew at each border; the first border is 0, the last one the number of elements. Returns the first index
+        that is not finite (then acc and payload mean nothing), or -1.
+        """
         ...
 
     def predict(self, history: Any, nets: Floats, inverse: Floats, ends: Ints, depth: int, out: Bytes, /) -> None:

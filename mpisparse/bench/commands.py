@@ -17,6 +17,8 @@ CONVERGE_SETTINGS = (
     "model", "data", "steps", "batch_size", "seed", "optimizer", "lr", "momentum", "beta2", "weight_decay", "schedule",
     "warmup", "drop_at", "clip", "validation", "imports",
 )  # fmt: skip
+OFTEN = {"diloco": "diloco:every=4", "sparseloco": "sparseloco:every=4"}
+MEMORY_CASES = tuple(OFTEN.get(name, name) for name in SCHEMES if name != "auto")  # for bench memory
 GROUPS = ("partitions", "threshold", "blocks", "feedback", "codecs")  # for bench ablation
 
 
@@ -75,6 +77,26 @@ def add_commands(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -
     overlap.add_argument("--density", type=density, default=0.2, help="share of elements to send (default %(default)s)")
     overlap.add_argument("--rounds", type=count, default=8, help="interleaved rounds of steps (default %(default)s)")
     overlap.add_argument("--json", action="store_true", help="one JSON record per line instead of a table")
+    nodes = benches.add_parser(
+        "nodes", help="steps between all ranks and by nodes, in turn; run under mpirun on equal hosts"
+    )
+    nodes.add_argument("--elements", type=elements, default=12_000_000, help="float32 elements (default %(default)s)")
+    nodes.add_argument(
+        "--cases", nargs="+", default=["dense:codec=int4", "exdyna:density=0.01"], metavar="SCHEME[:NAME=VALUE,...]",
+        help="default: dense in int4, and exdyna at density 0.01",
+    )  # fmt: skip
+    nodes.add_argument("--steps", type=count, default=12, help="steps of each way (default %(default)s)")
+    nodes.add_argument("--json", action="store_true", help="one JSON record per line instead of a table")
+    nodes.add_argument("--out", type=Path, metavar="FILE.jsonl", help="also write the records here")
+    memory = benches.add_parser("memory", help="what each scheme keeps beside model and gradient, by part; run under mpirun")
+    memory.add_argument("--elements", type=elements, default=4_000_000, help="float32 elements (default %(default)s)")
+    memory.add_argument("--density", type=density, default=0.01, help="share of elements selected (default %(default)s)")
+    memory.add_argument(
+        "--cases", nargs="+", default=list(MEMORY_CASES), metavar="SCHEME[:NAME=VALUE,...]", help="default: every scheme"
+    )
+    memory.add_argument("--steps", type=steps, default=12, help="steps of each (default %(default)s)")
+    memory.add_argument("--json", action="store_true", help="one JSON record per line instead of a table")
+    memory.add_argument("--out", type=Path, metavar="FILE.jsonl", help="also write the records here")
     kernels = benches.add_parser("kernels", help="native kernels against plain memory passes over the same elements")
     _add_common(kernels)
     kernels.add_argument("--density", type=density, default=0.001, help="share of elements selected (default %(default)s)")
@@ -85,7 +107,7 @@ def _add_scaling(scaling: argparse.ArgumentParser) -> None:
     scaling.add_argument("--density", type=density, default=0.001, help="share of elements selected (default %(default)s)")
     scaling.add_argument(
         "--cases", nargs="+", default=["exdyna", "topk", "dense"], metavar="SCHEME[:NAME=VALUE,...]",
-        help="schemes exdyna, topk, cltk, dense; default exdyna topk dense",
+        help="schemes exdyna, topk, cltk, dense (with codec, overlap and hierarchy); default exdyna topk dense",
     )  # fmt: skip
     scaling.add_argument("--steps", type=steps, default=8, help="steps of each (default %(default)s)")
     scaling.add_argument(
@@ -93,6 +115,12 @@ def _add_scaling(scaling: argparse.ArgumentParser) -> None:
     )
     scaling.add_argument("--latency", type=positive, metavar="SECONDS", help="of a message (default: measured)")
     scaling.add_argument("--bandwidth", type=positive, metavar="BYTES/S", help="of a link (default: measured)")
+    scaling.add_argument(
+        "--backward", type=positive, default=0.0, metavar="SECONDS", help="of a backward, which real ranks sleep (default 0)"
+    )
+    scaling.add_argument(
+        "--ranks-a-node", type=count, default=1, metavar="K", help="simulated ranks on a host, with one link (default 1)"
+    )
     scaling.add_argument("--json", action="store_true", help="one JSON record per line instead of a table")
     _add_gradients(scaling)
 
@@ -130,6 +158,10 @@ def _add_converge(converge: argparse.ArgumentParser) -> None:
         "--lr-factor", type=above_one, default=1.5, help="between neighbouring learning rates (default %(default)s)"
     )
     converge.add_argument("--rates", type=count, default=3, help="learning rates to begin with (default %(default)s)")
+    converge.add_argument(
+        "--stability", action="store_true",
+        help="run every seed at each of --rates learning rates, and count those that diverge instead of picking a rate",
+    )  # fmt: skip
     converge.add_argument("--most-rates", type=count, default=12, help="rates of a case at most (default %(default)s)")
     converge.add_argument(
         "--give-up", type=float, default=0.0, metavar="SHARE",
@@ -163,10 +195,23 @@ def run_command(args: argparse.Namespace) -> int:
         from mpisparse.bench.kernels import run as run_kernels
 
         return run_kernels(args.elements, args.density, args.rounds, as_json=args.json)
+    if args.bench == "memory":
+        from mpisparse.bench import memory as bench_memory
+
+        return bench_memory.run(
+            bench_memory.MemoryPlan(
+                args.elements, args.density, args.cases, args.steps, as_json=args.json, out=args.out
+            )
+        )  # fmt: skip
     if args.bench == "overlap":
         from mpisparse.bench.overlap import run as run_overlap
 
         return run_overlap(args.batch_size, args.density, args.rounds, as_json=args.json)
+    if args.bench == "nodes":
+        from mpisparse.bench import nodes
+
+        plan = nodes.NodesPlan(args.elements, args.cases, args.steps, as_json=args.json, out=args.out)
+        return nodes.run(plan)
     if args.bench == "checkpoint":
         from mpisparse.bench.checkpoint import run as run_checkpoint
 
@@ -186,8 +231,8 @@ def run_command(args: argparse.Namespace) -> int:
         settings = resolve(given, model="lstm-large", steps=30, batch_size=1)
         from mpisparse.bench import ddp as bench_ddp
 
-        plan = bench_ddp.DdpPlan(settings, args.cases, args.powersgd_rank, as_json=args.json, out=args.out)
-        return bench_ddp.run(plan)
+        ddp = bench_ddp.DdpPlan(settings, args.cases, args.powersgd_rank, as_json=args.json, out=args.out)
+        return bench_ddp.run(ddp)
     if args.bench == "ablation":
         return _ablation(args)
     if args.bench == "converge":
@@ -198,7 +243,7 @@ def run_command(args: argparse.Namespace) -> int:
         return bench_scaling.run(
             bench_scaling.ScalingPlan(
                 args.elements, args.density, args.cases, args.steps, args.workers, args.gradients, args.latency,
-                args.bandwidth, as_json=args.json, out=args.out,
+                args.bandwidth, args.backward, args.ranks_a_node, as_json=args.json, out=args.out,
             )
         )  # fmt: skip
     from mpisparse.bench.sync import SyncPlan
@@ -239,7 +284,7 @@ def _converge(args: argparse.Namespace) -> int:
             settings, all_cases(args.case_texts, args.case_file),
             Grid(settings.lr, args.lr_factor, args.rates, max(args.rates, args.most_rates)), args.out, args.seeds,
             min(args.tuning_seeds or args.seeds, args.seeds), args.workers or bench_converge.workers_here(),
-            args.eval_examples, args.jobs, args.give_up, as_json=args.json,
+            args.eval_examples, args.jobs, args.give_up, args.stability, as_json=args.json,
         )
     )  # fmt: skip
 

@@ -1,7 +1,10 @@
 """bench ddp: whole training steps of a real model, against torch's DistributedDataParallel with gloo and its hooks.
 
 All contenders train the same model on the same batches with the same dropout, one step each in turn. "computation alone"
-exchanges nothing, so it is a lower bound. DDP's hooks are torch's own: fp16 compression, and PowerSGD with error feedback.
+exchanges nothing, so it is a lower bound; of_alone is its time over a contender's. DDP's hooks are torch's own: fp16 and
+bf16 compression, and PowerSGD with error feedback.
+A case with overlap=true has a twin that sends the same buckets in step(): what that takes is the exchange by itself, so
+that max(computation, exchange) + the last bucket is what overlap can reach.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import mpisparse
 from mpisparse.bench.sync import moves_weights, start_gloo
 from mpisparse.bench.train import Case
 from mpisparse.comm.transport import end_job_on_uncaught_exception
+from mpisparse.core.buckets import Bucketed
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.schedule import Order, Position
 from mpisparse.runtime.settings import Settings
@@ -31,10 +35,11 @@ from mpisparse.runtime.table import save, show
 from mpisparse.runtime.workloads import Data, Task
 
 COLUMNS = {
-    "what": "", "ms": ".1f", "times_ddp": ".2f", "exchange_ms": ".1f", "received_MB": ".3f", "density": ".4f", "loss": ".4f",
-    "loss_of_ddp": ".4f",
+    "what": "", "ms": ".1f", "times_ddp": ".2f", "of_alone": ".2f", "exchange_ms": ".1f", "received_MB": ".3f",
+    "density": ".4f", "loss": ".4f", "loss_of_ddp": ".4f", "of_bound": ".2f",
 }  # fmt: skip
-WARM_UP = 2
+WARM_UP = 3
+TWIN = ", in step()"
 UNUSED = ("accumulation", "schedule", "warmup", "clip", "bf16", "density_warmup")
 ONE_BUCKET = 1 << 14  # MB: PowerSGD's hook may mix up messages of several buckets over gloo, so it gets one bucket
 ALONE, DDP = "computation alone", "DDP"
@@ -155,11 +160,13 @@ def _contenders(plan: DdpPlan, model: torch.nn.Module, task: Task) -> list[_Cont
         torch.distributed.broadcast(p.data, 0)
     contenders = [_Contender(ALONE, copy.deepcopy(model), plan, task)]
     rank = plan.powersgd_rank
-    groups = [torch.distributed.new_group() for _ in range(3)]
-    power = powerSGD_hook.PowerSGDState(groups[2], matrix_approximation_rank=rank, start_powerSGD_iter=2)
+    groups = [torch.distributed.new_group() for _ in range(4)]
+    power = powerSGD_hook.PowerSGDState(groups[3], matrix_approximation_rank=rank, start_powerSGD_iter=2)
+    in_bf16 = lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket)  # noqa: E731 - DDP refuses it by name
     hooks: dict[str, tuple[Any, Any] | None] = {
         DDP: None,
         "DDP, fp16": (groups[1], default_hooks.fp16_compress_hook),
+        "DDP, bf16": (groups[2], in_bf16),
         f"DDP, PowerSGD rank {rank}": (power, powerSGD_hook.powerSGD_hook),
     }
     for (what, hook), group in zip(hooks.items(), groups, strict=True):
@@ -168,10 +175,13 @@ def _contenders(plan: DdpPlan, model: torch.nn.Module, task: Task) -> list[_Cont
         if hook is not None:
             wrapped.register_comm_hook(*hook)
         contenders.append(_Contender(what, wrapped, plan, task))
-    for text in plan.cases:
-        case, own = Case.parse(text), copy.deepcopy(model)
+    twins = [text + TWIN for text in plan.cases if Case.parse(text).values.get("overlap")]
+    for text in [*plan.cases, *twins]:
+        case, own = Case.parse(text.removesuffix(TWIN)), copy.deepcopy(model)
         sync = mpisparse.GradientSync(own, scheme=case.scheme, **case.values)
         contender = _Contender(text, own, plan, task)
+        if text.endswith(TWIN):
+            _aggregator_of(sync).in_step = True
         contender.sync = sync
         if _inside(sync):
             mpisparse.attach(contender.optimizer, sync)
@@ -181,9 +191,26 @@ def _contenders(plan: DdpPlan, model: torch.nn.Module, task: Task) -> list[_Cont
     return contenders
 
 
+def _aggregator_of(sync: mpisparse.GradientSync) -> Bucketed:
+    aggregator = sync._aggregator
+    assert isinstance(aggregator, Bucketed)
+    return aggregator
+
+
+def _of_bound(contender: _Contender, twin: _Contender, alone: _Contender) -> float:
+    """The time of an overlapped step over max(computation, exchange) + the last bucket; the median of steps."""
+    assert contender.sync is not None
+    aggregator = _aggregator_of(contender.sync)
+    last = aggregator.buckets[aggregator.order[-1]]
+    share = (last.hi - last.lo) / aggregator.buckets[-1].hi
+    steps = zip(contender.seconds, twin.exchanging, alone.seconds, strict=True)
+    return statistics.median([ours / (max(computing, wire) + share * wire) for ours, wire, computing in steps][WARM_UP:])
+
+
 def _publish(plan: DdpPlan, ranks: int, parameters: int, contenders: list[_Contender]) -> None:
     by_name = {contender.what: contender for contender in contenders}
-    ddp, alone = by_name[DDP], statistics.median(by_name[ALONE].seconds[WARM_UP:])
+    ddp, lower = by_name[DDP], by_name[ALONE].seconds[WARM_UP:]
+    alone = statistics.median(lower)
     tail = max(1, len(ddp.losses) // 10)
     final = statistics.mean(ddp.losses[-tail:])
     records = []
@@ -191,6 +218,7 @@ def _publish(plan: DdpPlan, ranks: int, parameters: int, contenders: list[_Conte
         ratios = [theirs / ours for theirs, ours in zip(ddp.seconds[WARM_UP:], c.seconds[WARM_UP:], strict=True)]
         record: dict[str, Any] = {
             "what": c.what, "ms": 1e3 * statistics.median(c.seconds[WARM_UP:]), "times_ddp": statistics.median(ratios),
+            "of_alone": statistics.median(a / b for a, b in zip(lower, c.seconds[WARM_UP:], strict=True)),
             "parameters": parameters, "ranks": ranks, "steps": len(c.losses), "batch_size": plan.settings.batch_size,
         }  # fmt: skip
         if c.what != ALONE:
@@ -202,6 +230,8 @@ def _publish(plan: DdpPlan, ranks: int, parameters: int, contenders: list[_Conte
                 "received_MB": statistics.mean(c.received) / 1e6,
                 "density": statistics.mean(c.densities),
             }
+        if c.what + TWIN in by_name:
+            record["of_bound"] = _of_bound(c, by_name[c.what + TWIN], by_name[ALONE])
         records.append(record)
     if not plan.as_json:
         print(f"{plan.settings.model}, {parameters:,} parameters, {ranks} ranks, {len(ddp.losses)} steps; medians of steps")

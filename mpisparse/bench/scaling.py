@@ -4,6 +4,10 @@ The simulated selection must equal the real one, and modelled times are compared
 on single ranks, as many at once as there are cores. Communication is measured for each number of ranks: bandwidth with
 large messages, latency with steps of exdyna on very few elements. Every virtual worker has a dedicated core, and the links
 that two ranks of this run had unless latency and bandwidth are given.
+
+Dense cases may be in few bits, in buckets during backward, or by nodes (bench/dense_model.py). In place of a backward real
+ranks sleep. By nodes all ranks run, if they are equal nodes; virtual workers are nodes of as many ranks as one says, which
+share the link of their host.
 """
 
 from __future__ import annotations
@@ -21,8 +25,9 @@ import numpy as np
 from mpi4py import MPI
 
 import mpisparse
-from mpisparse.bench.costs import Log, Machine
-from mpisparse.bench.simulator import Simulated, Simulator, dense_log, simulator
+from mpisparse.bench.dense_model import DenseModel
+from mpisparse.bench.node_links import measure_nodes
+from mpisparse.bench.simulator import Simulated, Simulator, simulator
 from mpisparse.bench.sync import open_source
 from mpisparse.bench.synthetic import LAYERS, GivenModel, Source, Synthetic
 from mpisparse.bench.train import FIRST, Case
@@ -30,6 +35,8 @@ from mpisparse.comm.exchange import Exchange
 from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.core.records import Stats
 from mpisparse.errors import ConfigurationError
+from mpisparse.names import FLAT
+from mpisparse.plan.costs import Log, Machine, Nodes
 from mpisparse.runtime.table import save, show
 
 COLUMNS = {
@@ -45,7 +52,7 @@ SHORTEST = 1e-9  # seconds
 
 @dataclass(frozen=True)
 class ScalingPlan:
-    """What to run on real ranks and on virtual workers."""
+    """What to run on real ranks and on virtual workers. backward: seconds of a backward that exchanges overlap with."""
 
     elements: int
     density: float
@@ -55,6 +62,8 @@ class ScalingPlan:
     gradients: Path | None = None
     latency: float | None = None
     bandwidth: float | None = None
+    backward: float = 0.0
+    ranks_a_node: int = 1
     as_json: bool = False
     out: Path | None = None
 
@@ -68,7 +77,7 @@ def run(plan: ScalingPlan) -> int:
     sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size < comm.size] + [comm.size]
     real: dict[tuple[str, int], list[list[Stats]]] = {}
     machine = Machine({}, {}, {}, _cores(comm), _handling(comm))
-    little = Calibration(replace(plan, steps=FIRST + TRIES), Synthetic(LITTLE, comm.size), comm)
+    little = Calibration(replace(plan, steps=FIRST + TRIES, backward=0.0), Synthetic(LITTLE, comm.size), comm)
     for size in sizes:
         part = MPI.Intracomm(comm.Split(0 if comm.rank < size else 1, comm.rank))
         with _others_asleep(comm):
@@ -76,15 +85,19 @@ def run(plan: ScalingPlan) -> int:
                 machine.bandwidth[size], machine.reducing[size] = _links(part, sum(source.sizes))
                 little.measure(part)
                 for scheme in plan.cases:
-                    real[scheme, size] = part.allgather(_steps(part, source, scheme, plan))
+                    if size == comm.size or not _by_node(scheme):
+                        real[scheme, size] = part.allgather(_steps(part, source, scheme, plan))
         part.Free()
+    with _others_asleep(comm):
+        by_node = any(map(_by_node, plan.cases))
+        nodes = measure_nodes(comm, sum(source.sizes), machine, _links) if by_node else None
     computing = {scheme: _computing(comm, source, scheme, plan) for scheme in plan.cases}
     with _others_asleep(comm):
         if comm.rank == 0:
             little.calibrate(machine)
             cluster = _cluster(plan, machine)
-            records = [_real(plan, source, machine, computing, key, stats) for key, stats in real.items()]
-            records += _virtual(plan, source, cluster, computing)
+            records = [_real(plan, source, machine, nodes, computing, key, stats) for key, stats in real.items()]
+            records += _virtual(plan, source, cluster, _virtual_nodes(plan, cluster, nodes), computing)
     if comm.rank == 0:
         _publish(plan, records, machine, cluster, source)
     return 0
@@ -98,11 +111,23 @@ def _check_cases(comm: MPI.Intracomm, plan: ScalingPlan, source: Source) -> None
         if (plan.latency is None or plan.bandwidth is None) and comm.size < 2:
             raise ConfigurationError("one rank has no links to measure; start 2 or more, or pass --latency and --bandwidth")
         for case in plan.cases:
-            _simulator(plan, source, case, 1)
+            if _is_dense(case):
+                DenseModel(case, source.sizes)
+            else:
+                _simulator(plan, source, case, 1)
     except ConfigurationError as caught:
         error = caught
     exchange.raise_together(error)
     exchange.close()
+
+
+def _is_dense(case: str) -> bool:
+    return Case.parse(case).scheme == "dense"
+
+
+def _by_node(case: str) -> bool:
+    """Tell whether a case is one of nodes."""
+    return str(Case.parse(case).values.get("hierarchy", FLAT)) != FLAT
 
 
 @contextmanager
@@ -118,18 +143,25 @@ def _others_asleep(comm: MPI.Intracomm) -> Iterator[None]:
 
 
 def _steps(part: MPI.Intracomm, source: Source, scheme: str, plan: ScalingPlan) -> list[Stats]:
-    """Run steps and return their statistics; `seconds` is the time from a common start until this rank is done."""
+    """Run steps and return their statistics; `seconds` is the time from a common start until this rank is done.
+
+    The backward counts where there is one that takes time, or that buckets overlap with.
+    """
     model = GivenModel.of(source, part.rank)
     case = Case.parse(scheme)
     density = {} if case.scheme == "dense" else {"density": plan.density}
     sync = mpisparse.GradientSync(model, scheme=case.scheme, comm=part, **{**density, **case.values})
-    notes = []
+    model.nap, notes = plan.backward, []
+    whole = model.nap > 0 or sync.overlaps
     for _ in range(plan.steps):
         model.zero_grad()
-        model.backward()
-        held = [p.grad for p in model.layers]
+        if not whole:
+            model.backward()
         part.Barrier()
         start = time.perf_counter()
+        if whole:
+            model.backward()
+        held = [p.grad for p in model.layers]
         sync.step()
         notes.append(replace(sync.stats, seconds={"step": time.perf_counter() - start}))
         held.clear()
@@ -182,7 +214,7 @@ def _computing(comm: MPI.Intracomm, source: Source, scheme: str, plan: ScalingPl
     seconds = 0.0
     with _others_asleep(comm):
         if comm.rank < (os.cpu_count() or 1):
-            seconds = _typical([_steps(MPI.COMM_SELF, source, scheme, plan)])
+            seconds = _typical([_steps(MPI.COMM_SELF, source, scheme, replace(plan, backward=0.0))])
             steps = _simulate(plan, source, scheme, 1)[FIRST:]
             seconds -= statistics.median(s.work + s.alone for s in steps) if steps else 0.0
     return float(comm.allreduce(seconds, MPI.MAX))
@@ -228,6 +260,7 @@ def _real(
     plan: ScalingPlan,
     source: Source,
     machine: Machine,
+    nodes: Nodes | None,
     computing: dict[str, float],
     key: tuple[str, int],
     stats: list[list[Stats]],
@@ -245,22 +278,27 @@ def _real(
         "received_MB": statistics.mean(max(row[t].bytes_received for row in stats) for t in range(FIRST, plan.steps)) / 1e6,
         "ms": 1e3 * seconds,
     }  # fmt: skip
-    elements = sum(source.sizes)
-    if scheme == "dense":
-        modelled = machine.seconds(dense_log(size, elements), computing[scheme])
-        same = dense_log(size, elements).received().tolist() == [row[-1].bytes_received for row in stats]
+    same: bool | None  # None: it is not known what is the same
+    if _is_dense(scheme):
+        dense = DenseModel(scheme, source.sizes, plan.backward)
+        modelled = dense.seconds(machine, size, computing[scheme], nodes)
+        same = dense.log(size).received().tolist() == [row[-1].bytes_received for row in stats]
+        same = None if dense.by_node and nodes is not None else same
     else:
         steps = _simulate(plan, source, scheme, size)
         modelled = statistics.median(machine.seconds(s.log, computing[scheme] + s.work, s.alone) for s in steps[FIRST:])
+        modelled += plan.backward
         same = all(_equal(s, [row[t] for row in stats]) for t, s in enumerate(steps))
-    return {**record, "modelled_ms": 1e3 * modelled, "error": modelled / seconds - 1, "same": "yes" if same else "NO"}
+        same = None if Case.parse(scheme).values.get("codec", "fp32") != "fp32" else same
+    told = {} if same is None else {"same": "yes" if same else "NO"}
+    return {**record, "modelled_ms": 1e3 * modelled, "error": modelled / seconds - 1, **told}
 
 
 def _simulator(plan: ScalingPlan, source: Source, scheme: str, size: int) -> Simulator | None:
     """Create the simulator of a case; None for dense, which selects nothing."""
     case = Case.parse(scheme)
     options = {"density": plan.density, **case.values}
-    return None if scheme == "dense" else simulator(case.scheme, source, size, **options)
+    return None if case.scheme == "dense" else simulator(case.scheme, source, size, **options)
 
 
 def _simulate(plan: ScalingPlan, source: Source, scheme: str, size: int) -> list[Simulated]:
@@ -285,17 +323,40 @@ def _cluster(plan: ScalingPlan, machine: Machine) -> Machine:
     return Machine({2: latency}, {2: bandwidth}, {2: reducing}, handling=machine.handling)
 
 
-def _virtual(plan: ScalingPlan, source: Source, cluster: Machine, computing: dict[str, float]) -> list[dict[str, Any]]:
+def _virtual_nodes(plan: ScalingPlan, cluster: Machine, nodes: Nodes | None) -> Nodes | None:
+    """Return what nodes of virtual workers take: their ranks share the link of a host, all places side by side."""
+    ranks = plan.ranks_a_node
+    if ranks == 1:
+        return None
+    shared = replace(cluster, bandwidth={2: cluster.bandwidth[2] / ranks}, reducing={2: cluster.reducing[2] / ranks})
+    inside = 8 * cluster.handling if nodes is None else nodes.inside  # bytes of an element that are added, and copied
+    return Nodes(ranks, shared, inside)
+
+
+def _sharing(cluster: Machine, size: int, ranks: int) -> Machine:
+    """Return the machine of so many ranks of which some share the link of a host; what stays in the host takes no time."""
+    if ranks == 1 or size <= ranks:
+        return cluster
+    share = (size - 1) / (size - ranks) / ranks
+    return replace(cluster, bandwidth={2: share * cluster.bandwidth[2]}, reducing={2: share * cluster.reducing[2]})
+
+
+def _virtual(
+    plan: ScalingPlan, source: Source, cluster: Machine, nodes: Nodes | None, computing: dict[str, float]
+) -> list[dict[str, Any]]:
     """Make records of virtual workers; for schemes without exclusive partitions only while all workers' gradients differ."""
-    elements, records = sum(source.sizes), []
+    records = []
     for size in plan.workers:
+        machine = _sharing(cluster, size, plan.ranks_a_node)
         for scheme in plan.cases:
-            if scheme == "dense":
-                log = dense_log(size, elements)
-                records.append(_modelled(size, scheme, [log], cluster.seconds(log, computing[scheme])))
+            if _is_dense(scheme):
+                dense = DenseModel(scheme, source.sizes, plan.backward)
+                seconds = dense.seconds(machine, size, computing[scheme], nodes)
+                records.append(_modelled(size, scheme, [dense.log(size)], seconds))
             elif scheme.startswith("exdyna") or size <= source.ranks * source.steps:
                 steps = _simulate(plan, source, scheme, size)[FIRST:]
-                seconds = statistics.median(cluster.seconds(s.log, computing[scheme] + s.work, s.alone) for s in steps)
+                times = [machine.seconds(s.log, computing[scheme] + s.work, s.alone) for s in steps]
+                seconds = plan.backward + statistics.median(times)
                 ratios = [len(s.union) / s.k for s in steps]
                 records.append({
                     **_modelled(size, scheme, [s.log for s in steps], seconds),

@@ -12,22 +12,23 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 
 from mpisparse.arrays import Floats, Ints
 from mpisparse.backends.device import load_backend
-from mpisparse.bench.costs import Log
 from mpisparse.bench.synthetic import Source, worker_gradient
-from mpisparse.comm.regions import Region, shared_out, spans_of
+from mpisparse.comm.regions import Region, even_spans, shared_out
 from mpisparse.comm.roll_call import VALUES
 from mpisparse.errors import ConfigurationError, check_choice
+from mpisparse.plan.costs import Log
 from mpisparse.schemes import SCHEMES, configure
 from mpisparse.schemes.partitioned import Exdyna
-from mpisparse.select import tallies
+from mpisparse.select import riders, search, tallies
 from mpisparse.select.candidates import NONE, Candidates, certain, count_ties, drop_ties, largest, merge
-from mpisparse.select.exclusive import first_rungs, next_selector, settle_step
+from mpisparse.select.exclusive import first_rungs, may_look, next_selector, settle_step
 from mpisparse.select.partition import LeastBorders, imbalance
 from mpisparse.select.pickers import CyclicTopK, Picker, TopK, merged
 from mpisparse.select.scorers import Magnitude
@@ -36,7 +37,7 @@ from mpisparse.select.selector import ExclusiveSelector
 from mpisparse.select.threshold import Controller, Rungs
 from mpisparse.select.view import VectorKeys
 from mpisparse.wire.codecs import CODECS
-from mpisparse.wire.indices import FEW, rooms_of
+from mpisparse.wire.indices import FEW, STATUS, rooms_of
 
 Scopes = list[tuple[int, int]]
 
@@ -125,13 +126,20 @@ class VirtualSearch(Search[Scopes, list[Candidates]]):
         self.least = self.backend.least_borders
         self.acc = acc
         self.log = log
+        self.told = False  # the roll call told the counts on the first ladder
+
+    def fits(self, found: Candidates, rungs: Rungs) -> bool:
+        """Tell whether a worker's counts have room in the roll call."""
+        return riders.fits(self.backend.tail_counts(found.magnitude, rungs))
 
     def ladder(
         self, found: list[Candidates], rungs: Rungs, everywhere: bool, finer: bool
     ) -> tuple[Ints, Callable[[int], Ints]]:
         rows = np.stack([self.backend.tail_counts(f.magnitude, rungs) for f in found])
         if self.gathers:
-            self._log_ladder(rows, self.message(rungs, everywhere, finer))
+            if not self.told:
+                self._log_ladder(rows, self.message(rungs, everywhere, finer))
+            self.told = False
             self.note(rungs, rows, everywhere)
             return harmonic(rows[self.able]) if everywhere else rows.sum(axis=0), lambda rung: rows[:, rung]
         self.log.add("allgather", HEADER)
@@ -259,7 +267,13 @@ class TimedSelector(ExclusiveSelector):
 
 
 class Simulator:
-    """Steps of all workers of a scheme; a subclass says how they choose."""
+    """Steps of all workers of a scheme; a subclass says how they choose.
+
+    spare: what the first message has room for. codec: of the values; what a lossy one leaves is not simulated.
+    """
+
+    spare = 0
+    codec = "fp32"
 
     def __init__(self, source: Source, size: int, density: float) -> None:
         self.acc = Accumulators(source, size)
@@ -274,13 +288,12 @@ class Simulator:
     def step(self) -> Simulated:
         """Do one step."""
         log = Log(self.size)
-        log.add("allgather", READY)
+        log.add("allgather", READY + self.spare)
         self.acc.begin()
         choice = self.choose(log)
-        codec = CODECS["fp32"]
-        shares = [codec.nbytes(stop - start) for start, stop in spans_of(np.searchsorted, choice.union, choice.regions)]
-        log.add("alltoallv", shares)
-        log.add("allgatherv", shares)
+        codec = CODECS[self.codec]
+        shares = [codec.nbytes(stop - start) for start, stop in even_spans(len(choice.union), choice.regions)]
+        log.add_reduction(shares)
         self.acc.sent(choice.union)
         return Simulated(**vars(choice), log=log, k=self.k, n=self.n)
 
@@ -307,30 +320,36 @@ class ExclusiveSimulator(Simulator):
         super().__init__(source, size, options.density)
         plain = Exdyna(
             density=options.density, accumulate=options.accumulate, controller=options.controller,
-            partitioner=options.partitioner, blocks=options.blocks,
+            partitioner=options.partitioner, blocks=options.blocks, codec=options.codec,
         )  # fmt: skip
-        if options != plain:
+        if options != plain or CODECS[options.codec].variable or CODECS[options.codec].blended:
             raise ConfigurationError(
-                "the simulator knows density, accumulate, controller, partitioner and blocks of scheme exdyna; leave the "
-                "other options as they are by default"
+                "the simulator knows density, accumulate, controller, partitioner, blocks and codecs of fixed size of "
+                "scheme exdyna; leave the other options as they are by default"
             )
+        self.codec = options.codec
         self.selector: Any = TimedSelector.first(
             self.n, size, controller=options.controller, partitioner=options.partitioner, blocks=options.blocks,
             reads_region=options.accumulate == "backward", prior=Magnitude.prior,
         )  # fmt: skip
+        self.spare = riders.NBYTES if 1 < size <= search.GATHERED_RANKS else 0
         if self.selector.draws and 4 * self.n * size <= KEPT:
             self.acc.keep()
 
     def choose(self, log: Log) -> Chosen:
         selector, k = self.selector, self.k
-        search = VirtualSearch(selector.controller, k, self.acc, log)
+        searching = VirtualSearch(selector.controller, k, self.acc, log)
         scopes = [selector.scope(rank) for rank in range(self.size)]
         rungs = first_rungs(selector, k)
-        found = search.select(scopes, float(rungs[0])) if len(rungs) else [NONE] * self.size
-        settled, lesson = settle_step(search, selector, scopes, rungs, found)
+        found = searching.select(scopes, float(rungs[0])) if len(rungs) else [NONE] * self.size
+        searching.told = (
+            self.spare > 0 and len(rungs) > 0 and may_look(selector) and all(map(searching.fits, found, repeat(rungs)))
+        )
+        told = STATUS if searching.told else 0
+        settled, lesson = settle_step(searching, selector, scopes, rungs, found)
         regions = lesson.selector.regions()
         chosen = [found.reaching(settled.threshold).index for found in settled.found]
-        log_indices(log, sorted(regions), chosen)
+        log_indices(log, sorted(regions), chosen, told)
         union = np.concatenate([chosen[r.rank] for r in regions])
         self.selector = next_selector(selector.controller, lesson, union, np.searchsorted, np.take)
         spent = sum(selector.spent)
@@ -344,7 +363,9 @@ class UnionSimulator(Simulator):
     def __init__(self, source: Source, size: int, density: float, *, cyclic: bool) -> None:
         super().__init__(source, size, density)
         self.cyclic = cyclic
-        self.pickers: list[Picker] = [CyclicTopK(rank, size) if cyclic else TopK() for rank in range(size)]
+        backend = load_backend()
+        whole = TopK(backend)
+        self.pickers: list[Picker] = [CyclicTopK(backend, rank, size) if cyclic else whole for rank in range(size)]
 
     def choose(self, log: Log) -> Chosen:
         picks, seconds = [], []
@@ -363,14 +384,14 @@ class UnionSimulator(Simulator):
         return Chosen(union, shared_out(union, self.n, self.size), workloads, threshold, **together)
 
 
-def log_indices(log: Log, regions: Sequence[Region], chosen: Sequence[Ints]) -> None:
-    """Note the messages of mpisparse.wire.indices.unite; both sequences are in rank order."""
+def log_indices(log: Log, regions: Sequence[Region], chosen: Sequence[Ints], told: int = 0) -> None:
+    """Note the messages of mpisparse.wire.indices.unite; both sequences are in rank order. told: bytes of a status."""
     nbytes = rooms_of(regions, list(map(len, chosen)))
     if sum(nbytes) > FEW:
         log.add("allgather", 8)
         backend = load_backend()
         nbytes = [len(backend.encode_indices(index, r.lo, r.hi)) for r, index in zip(regions, chosen, strict=True)]
-    log.add("allgatherv", nbytes)
+    log.add("allgatherv", [told + count for count in nbytes])
 
 
 def simulator(scheme: str, source: Source, size: int, density: float, **options: Any) -> Simulator:
@@ -379,7 +400,7 @@ def simulator(scheme: str, source: Source, size: int, density: float, **options:
     if scheme not in SIMULATED:
         raise ConfigurationError(
             f'scheme "{scheme}" has no simulator, with which bench scaling compares real ranks; '
-            f"choose from: {', '.join(SIMULATED)}, and dense without options"
+            f"choose from: {', '.join(SIMULATED)}, dense"
         )
     chosen = configure(scheme, density=density, **options)
     if isinstance(chosen, Exdyna):
@@ -387,15 +408,6 @@ def simulator(scheme: str, source: Source, size: int, density: float, **options:
     if options:
         raise ConfigurationError(f"the simulator knows no options of scheme {scheme}, got {', '.join(options)}")
     return UnionSimulator(source, size, density, cyclic=scheme == "cltk")
-
-
-def dense_log(size: int, elements: int) -> Log:
-    """The messages of a dense step."""
-    log = Log(size)
-    log.add("allgather", READY)
-    log.add("allgather", HEADER)
-    log.add("allreduce", 4 * elements)
-    return log
 
 
 SIMULATED = ("exdyna", "topk", "cltk")

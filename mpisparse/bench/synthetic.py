@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -77,6 +78,7 @@ class GivenModel(torch.nn.Module):
         self.layers = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(size)) for size in sizes)
         self.sets = [torch.split(torch.from_numpy(gradient), list(sizes)) for gradient in gradients]
         self.turn = 0
+        self.nap = 0.0  # seconds that a whole backward sleeps, in place of computation
 
     @classmethod
     def of(cls, source: Source, worker: int) -> GivenModel:
@@ -93,7 +95,13 @@ class GivenModel(torch.nn.Module):
         """Run autograd's backward with the next gradient."""
         gradients = self.sets[self.turn % len(self.sets)]
         self.turn += 1
-        _Given.apply(gradients, *self.layers).backward()  # type: ignore[no-untyped-call]
+        if not self.nap:
+            _Given.apply(gradients, *self.layers).backward()  # type: ignore[no-untyped-call]
+            return
+        elements, loss = sum(map(len, gradients)), torch.zeros((), requires_grad=True)
+        for gradient, layer in zip(gradients, self.layers, strict=True):
+            loss = _Slowly.apply(loss, gradient, layer, self.nap * len(gradient) / elements)  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]
 
 
 class _Given(torch.autograd.Function):
@@ -107,3 +115,19 @@ class _Given(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         return (None, *ctx.gradients)
+
+
+class _Slowly(torch.autograd.Function):
+    """A layer with a prescribed gradient, whose backward takes some time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: torch.Tensor, gradient: torch.Tensor, parameter: torch.Tensor, seconds: float
+    ) -> torch.Tensor:
+        ctx.gradient, ctx.seconds = gradient, seconds
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return grad_outputs[0], None, ctx.gradient, None

@@ -27,7 +27,8 @@ from mpisparse.select.search import share_counts
 from mpisparse.select.view import Live, Snapshot, View
 from mpisparse.sync import GradientSync
 from mpisparse.wire.codecs import find_codec
-from mpisparse.wire.reduction import ByMpi, OwnByOwner
+from mpisparse.wire.own import OwnByOwner
+from mpisparse.wire.reduction import ByMpi
 
 if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend

@@ -29,9 +29,10 @@ from mpisparse.checkpoint.contents import MALFORMED, read_own, read_shared, sens
 from mpisparse.checkpoint.h5file import Arrays, Damaged, FileRecord, write_file
 from mpisparse.checkpoint.model_files import export, load_model
 from mpisparse.checkpoint.periodic import STOP_BEFORE, Periodic
-from mpisparse.checkpoint.standin import check_scheme_state, resize_scheme_states
+from mpisparse.checkpoint.standin import check_scheme_state, ranks_a_node, resize_scheme_states
 from mpisparse.checkpoint.state import ArrayCopies, Subjects, split
 from mpisparse.comm.roll_call import meet
+from mpisparse.comm.survival import together
 from mpisparse.core.state import sources
 from mpisparse.errors import CheckpointError, ConfigurationError, check_choice
 from mpisparse.schemes.optimizers import unwrapped
@@ -164,6 +165,10 @@ def begin_save(
     memory = last._memory if last is not None else ArrayCopies()
     subjects = Subjects(model, unwrapped(optimizer), sync, scheduler, scaler)
     exchange = _exchange(sync)
+    if exchange.survival is not None and (driver is not None or not exchange.survival.inside):
+        raise ConfigurationError(
+            'with on_failure="shrink" checkpoints are written at once, one file per rank: call checkpoint.save(), no driver'
+        )
     meet(exchange, "checkpoint.save")
     try:
         exchange.raise_together(onefile.lacking() if driver is not None else None)
@@ -207,10 +212,14 @@ def save(
     `driver`: "mpio" writes one file for all ranks through parallel HDF5, instead of two per rank. Raises CheckpointError on
     all ranks if any cannot write; older checkpoints remain intact.
     """
-    return begin_save(
-        directory, step=step, model=model, optimizer=optimizer, sync=sync, scheduler=scheduler, scaler=scaler,
-        extra=extra, keep=keep, background=False, driver=driver,
-    ).finish()  # fmt: skip
+
+    def attempt() -> Path:
+        return begin_save(
+            directory, step=step, model=model, optimizer=optimizer, sync=sync, scheduler=scheduler, scaler=scaler,
+            extra=extra, keep=keep, background=False, driver=driver,
+        ).finish()  # fmt: skip
+
+    return attempt() if sync is None else together(sync._exchange, attempt)
 
 
 def load(
@@ -227,8 +236,12 @@ def load(
     exchange = _exchange(sync)
     try:
         with exchange.place.exempt("loading"):
-            meet(exchange, "checkpoint.load")
-            return _load(Path(directory), subjects, extra, exchange, check_extra or (lambda extra: None))
+
+            def attempt() -> int | None:
+                meet(exchange, "checkpoint.load")
+                return _load(Path(directory), subjects, extra, exchange, check_extra or (lambda extra: None))
+
+            return together(exchange, attempt)
     finally:
         _release(exchange, sync)
 
@@ -268,7 +281,7 @@ def _load(
     for path in json.loads(exchange.gather_texts(listed)[0]):
         damage, contents, refusal = "", None, None
         try:
-            contents = _read(Path(path), exchange.rank, exchange.size)
+            contents = _read(Path(path), exchange.rank, exchange.size, subjects.sync)
             sensible(f"the caller's extra in {path}", check_extra, contents[2]["extra"])
             refusal = _difference(contents[0], subjects, path) or _misfit(subjects, *contents, path)
         except Damaged as error:
@@ -313,12 +326,15 @@ def _files(
     }
 
 
-def _read(path: Path, rank: int, size: int) -> tuple[store.Manifest, dict[str, Any], dict[str, Any]]:
+def _read(path: Path, rank: int, size: int, sync: Any) -> tuple[store.Manifest, dict[str, Any], dict[str, Any]]:
     """Read and verify what one rank needs of a checkpoint; local."""
+    here = 1 if sync is None else sync.ranks_a_node
     manifest = store.read_manifest(path)
     shared = read_shared(path, manifest)
     if manifest.ranks == size:
-        return manifest, shared, read_own(path, manifest, shared, rank)
+        own = read_own(path, manifest, shared, rank)
+        if "sync" not in own or sensible(str(path), ranks_a_node, own["sync"]) == here:
+            return manifest, shared, own
     taken = sources(manifest.ranks, size, rank)
     owns = {old: _read_own(path, manifest, shared, old) for old in taken}
     first = owns[taken[0]]
@@ -326,7 +342,11 @@ def _read(path: Path, rank: int, size: int) -> tuple[store.Manifest, dict[str, A
         return manifest, shared, first
     at_hand = {old: own["sync"] for old, own in owns.items()}
     syncs = SavedStates(at_hand, manifest.ranks, functools.partial(_read_own, path, manifest, shared))
-    merged = sensible(str(path), resize_scheme_states, syncs, shared, manifest.ranks, size, rank)
+    merged = sensible(str(path), resize_scheme_states, syncs, shared, manifest.ranks, size, rank, here)
+    leader = sync.first_of_node if here > 1 else rank
+    if leader != rank and "objects" in first:  # the optimizers of a node must be the same
+        other = _read_own(path, manifest, shared, sources(manifest.ranks, size, leader)[0])
+        first = {**first, "objects": other.get("objects", {})}
     return manifest, shared, {**first, "sync": merged}
 
 

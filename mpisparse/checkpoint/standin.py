@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,14 @@ from torch import nn
 from mpisparse.backends.device import load_backend
 from mpisparse.checkpoint.contents import saved_options
 from mpisparse.checkpoint.objects import check_belonging
+from mpisparse.comm.hierarchy import Nodes
 from mpisparse.core.records import Parts
 from mpisparse.core.state import sources
 from mpisparse.model.layout import Layout
 from mpisparse.model.published import Published
+from mpisparse.schemes.by_node import build_by_node
 from mpisparse.schemes.companion import Site
-from mpisparse.schemes.state import STATE_FORMAT, check_state, resize_states
+from mpisparse.schemes.state import STATE_FORMAT, check_state, resize_states, step_state
 
 
 def check_scheme_state(sync: dict[str, Any], shared: dict[str, Any]) -> None:
@@ -36,15 +38,70 @@ def check_scheme_state(sync: dict[str, Any], shared: dict[str, Any]) -> None:
 
 
 def resize_scheme_states(
-    syncs: Mapping[int, dict[str, Any]], shared: dict[str, Any], old: int, new: int, rank: int
+    syncs: Mapping[int, dict[str, Any]], shared: dict[str, Any], old: int, new: int, rank: int, here: int = 1
 ) -> dict[str, Any]:
-    """A rank's exchange among `new` ranks, from those of the `old` ranks in sources(), by the parts of its own scheme."""
+    """A rank's exchange among `new` ranks, from those of the `old` ranks in sources(), by the parts of its own scheme.
+
+    here: how many of the new ranks meet in a node first.
+    """
     first = {**syncs[sources(old, new, rank)[0]], "rank": rank, "size": new}
     parameters = _parameters(first, shared)
     if parameters is None:
         raise ValueError("it does not say which parameters are trained, so that it fits only as many ranks as wrote it")
+    if has_nodes(first):
+        syncs = FlatStates(syncs, list(parameters.values()), shared)
+        first = {**syncs[sources(old, new, rank)[0]], "rank": rank, "size": new}
     with contextlib.closing(StandIn(list(parameters.values()), first, shared)) as stand_in:
-        return resize_states(syncs, old, new, rank, stand_in.aggregator, stand_in.companion)
+        merged = resize_states(syncs, old, new, rank, stand_in.aggregator, stand_in.companion)
+        if here > 1 and stand_in.options.of_weights:
+            _bring_home(merged, stand_in.aggregator.works.reducer)
+    return merged
+
+
+def _bring_home(sync: dict[str, Any], reducer: Any) -> None:
+    """What a rank remembers for the shared weights goes to its own, in place: it has other elements to remember now."""
+    error, size = sync["step.error"], sync["size"]
+    sync["residual"].numpy()[reducer.owned(sync["rank"], size)] += error.numpy() * np.float32(size)
+    sync["step.error"] = torch.zeros_like(error)
+
+
+def has_nodes(sync: dict[str, Any]) -> bool:
+    """Tell whether a state is of nodes that summed gradients first, in what they had learnt by then."""
+    return sync.get("step.nodes") is not None
+
+
+def ranks_a_node(sync: dict[str, Any]) -> int:
+    """How many ranks of a node summed their gradients first in the exchange that a state is of."""
+    return int(sync["step.nodes"]["ranks"]) if has_nodes(sync) else 1
+
+
+class FlatStates(Mapping[int, dict[str, Any]]):
+    """States of ranks of nodes as those of ranks that exchange flat; each is made when it is asked for, and not kept."""
+
+    def __init__(self, syncs: Mapping[int, dict[str, Any]], parameters: list[nn.Parameter], shared: dict[str, Any]) -> None:
+        self.syncs, self.parameters, self.shared = syncs, parameters, shared
+
+    def __getitem__(self, rank: int) -> dict[str, Any]:
+        return _flat(self.syncs[rank], self.parameters, self.shared)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.syncs)
+
+    def __len__(self) -> int:
+        return len(self.syncs)
+
+
+def _flat(sync: dict[str, Any], parameters: list[nn.Parameter], shared: dict[str, Any]) -> dict[str, Any]:
+    """The state of a rank of a node as one of ranks that exchange flat: what is on its way goes to the residual."""
+    residual = sync["residual"].clone()
+    with contextlib.closing(StandIn(parameters, sync, shared)) as by_node:
+        by_node.aggregator.at_rest(step_state(sync), residual.numpy())
+        kept = {f"step.{key}" for key in by_node.companion.state()}
+    flat = {key: value for key, value in sync.items() if not key.startswith("step.") or key in kept}
+    flat["residual"] = residual
+    with contextlib.closing(StandIn(parameters, flat, shared)) as anew:
+        parts = {**anew.aggregator.state(), "step": sync["step.step"]}
+    return {**flat, **{f"step.{key}": torch.from_numpy(v) if isinstance(v, np.ndarray) else v for key, v in parts.items()}}
 
 
 def _parameters(sync: dict[str, Any], shared: dict[str, Any]) -> dict[str, nn.Parameter] | None:
@@ -62,7 +119,9 @@ class _NoExchange:
     """A stand-in for Exchange: checking needs no other ranks."""
 
     threaded = is_open = False
+    virtual = True
     gone = ""
+    spare = 0
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -72,6 +131,17 @@ class _NoExchange:
 
     def close(self) -> None:
         """Do nothing: there is no communicator."""
+
+
+def _nodes(saved: dict[str, Any], size: int, n: int) -> Nodes:
+    """The nodes that a state was saved on; raises ValueError if there are none such."""
+    ranks, node, place = (saved[key] for key in ("ranks", "node", "place"))
+    known = all(type(number) is int for number in (ranks, node, place))
+    if not known or ranks < 2 or size % ranks or not 0 <= node < size // ranks or not 0 <= place < ranks:
+        raise ValueError(f"rank {place!r} of node {node!r} with {ranks!r} ranks is none of {size} ranks")
+    inside: Any = _NoExchange(place, ranks)
+    between: Any = _NoExchange(node, size // ranks)
+    return Nodes(size // ranks, ranks, node, place, inside, between, n)
 
 
 class StandIn:
@@ -87,7 +157,13 @@ class StandIn:
         parts = Parts(self.residual, self.layout.slots, self.layout.held, sink, no_exchange, backend)
         with warnings.catch_warnings():  # whoever trained with the scheme was warned of what it lacks
             warnings.simplefilter("ignore")
-            self.aggregator, self.companion = self.options.build(parts, Site(model, self.layout))
+            if has_nodes(sync):
+                nodes = _nodes(sync["step.nodes"], sync["size"], self.layout.size)
+                scheme = build_by_node(self.options, parts, Site(model, self.layout), nodes)
+            else:
+                scheme = self.options.build_for_model(parts, Site(model, self.layout))
+        self.aggregator: Any
+        self.aggregator, self.companion = scheme
         if sync.get("step.own") is not None:
             kind = getattr(torch.optim, shared["optimizer_kind"])
             self.companion.adopt(kind(model.parameters(), lr=0.1))

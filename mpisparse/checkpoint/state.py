@@ -75,7 +75,7 @@ class Subjects:
     def _each_its_own(self) -> bool:
         """Whether each rank has an optimizer, a scheduler and a scaler of its own, or an optimizer that says so."""
         rank_own = getattr(self.optimizer, "own_state", False)
-        return rank_own or (self.sync is not None and self.sync.options.of_weights)
+        return rank_own or (self.sync is not None and self.sync.exchanges_weights)
 
     def _optimized(self) -> list[str | None]:
         """The names of the optimizer's parameters in its order; None for one that is not the model's."""

@@ -32,7 +32,11 @@ class FrozenDiffers(Refusal):
 
 
 class ReplicasDiffer(Refusal):
-    """The ranks have different weights, or learning rates."""
+    """The ranks have different weights, or learning rates; all else is agreed. `used`: what the agreement returns."""
+
+    def __init__(self, used: Bools | None) -> None:
+        super().__init__(used)
+        self.used = used
 
 
 class Overflow(Refusal):
@@ -45,7 +49,7 @@ class Notice(NamedTuple):
     detail: the flat index that a status is about. unused: parameters without a gradient. frozen: a digest of which
     parameters are frozen. trouble: why the rank cannot go on, in words, where the status is BROKEN. step: its number. call:
     its roll call (mpisparse.comm.roll_call.Call), if that has begun. digest: of
-    what else must be equal.
+    what else must be equal. norm: of what the rank has not sent, the bits of a float64, where others may survive its death.
     """
 
     k: int
@@ -57,6 +61,7 @@ class Notice(NamedTuple):
     step: int = 0
     call: Any = None
     digest: int = 0
+    norm: int = 0
 
     def nonfinite(self, index: int) -> Notice:
         """Return this notice with a first non-finite element noted; -1 is none."""

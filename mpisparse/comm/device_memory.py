@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -27,13 +28,23 @@ def empty_for_mpi(count: int, like: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Make a device the current one of this thread meanwhile: a CUDA-aware MPI works in the context that it finds."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def empty_pinned(count: int, like: torch.Tensor) -> NDArray[Any]:
+    """Allocate pinned host memory for what is to be copied to the device of `like`; torch keeps what is freed for later."""
+    return torch.empty(count, dtype=like.dtype, pin_memory=like.is_cuda).numpy()
+
+
 def to_pinned(tensor: torch.Tensor) -> NDArray[Any]:
     """Copy to pinned host memory."""
-    staged = torch.empty(len(tensor), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    staged.copy_(tensor)
-    return staged.numpy()
+    staged = empty_pinned(len(tensor), tensor)
+    torch.from_numpy(staged).copy_(tensor)
+    return staged
 
 
-def from_pinned(values: NDArray[Any], like: torch.Tensor) -> torch.Tensor:
-    """Copy from the host to the device of `like`."""
-    return like.new_empty(len(values)).copy_(torch.from_numpy(values))
+def from_pinned(values: NDArray[Any], target: torch.Tensor) -> torch.Tensor:
+    """Copy pinned memory to the device without waiting for it: torch keeps the memory until then."""
+    return target.copy_(torch.from_numpy(values), non_blocking=True)

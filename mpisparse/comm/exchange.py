@@ -6,11 +6,12 @@ rounds, so that no count or displacement reaches MPI's limit of 2^31.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from mpisparse.arrays import Bytes, Ints
 from mpisparse.comm import device_memory
 from mpisparse.comm.place import Place
 from mpisparse.comm.transport import BYTE, IN_PLACE, Transport, duplicate, local_rank
-from mpisparse.errors import ConfigurationError
+from mpisparse.errors import CollectiveError, ConfigurationError
 
 __all__ = ["Exchange", "PollingExchange", "local_rank"]
 
@@ -30,6 +31,22 @@ class Gathering(NamedTuple):
     request: Any
     sent: NDArray[Any]
     rows: NDArray[Any]
+
+
+class Failed:
+    """A nonblocking call that could not begin, because a rank has died: it fails where it is waited for."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def Test(self) -> bool:  # noqa: N802 - mpi4py's name
+        raise self.error
+
+    Wait = Test
+
+
+class GivenUpError(Exception):
+    """Another rank has noticed that one has died, and waits for no message any more."""
 
 
 IN_CACHE = 2 << 20  # bytes of an all-reduce on one host that stay in cache: in such rounds it takes a third of the time
@@ -45,18 +62,24 @@ class Exchange:
         self.comm: Transport = duplicate(comm)
         self.rank: int = self.comm.Get_rank()
         self.size: int = self.comm.Get_size()
+        self.began_with = self.size  # fewer go on where ranks that die are survived
         self.segment_nbytes = segment_nbytes
         self.nbytes_sent = 0
         self.nbytes_received = 0
+        self.collectives = 0
         self.nbytes_control = 0  # of what is received, that which is neither indices nor values
         self.cuda_aware = self.comm.cuda_aware
         self.virtual = self.comm.virtual
+        self.device: Any = None  # whose memory MPI was given
         self._ops = self.comm.ops
         self.round_nbytes = IN_CACHE if self.comm.one_host else segment_nbytes
         self.place = Place()
         self.spot = self.place.spot()
         self.pid = os.getpid()
+        self.spare = 0  # bytes of a roll call that a step may use; the same on all ranks, whatever they are in
         self.gone = ""  # why no roll call can be answered any more: some rank has ended
+        self.survival: Any = None  # mpisparse.comm.survival.Survival, if ranks go on when one has died
+        self.norms: Ints = np.empty(0, dtype=np.int64)  # what ranks told last of what they have not sent: bits of float64
 
     @property
     def threaded(self) -> bool:
@@ -64,9 +87,13 @@ class Exchange:
         return self.comm.threaded
 
     def close(self) -> None:
-        """Free the communicator; not if a rank has ended, which would not take part."""
-        if self.is_open and not self.gone:
+        """Free the communicator; not if a rank has ended, or may have died, which would not take part."""
+        if self.is_open and not self.gone and self.survival is None:
             self.comm.Free()
+
+    def adopt(self, comm: Transport) -> None:
+        """Go on over a communicator of fewer ranks; local."""
+        self.comm, self.rank, self.size = comm, comm.Get_rank(), comm.Get_size()
 
     @property
     def is_open(self) -> bool:
@@ -74,8 +101,8 @@ class Exchange:
         return self.comm.is_open
 
     def reset_counters(self) -> None:
-        """Set the byte counters to zero; local."""
-        self.nbytes_sent = self.nbytes_received = self.nbytes_control = 0
+        """Set the counters of bytes and of collectives to zero; local. Those of a rank alone always are."""
+        self.nbytes_sent = self.nbytes_received = self.nbytes_control = self.collectives = 0
 
     def allgather(self, row: NDArray[Any]) -> NDArray[Any]:
         """Gather one row from every rank, all of the same length; row r of the result is rank r's.
@@ -91,10 +118,17 @@ class Exchange:
         """Begin to gather one row from every rank; local. Nonblocking calls do not meet blocking ones."""
         rows = np.empty((self.size, len(row)), dtype=row.dtype)
         comm: Any = self.comm
-        return Gathering(comm.Iallgather([row, BYTE], [rows, BYTE]), row, rows)
+        try:
+            request = comm.Iallgather([row, BYTE], [rows, BYTE])
+        except Exception as error:
+            if self.survival is None:
+                raise
+            request = Failed(error)
+        return Gathering(request, row, rows)
 
     def gathered(self, gathering: Gathering) -> NDArray[Any]:
         """Wait for a gathering, of this exchange or of another one of this rank; its rows count as this one's messages."""
+        self.collectives += self.size > 1
         self._wait_for("Allgather", gathering.request)
         self._count_rows(gathering.sent.nbytes)
         return gathering.rows
@@ -113,8 +147,7 @@ class Exchange:
         for start in range(0, len(values), step):
             self._call("Allreduce", IN_PLACE, _view(buffer[start : start + step]), op=self._ops[op])
         self._count_reduction(values.nbytes)
-        if buffer is not values:
-            values[:] = _incoming(buffer, values)
+        _arrived(buffer, values)
         return values
 
     def allreduce(self, source: NDArray[Any], result: NDArray[Any]) -> None:
@@ -122,26 +155,28 @@ class Exchange:
         step = max(1, self.segment_nbytes // source.itemsize)
         for start in range(0, len(source), step):
             part = self._outgoing(source[start : start + step])
-            staged = isinstance(part, np.ndarray) and not isinstance(result, np.ndarray)
-            total = _empty(len(part), part) if staged else result[start : start + step]
+            wanted = result[start : start + step]
+            total = _landing(wanted, part)
             self._call("Allreduce", _view(part), _view(total), op=self._ops["sum"])
-            if staged:
-                result[start : start + step] = _incoming(total, result)
+            _arrived(total, wanted)
         self._count_reduction(source.nbytes)
 
-    def allgatherv(self, payload: Any, counts: Sequence[int], starts: Sequence[int]) -> Any:
-        """Gather a payload of counts[r] bytes from every rank r; it starts at byte starts[r] of the result."""
+    def allgatherv(self, payload: Any, counts: Sequence[int], starts: Sequence[int], into: Any = None) -> Any:
+        """Gather a payload of counts[r] bytes from every rank r; it starts at byte starts[r] of the result.
+
+        into: memory for the result, where the payload is.
+        """
         total, mine = sum(counts), counts[self.rank]
-        on_host = isinstance(payload, np.ndarray)
-        sent = payload if on_host else self._outgoing(payload)
-        gathered = np.empty(total, dtype=payload.dtype) if on_host else _empty(total, sent)
+        result = _fresh(total, payload) if into is None else into
+        sent = self._outgoing(payload)
+        gathered = _landing(result, sent)
         if total <= self.segment_nbytes:
             self._call("Allgatherv", _view(sent), [_view(gathered), (counts, starts), BYTE])
         else:
             self._allgatherv_in_rounds(sent, gathered, counts, starts)
         self.nbytes_sent += mine * (self.size - 1)
         self.nbytes_received += total - mine
-        return gathered if on_host else _incoming(gathered, payload)
+        return _arrived(gathered, result)
 
     def _allgatherv_in_rounds(self, sent: Any, gathered: Any, counts: Sequence[int], starts: Sequence[int]) -> None:
         share = max(1, self.segment_nbytes // self.size)
@@ -152,15 +187,16 @@ class Exchange:
             self._call("Allgatherv", _view(sent[done : done + share]), row)
             _unpack(packed, part, gathered, [start + done for start in starts])
 
-    def alltoallv(self, payload: Any, counts: Sequence[int], starts: Sequence[int]) -> Any:
+    def alltoallv(self, payload: Any, counts: Sequence[int], starts: Sequence[int], into: Any = None) -> Any:
         """Send `counts[q]` bytes, which start at byte `starts[q]` of the payload, to every rank q.
 
-        `counts` is the same on all ranks. Returns size * counts[rank] bytes, in the order of the senders.
+        `counts` is the same on all ranks. Returns size * counts[rank] bytes, in the order of the senders. into: memory for
+        them, where the payload is.
         """
         mine, size = counts[self.rank], self.size
-        on_host = isinstance(payload, np.ndarray)
-        sent = payload if on_host else self._outgoing(payload)
-        received = np.empty(mine * size, dtype=payload.dtype) if on_host else _empty(mine * size, sent)
+        result = _fresh(mine * size, payload) if into is None else into
+        sent = self._outgoing(payload)
+        received = _landing(result, sent)
         if max(counts) <= max(1, self.segment_nbytes // size):
             rows = ([mine] * size, [r * mine for r in range(size)])
             self._call("Alltoallv", [_view(sent), (counts, starts), BYTE], [_view(received), rows, BYTE])
@@ -168,7 +204,7 @@ class Exchange:
             self._alltoallv_in_rounds(sent, received, counts, starts)
         self.nbytes_sent += sum(counts) - mine
         self.nbytes_received += mine * (size - 1)
-        return received if on_host else _incoming(received, payload)
+        return _arrived(received, result)
 
     def _alltoallv_in_rounds(self, sent: Any, received: Any, counts: Sequence[int], starts: Sequence[int]) -> None:
         share, mine = max(1, self.segment_nbytes // self.size), counts[self.rank]
@@ -233,9 +269,14 @@ class Exchange:
 
     def _call(self, name: str, *buffers: Any, **options: Any) -> None:
         """Make a collective call and wait until it is done, marked for the watchdog meanwhile."""
+        self.collectives += self.size > 1
         self.spot.wait = name, time.monotonic(), get_ident()
         try:
-            getattr(self.comm, name)(*buffers, **options)
+            if self.device is None:
+                getattr(self.comm, name)(*buffers, **options)
+            else:
+                with device_memory.current(self.device):
+                    getattr(self.comm, name)(*buffers, **options)
         finally:
             self.spot.wait = None
 
@@ -258,11 +299,15 @@ class Exchange:
         self.place, self.spot = other.place, other.place.spot()
 
     def _outgoing(self, array: Any) -> Any:
-        """What MPI is to read: the array itself once it is complete, or a copy on the host if MPI takes no device memory."""
+        """What MPI is to read: the array itself once it is complete, or a copy on the host if MPI takes no device memory.
+
+        Waits for the device, and so for earlier launches that may still use memory that was allocated before the call.
+        """
         if isinstance(array, np.ndarray):
             return array
         if not self.cuda_aware:
             return device_memory.to_pinned(array)
+        self.device = array.device
         device_memory.synchronize(array)
         return array
 
@@ -276,23 +321,34 @@ class Exchange:
 class PollingExchange(Exchange):
     """Leaves the core to the computation while it waits: polls a nonblocking call and sleeps in between.
 
-    Only one thread at a time may use it. It does not reduce in rounds: each would end with a sleep.
+    Only one thread at a time may use it. It does not reduce in rounds: each would end with a sleep. It waits no longer once
+    `gone` says that some rank will not come.
     """
 
-    SHORTEST, LONGEST = 5e-5, 2e-3  # seconds between polls: at 1 Gbit/s socket buffers hold what arrives in the longest
+    SHORTEST, LONGEST = 5e-5, 4e-4  # seconds between polls: with 2 ms an exchange at 1 Gbit/s took a fifth longer
 
     def _call(self, name: str, *buffers: Any, **options: Any) -> None:
-        self._wait_for(name, getattr(self.comm, f"I{name.lower()}")(*buffers, **options))
+        self.collectives += self.size > 1
+        with contextlib.nullcontext() if self.device is None else device_memory.current(self.device):
+            self._wait_for(name, getattr(self.comm, f"I{name.lower()}")(*buffers, **options))
 
     def _wait_for(self, name: str, request: Any) -> None:
-        pause = self.SHORTEST
+        pause, comm = self.SHORTEST, cast(Any, self.comm)
         self.spot.wait = name, time.monotonic(), get_ident()
         try:
             while not request.Test():
+                if self.gone:
+                    raise CollectiveError(f"r{self.rank} | {self.gone}")
+                if self.survival is not None and comm.Is_revoked():
+                    _left.append(request)
+                    raise GivenUpError(f"r{self.rank} | a rank has died, and this one waited in {name}")
                 time.sleep(pause)
                 pause = min(1.5 * pause, self.LONGEST)
         finally:
             self.spot.wait = None
+
+
+_left: list[Any] = []  # requests that were given up, and with them their memory, which MPI may still know
 
 
 def _view(array: Any) -> Any:
@@ -311,10 +367,22 @@ def _empty(count: int, like: Any) -> Any:
     return np.empty(count, dtype=like.dtype) if isinstance(like, np.ndarray) else device_memory.empty_for_mpi(count, like)
 
 
-def _incoming(array: Any, wanted: Any) -> Any:
-    """What MPI wrote, in the memory where `wanted` is."""
-    staged = isinstance(array, np.ndarray) and not isinstance(wanted, np.ndarray)
-    return device_memory.from_pinned(array, wanted) if staged else array
+def _fresh(count: int, like: Any) -> Any:
+    """Allocate as many elements of the same type in the same memory, which earlier launches may still use."""
+    return np.empty(count, dtype=like.dtype) if isinstance(like, np.ndarray) else like.new_empty(count)
+
+
+def _landing(wanted: Any, sent: Any) -> Any:
+    """Where MPI is to write what belongs in `wanted`: there, or in pinned memory if what it reads is staged."""
+    staged = isinstance(sent, np.ndarray) and not isinstance(wanted, np.ndarray)
+    return device_memory.empty_pinned(len(wanted), wanted) if staged else wanted
+
+
+def _arrived(landed: Any, wanted: Any) -> Any:
+    """Bring what MPI wrote to where it belongs."""
+    if isinstance(landed, np.ndarray) and not isinstance(wanted, np.ndarray):
+        device_memory.from_pinned(landed, wanted)
+    return wanted
 
 
 def _starts(counts: Sequence[int]) -> list[int]:

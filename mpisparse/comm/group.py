@@ -47,13 +47,9 @@ def of_group(group: dist.ProcessGroup) -> GroupComm:
 def local_rank_in(group: dist.ProcessGroup) -> int:
     """Return the rank of this process among those of the group on the same host; collective."""
     comm = of_group(group)
-    name = np.zeros(256, dtype=np.uint8)
-    text = np.frombuffer(socket.gethostname().encode()[: len(name)], dtype=np.uint8)
-    name[: len(text)] = text
-    names = np.empty((comm.size, len(name)), dtype=np.uint8)
-    comm.Allgather(name, names)
+    here = comm.on_this_host()
     comm.Free()
-    return int((names[: comm.rank] == name).all(axis=1).sum())
+    return here.index(comm.rank)
 
 
 class Pending:
@@ -92,6 +88,7 @@ class GroupComm:
 
     ops = OPS
     virtual = one_host = ends_together = False
+    mortal = "a process group of torch.distributed ends with the first rank that dies; let torchrun restart the job"
     threaded = True
     cuda_aware = False
 
@@ -115,6 +112,27 @@ class GroupComm:
 
     def Dup(self) -> GroupComm:  # noqa: N802
         return GroupComm(self._store, self.rank, self._ranks)
+
+    def Split(self, color: int, key: int) -> GroupComm:  # noqa: N802
+        rows = np.empty((self.size, 2), dtype=np.int64)
+        self.Allgather(np.array([color, key], dtype=np.int64), rows)
+        alike = sorted((other, rank) for rank, (group, other) in enumerate(rows.tolist()) if group == color)
+        members = [rank for _, rank in alike]
+        return GroupComm(self._store, members.index(self.rank), tuple(self._ranks[rank] for rank in members))
+
+    def on_this_host(self) -> list[int]:
+        """The ranks on the same host as this one; collective."""
+        name = np.zeros(256, dtype=np.uint8)
+        text = np.frombuffer(socket.gethostname().encode()[: len(name)], dtype=np.uint8)
+        name[: len(text)] = text
+        names = np.empty((self.size, len(name)), dtype=np.uint8)
+        self.Allgather(name, names)
+        here: list[int] = np.flatnonzero((names == name).all(axis=1)).tolist()
+        return here
+
+    def lowest_here(self) -> int:
+        """Return the lowest rank on the same host as this one; collective."""
+        return self.on_this_host()[0]
 
     @property
     def is_open(self) -> bool:

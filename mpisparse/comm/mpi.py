@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import signal
 import sys
 import time
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from mpi4py import MPI
 
 from mpisparse.comm.world import check_world
-from mpisparse.errors import check_choice
+from mpisparse.errors import CheckpointError, CollectiveError, ConfigurationError, GradientError, check_choice
 
 OPS: dict[str, Any] = {"sum": MPI.SUM, "max": MPI.MAX, "or": MPI.BOR}
 
@@ -46,9 +49,168 @@ class Communicator(MPI.Intracomm):
         if self != MPI.COMM_NULL:
             super().Free()
 
+    def lowest_here(self) -> int:
+        """Return the lowest rank on the same host as this one; collective."""
+        here = self.Split_type(MPI.COMM_TYPE_SHARED)
+        group, every = here.Get_group(), self.Get_group()
+        lowest = int(group.Translate_ranks([0], every)[0])
+        for handle in (group, every, here):
+            handle.Free()
+        return lowest
+
     def end_job(self, code: int) -> None:
         """End all ranks of the job with an exit code, from any thread; local. Unflushed output is lost."""
+        _end_job(code)
+
+    # Going on without ranks that have died
+
+    @property
+    def mortal(self) -> str:
+        """Why ranks cannot go on without one that has died, and what to do; empty if they can."""
+        if not _tolerates_failures():
+            return (
+                "this MPI ends the job, or hangs, when a rank dies: start it with Open MPI's mpirun --with-ft ulfm and "
+                f"OMPI_MCA_coll={WITHOUT_WRONG_VALUES}. Under srun, and with other MPIs, requeue the job instead "
+                "(docs/howto/failures.md)"
+            )
+        left_out = os.environ.get("OMPI_MCA_coll", "")  # noqa: SIM112 - Open MPI's name
+        if not (left_out.startswith("^") and {"han", "hcoll", "portals4"} <= set(left_out[1:].split(","))):
+            return (
+                "with Open MPI's default collectives results may be wrong after a rank has died: set "
+                f"OMPI_MCA_coll={WITHOUT_WRONG_VALUES} for mpirun, got {left_out!r}"
+            )
+        return ""
+
+    def end_alone(self) -> None:
+        """From now on an uncaught exception ends this rank alone, if the other ranks do not raise it too; local."""
+        global _alone
+        if not _alone:
+            _alone = True
+            _note_exit_code()
+
+    def leave_without_finalize(self) -> None:
+        """End this process with the code of its sys.exit(), or 1 after an uncaught error; local. For the very end.
+
+        MPI_Finalize of Open MPI 5 can wait for ever for ranks that have died.
+        """
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1 if getattr(sys, "last_value", None) is not None else _exit_code)
+
+    def end_this_rank(self) -> None:
+        """End this process so that the other ranks go on; local."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def tells_of_death(self, error: Exception) -> bool:
+        """Whether a call raised this because a rank has died, or because another rank has noticed that.
+
+        After a death a collective may also return without an error and without the values: what reads them then fails.
+        """
+        known = isinstance(error, MPI.Exception) and error.Get_error_class() in DEATHS
+        return known or self._someone_died()
+
+    def _someone_died(self) -> bool:
+        """Whether a rank has died, or another rank says so, by now or soon; local.
+
+        Some collectives of Open MPI fail with an error of another class, possibly before MPI has noticed the death.
+        """
+        until = time.monotonic() + NOTICING
+        while time.monotonic() < until:
+            if self.Is_revoked() or self.Get_failed().Get_size():
+                return True
+            with contextlib.suppress(MPI.Exception):
+                self.Iprobe()  # has MPI look
+            time.sleep(0.01)
+        return False
+
+    def revoke(self) -> None:
+        """Have all calls on this communicator fail, on all ranks; local."""
+        self.Revoke()
+
+    def agreed(self, fine: bool) -> bool:
+        """Tell on all living ranks alike whether none has died and all say that it is fine; collective."""
+        try:
+            return bool(self.Agree(int(fine)))
+        except MPI.Exception as error:
+            if not self.tells_of_death(error):
+                raise
+            return False
+
+    def shrunk(self) -> tuple[Communicator, list[int]]:
+        """Make a communicator of the living ranks; returns it and which ranks they were. Collective."""
+        self.Revoke()
+        made = self.twin()
+        group, before = made.Get_group(), self.Get_group()
+        return made, group.Translate_ranks(range(made.Get_size()), before)
+
+    def twin(self) -> Communicator:
+        """Make another communicator of the living ranks; collective. Unlike Dup() it cannot hang if one dies meanwhile."""
+        made = Communicator(self.Shrink())
+        made.one_host = self.one_host
+        return made
+
+
+DEATHS = tuple(  # older versions of mpi4py do not know them, and do not survive a death
+    getattr(MPI, name) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED") if hasattr(MPI, name)
+)
+WITHOUT_WRONG_VALUES = "^han,hcoll,portals4"
+NOTICING = 30.0  # seconds in which MPI notices a death that has made a call fail; on a busy machine 5 were too few
+_alone = False  # whether an uncaught exception ends this rank alone
+_exit_code = 0  # that sys.exit() was called with last
+
+
+def _note_exit_code() -> None:
+    """Note what sys.exit() is called with: nothing else knows it when the interpreter ends."""
+    leave = sys.exit
+
+    def noting(status: Any = None) -> NoReturn:
+        global _exit_code
+        _exit_code = status if isinstance(status, int) else int(status is not None)
+        leave(status)
+
+    sys.exit = noting
+
+
+def knows_ulfm() -> bool:
+    """Tell whether this is an Open MPI that was built with ULFM; local."""
+    return _ulfm() is not None
+
+
+def _tolerates_failures() -> bool:
+    """Tell whether this is Open MPI under mpirun --with-ft ulfm."""
+    flag = _ulfm()
+    return flag is not None and flag.value
+
+
+def _ulfm() -> ctypes.c_bool | None:
+    """Open MPI's flag whether it tolerates failures; None if it has none."""
+    try:
+        return ctypes.c_bool.in_dll(ctypes.CDLL(MPI.__file__), "ompi_ftmpi_enabled")
+    except (OSError, ValueError):
+        return None
+
+
+def _end_job(code: int) -> None:
+    """End all ranks. Under --with-ft ulfm mpirun hangs after MPI_Abort, so that the launcher is told to end the job."""
+    launcher = _launcher() if _tolerates_failures() else 0
+    if not launcher:
         MPI.COMM_WORLD.Abort(code)
+    os.kill(launcher, signal.SIGTERM)
+    time.sleep(60.0)
+
+
+def _launcher() -> int:
+    """The process of Open MPI's launcher that has started this one, or 0."""
+    process = os.getppid()
+    while process > 1:
+        try:
+            name, _, rest = Path(f"/proc/{process}/stat").read_text().partition("(")[2].rpartition(")")
+        except OSError:
+            return 0
+        if name in ("prterun", "prted", "mpirun", "prte"):
+            return process
+        process = int(rest.split()[1])
+    return 0
 
 
 def duplicate(comm: Any = None) -> Communicator:
@@ -146,17 +308,35 @@ def end_job_on_uncaught_exception() -> None:
         return
     previous = sys.excepthook
 
-    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> NoReturn:
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         try:
             previous(kind, error, trace)
         except Exception:
             traceback.print_exception(kind, error, trace)
+        if _alone:
+            _end_this_rank(error)
+            return
         print(f"r{MPI.COMM_WORLD.Get_rank()} | uncaught {kind.__name__}: ending all ranks", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         time.sleep(0.2)  # MPICH drops output that its launcher has not read yet
-        MPI.COMM_WORLD.Abort(1)
+        _end_job(1)
         raise SystemExit(1)
 
     hook.ends_mpi_job = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+def _end_this_rank(error: BaseException) -> None:
+    """End this process so that the other ranks go on, unless they raise the same error and end, too; local.
+
+    mpirun ends all ranks if one leaves with an exit code of its own, but not if a signal ends one.
+    """
+    if isinstance(error, CheckpointError | CollectiveError | ConfigurationError | GradientError | KeyboardInterrupt):
+        return
+    rank = MPI.COMM_WORLD.Get_rank()
+    print(f"r{rank} | uncaught {type(error).__name__}: this rank ends, the others go on without it", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(0.2)  # mpirun drops output that it has not read yet
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -9,7 +9,9 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from mpisparse.comm.transport import local_rank as _local_rank
-from mpisparse.comm.world import started_by
+from mpisparse.comm.transport import started
+from mpisparse.comm.world import check_world, started_by
+from mpisparse.errors import ConfigurationError
 
 LOCAL_RANKS = {  # the variables of each launcher
     "torchrun": ("LOCAL_RANK",),
@@ -54,7 +56,13 @@ def local_rank() -> int:
 
 def standing() -> Standing:
     """Return rank and size."""
-    return Standing(dist.get_rank(), dist.get_world_size()) if _in_group() else _in_mpi()
+    if _in_group():
+        return Standing(dist.get_rank(), dist.get_world_size())
+    if started_by() == "torchrun" and os.environ.get("WORLD_SIZE") != "1":
+        raise ConfigurationError(
+            "under torchrun the ranks are those of a process group: call torch.distributed.init_process_group() first"
+        )
+    return _in_mpi()
 
 
 def _in_group() -> bool:
@@ -65,9 +73,7 @@ def _in_group() -> bool:
 @functools.cache
 def _in_mpi() -> Standing:
     """Return MPI's rank and size, if its launcher agrees."""
-    from mpisparse.comm.mpi import everyone, library
-    from mpisparse.comm.world import check_world
-
-    comm = everyone()
-    check_world(comm.Get_size(), library()["name"])
+    mpi = started()
+    comm = mpi.everyone()
+    check_world(comm.Get_size(), mpi.library()["name"])
     return Standing(comm.Get_rank(), comm.Get_size())

@@ -46,6 +46,17 @@ def spans_of(search: Callable[[Any, Ints], Ints], index: Any, regions: Sequence[
     return spans
 
 
+def even_spans(count: int, regions: Sequence[Region]) -> list[tuple[int, int]]:
+    """Share `count` elements out evenly, in the order of the regions; return each rank's part, in rank order.
+
+    What a rank sums need not lie where it selected: so sums are balanced however uneven the selection is.
+    """
+    size, spans = len(regions), [(0, 0)] * len(regions)
+    for p, region in enumerate(regions):
+        spans[region.rank] = p * count // size, (p + 1) * count // size
+    return spans
+
+
 class Subset(Protocol):
     """Elements of a vector as an ascending index that is not written out."""
 
@@ -58,9 +69,21 @@ class Subset(Protocol):
         """How many of them lie below an element of the vector."""
         ...
 
+    def blocks(self, start: int, stop: int) -> tuple[Ints, int, int]:
+        """The blocks of neighbours that places [start, stop) lie in, how long all are, and where in them `start` is."""
+        ...
+
     def index(self, start: int, stop: int) -> Ints:
         """The elements at places [start, stop)."""
         ...
+
+
+def index_on(backend: Any, subset: Subset, start: int, stop: int) -> Any:
+    """The elements at places [start, stop), in the memory of a backend; on a device nothing as long is copied."""
+    write = getattr(backend, "neighbours", None)
+    if write is None:
+        return backend.from_host(subset.index(start, stop))
+    return write(*subset.blocks(start, stop), stop - start)
 
 
 @dataclass(frozen=True)
@@ -84,6 +107,10 @@ class Part:
         place = np.arange(start, stop)
         index: Ints = (place // BLOCK * self.every + self.phase) * BLOCK + place % BLOCK
         return index
+
+    def blocks(self, start: int, stop: int) -> tuple[Ints, int, int]:
+        """The blocks that these places lie in."""
+        return np.arange(start // BLOCK, -(-stop // BLOCK)) * self.every + self.phase, BLOCK, start % BLOCK
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,3 +136,7 @@ class Groups:
         place = np.arange(start, stop)
         index: Ints = self.numbers[place // self.width] * self.width + place % self.width
         return index
+
+    def blocks(self, start: int, stop: int) -> tuple[Ints, int, int]:
+        """The groups that these places lie in."""
+        return self.numbers[start // self.width : -(-stop // self.width)], self.width, start % self.width

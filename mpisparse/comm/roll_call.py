@@ -1,6 +1,7 @@
 """Roll call: each collective entry point tells its name and its step in its first message.
 
-All first messages are rows of the same length in the same call of MPI. So ranks that are in different entry points, one in
+All first messages are rows of the same length in the same call of MPI, with room for what a step has to tell besides
+(`Exchange.spare` bytes). So ranks that are in different entry points, one in
 checkpoint.save and another in a step, meet in it and raise together, where they would wait for ever otherwise. A
 process that ends answers one last roll call, so that a rank that waits for it is told.
 
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mpisparse.arrays import Ints
+from mpisparse.arrays import Bytes, Ints
 from mpisparse.comm.agreement import Refusal
 from mpisparse.comm.watchdog.watching import announce_exit
 from mpisparse.errors import CollectiveError
@@ -31,11 +32,12 @@ STEP, END, JOINED, FIRST = "step", "the end of the program", "join", "the first 
 SAMPLES = "one of the first steps"
 ENTRIES = (
     STEP, END, JOINED, FIRST, "checkpoint.save", "finish() of a checkpoint", "checkpoint.load", "average", "observe",
-    "agree_any", "gather_floats", "broadcast_", "check_together", "synchronize", "global_weights", "load_state_dict",
-    "close", "should_stop", SAMPLES,
+    "agree_any", "gather_floats", "gather_texts", "broadcast_", "check_together", "synchronize", "global_weights",
+    "load_state_dict", "close", "should_stop", SAMPLES, "GradientSync", "aggregator", "OneBitAdamW",
 )  # fmt: skip
 JOINABLE = (STEP, FIRST, SAMPLES, "average", "observe", "agree_any", "should_stop")  # also for ranks without batches
 VALUES = 7  # numbers that an entry point may send along
+HEAD = 2 + VALUES
 LISTED = 8  # ranks that a message names one by one
 
 
@@ -52,13 +54,18 @@ class Call(NamedTuple):
     rows: Ints | None = None
 
 
-def begin(exchange: Exchange, entry: str, step: int, values: Sequence[int] = ()) -> Call:
-    """Tell the others where this rank is; local. answers() waits for theirs."""
+def begin(exchange: Exchange, entry: str, step: int, values: Sequence[int] = (), rider: Bytes | None = None) -> Call:
+    """Tell the others where this rank is; local. answers() waits for theirs.
+
+    rider: what travels along, of exchange.spare bytes; None: zeros.
+    """
     if exchange.gone:
         raise CollectiveError(f"r{exchange.rank} | {exchange.gone}")
-    row = np.zeros(2 + VALUES, dtype=np.int64)
+    row = np.zeros(HEAD + exchange.spare // 8, dtype=np.int64)
     row[:2] = ENTRIES.index(entry), step
     row[2 : 2 + len(values)] = values
+    if rider is not None:
+        row[HEAD:] = rider.view(np.int64)
     return Call(exchange, row, exchange.begin_allgather(row) if exchange.size > 1 else None)
 
 
@@ -71,14 +78,27 @@ def answers(call: Call, exchange: Exchange | None = None) -> Ints:
     if call.rows is not None:
         return call.rows
     if call.gathering is None:
-        return call.row[None]
-    rows = (exchange or call.exchange).gathered(call.gathering)
+        return call.row[None, :HEAD]
+    try:
+        rows = (exchange or call.exchange).gathered(call.gathering)[:, :HEAD]
+    except ConnectionError as error:
+        where = _place(ENTRIES[call.row[0]], int(call.row[1]))
+        raise ConnectionError(
+            f"{error}. This rank was {where}: if no other has an error, one has ended without that call, which is "
+            "collective: make it on every rank"
+        ) from error.__cause__
     if (rows[:, :2] != call.row[:2]).any() and not _together(rows[:, :2].tolist()):
         text = in_words(rows[:, :2].tolist())
         if (rows[:, 0] == ENTRIES.index(END)).any():
             call.exchange.gone = text
         raise Apart(text)
     return rows
+
+
+def riders(call: Call) -> Bytes:
+    """What travelled along with the answers to a call, one row per rank; local."""
+    assert call.gathering is not None
+    return np.ascontiguousarray(call.gathering.rows[:, HEAD:]).view(np.uint8)
 
 
 def _together(rows: Sequence[tuple[int, int]]) -> bool:
@@ -105,6 +125,13 @@ def meet(exchange: Exchange, entry: str, *values: int, step: int | None = None) 
     values: what to tell the others, at most 7 numbers. step: the rank's, if not the number of those done. Returns the values
     of each rank, but of ranks that have no more batches.
     """
+    if exchange.survival is not None:
+        rows: Ints = exchange.survival.surely(lambda: _meet(exchange, entry, values, step))
+        return rows
+    return _meet(exchange, entry, values, step)
+
+
+def _meet(exchange: Exchange, entry: str, values: Sequence[int], step: int | None) -> Ints:
     number = exchange.place.steps if step is None else step
     try:
         return at_work(answers(begin(exchange, entry, number, values)))[:, 2:]
@@ -163,23 +190,41 @@ def answer_at_exit(exchange: Exchange) -> None:
         atexit.register(_leave)  # as the last, so that it runs before transports close and the watchdog waits for ranks
 
 
+def newest_of(size: int, other_than: Exchange | None) -> Exchange | None:
+    """The exchange that was opened last with so many ranks, and is still open; local.
+
+    What all ranks open and close together is the same one on each.
+    """
+    able = (each for each in reversed(_open) if each.began_with == size and each.is_open and not each.gone)
+    return next((each for each in able if each is not other_than), None)
+
+
 def _leave() -> None:
     """Tell the ranks that wait in an entry point, if any, that this one does not come. All ranks that end meet here."""
-    if getattr(sys, "last_value", None) is not None:  # an uncaught error: ranks that wait notice that this one is gone
-        announce_exit()
-        return
+    failed = getattr(sys, "last_value", None) is not None  # an uncaught error: ranks that wait notice that this one is gone
     left = [exchange for exchange in _open if exchange.pid == os.getpid() and exchange.is_open and not exchange.gone]
-    calls = [begin(exchange, END, exchange.place.steps) for exchange in left]
-    if calls:
+    left = [exchange for exchange in left if not failed or exchange.survival is not None]  # without, all end
+    if failed:
+        announce_exit()
+    for exchange in left:
+        if exchange.survival is not None:
+            exchange.survival.leave(lambda exchange=exchange: _answer(begin(exchange, END, exchange.place.steps)))
+    calls = [begin(exchange, END, exchange.place.steps) for exchange in left if exchange.survival is None]
+    if left:
         announce_exit()
     for call in calls:
-        try:
-            _wait_quietly(call)
-            answers(call)
-        except ConnectionError:
-            continue  # a rank is gone, and nobody waits
-        except Apart as apart:
-            print(f"r{call.exchange.rank} | {apart.args[0]}", file=sys.stderr, flush=True)
+        _answer(call)
+
+
+def _answer(call: Call) -> None:
+    """Meet other ranks that end, or tell those that wait in an entry point that this one does not come."""
+    try:
+        _wait_quietly(call)
+        answers(call)
+    except ConnectionError:
+        pass  # a rank is gone, and nobody waits
+    except Apart as apart:
+        print(f"r{call.exchange.rank} | {apart.args[0]}", file=sys.stderr, flush=True)
 
 
 def _wait_quietly(call: Call) -> None:

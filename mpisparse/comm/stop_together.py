@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mpisparse.comm import ranks
 from mpisparse.comm.exchange import Exchange
-from mpisparse.comm.roll_call import answer_at_exit, meet
+from mpisparse.comm.roll_call import answer_at_exit, meet, newest_of
+from mpisparse.errors import ConfigurationError
 from mpisparse.stopping import Deadline, StopRequest, end_time
 
 STOP_BEFORE = 60.0  # seconds before the time limit of a Slurm job
@@ -29,6 +32,16 @@ class Listener:
             self.deadline = Deadline(end_time() if rank == 0 and stop_before > 0 else None, stop_before)
         return self.deadline.near() or self.request.asked
 
+    def among_all(self) -> Exchange:
+        """An exchange of all ranks of MPI: the one they train with, so that a rank that asks alone is named; collective."""
+        training = newest_of(ranks.size(), other_than=self.world)
+        if training is not None:
+            return training
+        if self.world is None:
+            self.world = Exchange()
+            answer_at_exit(self.world)
+        return self.world
+
     @property
     def why(self) -> str:
         """Say why this rank stops."""
@@ -37,6 +50,18 @@ class Listener:
 
 
 _listener: Listener | None = None
+_joins = 0  # blocks of join() that this process is in
+
+
+@contextlib.contextmanager
+def only_of_a_sync() -> Iterator[None]:
+    """Refuse should_stop() of all ranks of MPI inside: ranks that have no more batches would not answer it; local."""
+    global _joins
+    _joins += 1
+    try:
+        yield
+    finally:
+        _joins -= 1
 
 
 def listen() -> Listener:
@@ -58,16 +83,19 @@ def should_stop(sync: Any = None, *, stop_before: float = STOP_BEFORE) -> bool:
 
     Call it once per step, on every rank; it costs one message of 72 bytes. The first call takes over the signals that
     MPISPARSE_SIGNALS names (USR1,TERM), so make it before long preparations; a second signal ends the process at once.
-    sync: the GradientSync whose ranks agree, needed inside sync.join(); None: all ranks of MPI. stop_before: seconds before
+    sync: the GradientSync whose ranks agree, needed inside sync.join(); None: all ranks of MPI, by way of the newest
+    GradientSync that has them all, whose timeout counts for this wait, too. stop_before: seconds before
     the job's time limit; 0: do not watch the clock. Then save a checkpoint and leave with exit code 85, which scripts of
     `mpisparse slurm` requeue.
     """
     listener = listen()
     if sync is not None:
         exchange: Exchange = sync._exchange
+    elif _joins:
+        raise ConfigurationError(
+            "should_stop() inside join() would wait for ranks that have no more batches; pass the GradientSync: "
+            "should_stop(sync)"
+        )
     else:
-        if listener.world is None:
-            listener.world = Exchange()
-            answer_at_exit(listener.world)
-        exchange = listener.world
+        exchange = listener.among_all()
     return agree(exchange, [listener.asked(exchange.rank, stop_before)])[0]

@@ -24,6 +24,8 @@ class Transport(Protocol):
     virtual: the ranks are threads of one process. ends_together: processes wait for each other when they end. is_open:
     messages can still be sent. threaded: several threads may exchange at the same time, on communicators of their own.
     cuda_aware: buffers may be in device memory.
+    mortal: why ranks cannot go on without one that has died, and what to do; if empty, it is the
+    Communicator of comm/mpi.py, with end_alone, tells_of_death, revoke, agreed, shrunk and twin.
     one_host: it is known that all ranks share memory, and a large Allreduce is faster in rounds that stay in cache.
     """
 
@@ -36,6 +38,8 @@ class Transport(Protocol):
     @property
     def one_host(self) -> bool: ...
     @property
+    def mortal(self) -> str: ...
+    @property
     def is_open(self) -> bool: ...
     @property
     def threaded(self) -> bool: ...
@@ -45,6 +49,14 @@ class Transport(Protocol):
     def Get_size(self) -> int: ...  # noqa: N802
     def Dup(self) -> Any:  # noqa: N802
         """Make a communicator of the same ranks that shares no messages with this one; collective."""
+        ...
+
+    def Split(self, color: int, key: int) -> Any:  # noqa: N802
+        """Make a communicator of the ranks of the same color, in the order of their keys; collective."""
+        ...
+
+    def lowest_here(self) -> int:
+        """Return the lowest rank on the same host as this one; collective."""
         ...
 
     def Free(self) -> None:  # noqa: N802
@@ -66,7 +78,7 @@ def duplicate(comm: Any = None) -> Transport:
     elif hasattr(comm, "end_job"):
         made = comm.Dup()
     elif comm is None or hasattr(comm, "Dup"):
-        made = _mpi().duplicate(comm)
+        made = started().duplicate(comm)
     else:
         _refuse(comm)
     return made
@@ -75,7 +87,7 @@ def duplicate(comm: Any = None) -> Transport:
 def end_job_on_uncaught_exception(comm: Any = None) -> None:
     """Make an uncaught exception end all ranks of MPI; local. Other transports notice a rank that is gone."""
     if comm is None or (hasattr(comm, "Dup") and not hasattr(comm, "end_job")):
-        _mpi().end_job_on_uncaught_exception()
+        started().end_job_on_uncaught_exception()
 
 
 def local_rank(comm: Any = None) -> int:
@@ -84,11 +96,11 @@ def local_rank(comm: Any = None) -> int:
         from mpisparse.comm.group import local_rank_in
 
         return local_rank_in(comm)
-    return int(_mpi().local_rank(comm))
+    return int(started().local_rank(comm))
 
 
-def _mpi() -> Any:
-    """Start MPI."""
+def started() -> Any:
+    """Start MPI; returns comm/mpi.py."""
     try:
         from mpisparse.comm import mpi
     except (ImportError, RuntimeError, OSError) as error:

@@ -99,6 +99,7 @@ class VirtualComm:
     one_host = False  # threads that take turns gain nothing by rounds
     threaded = False  # only one worker runs at a time
     cuda_aware = False
+    mortal = "virtual workers are threads of one process, which end together"
 
     def __init__(self, world: World, where: tuple[Any, ...], members: tuple[int, ...], me: int) -> None:
         self._world, self._where, self._members, self._me = world, where, members, me
@@ -124,6 +125,10 @@ class VirtualComm:
     def Split_type(self, split_type: int, key: int = 0) -> VirtualComm:  # noqa: N802
         """All virtual workers share memory."""
         return self.Split(0, key)
+
+    def lowest_here(self) -> int:
+        """All virtual workers are on the same host."""
+        return 0
 
     def Free(self) -> None:  # noqa: N802
         """Nothing is held."""

@@ -67,7 +67,7 @@ def _under_torch(size: int, library: str, launcher: str, started: str) -> str:
     other = "start with mpirun" if launcher == "torchrun" else "unset WORLD_SIZE if it is of something else"
     return (
         f"{who} {started} processes, but {library} sees {size} of them, so separate models would be trained; {GROUP}, or "
-        f"{other}; {MEANT}"
+        f"{other}. Checkpoints and should_stop() need the GradientSync, as sync=. Or, {MEANT}"
     )
 
 

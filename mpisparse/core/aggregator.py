@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ import torch
 from mpisparse.arrays import Bools, Floats, State
 from mpisparse.backends.flat import Pieces, Slot, pieces_of
 from mpisparse.comm.agreement import BROKEN, Notice, Refusal
-from mpisparse.comm.inflight import InFlight
+from mpisparse.comm.inflight import ONE_THREAD, InFlight
 from mpisparse.comm.roll_call import meet
 from mpisparse.core import flights, step
 from mpisparse.core.records import Arrived, Delivered, Outgoing, Parts, Stats, Works
@@ -26,12 +27,22 @@ from mpisparse.core.refusals import Names, explain
 from mpisparse.core.stages import Stage
 from mpisparse.core.state import merge_residuals, sources
 from mpisparse.core.step import Clock
+from mpisparse.core.survive import reform
+from mpisparse.core.survive_late import CommittedFlight
 from mpisparse.errors import GradientError
 from mpisparse.select.partition import imbalance
 from mpisparse.select.plans import Selection
 from mpisparse.select.scorers import Scorer
 from mpisparse.select.view import read_only
 from mpisparse.wire.reduction import Reducer
+
+if TYPE_CHECKING:
+    from mpisparse.comm.exchange import Exchange
+    from mpisparse.core.survive import CommittedDelivery
+
+Agree = Callable[[Works, Notice, step.Clock, step.Peek | None], Bools | None]
+Make = Callable[[Parts], tuple[Selection, Reducer]]
+Run = Callable[[Works, Pieces | None, Notice, step.Clock], Delivered | None]
 
 ADVICE = "look for what made it so, or clip"
 
@@ -41,7 +52,14 @@ class Aggregator:
 
     staleness: steps from sending to applying; 0 is at once. In flight, `exchange` is a communicator of its own.
     density: share of the elements that step() sends unless it is told how many. last: the statistics of the last step().
+    density_of: the density of a step, from its number and the set one.
+    undoes: a refused step changes nothing, although its gradients were added before it was refused.
     """
+
+    undoes = False
+    agreement: Agree = staticmethod(step.agree)  # whether all ranks can do a step
+    one_step: Run = staticmethod(step.run)  # and doing it
+    density_of: Callable[[int, float], float] = staticmethod(lambda number, density: density)
 
     def __init__(
         self, parts: Parts, *, scorer: Scorer, selection: Selection, reducer: Reducer, stages: Sequence[Stage],
@@ -52,8 +70,9 @@ class Aggregator:
         seen = read_only(acc)
         take = scorer.take or functools.partial(parts.backend.values_at, seen)
         self.works = Works(
-            exchange=parts.exchange, backend=parts.backend, acc=acc, seen=seen, take=take, scorer=scorer,
-            selection=selection, reducer=reducer, stages=tuple(stages), sink=parts.sink, held=parts.held,
+            exchange=parts.exchange, backend=parts.backend, carrier=parts.carrier(late=staleness > 0), acc=acc, seen=seen,
+            take=take, scorer=scorer, selection=selection, reducer=reducer, stages=tuple(stages), sink=parts.sink,
+            held=parts.held,
         )  # fmt: skip
         self.staleness = staleness
         self.density = 1.0
@@ -62,8 +81,9 @@ class Aggregator:
         self._scale()
         self._polling = parts.exchange.polling() if staleness else None
         if self._polling is not None:
-            carry = functools.partial(step.deliver_late, self._polling, parts.backend)
+            carry = functools.partial(step.deliver_late, self._polling, self.works.carrier)
             self.works.flight = InFlight(carry, staleness, threaded=self._polling.threaded)
+            _warn(self._polling, staleness)
 
     # A step
 
@@ -80,7 +100,7 @@ class Aggregator:
         notice = Notice(self.k, unused, BROKEN, trouble=trouble) if trouble else Notice(wanted, unused)
         clock = Clock()
         with self.in_words(lambda _: "the vector", added=False):
-            self.agree(notice, clock)
+            self.agree(notice, clock, None if trouble else pieces_of(vector.contiguous()))
         with self.in_words(lambda _: "the vector", added=True):
             self.run(None if trouble else pieces_of(vector.contiguous()), notice, clock)
         return self.parts.sink.published()
@@ -88,7 +108,7 @@ class Aggregator:
     def run(self, pieces: Pieces | None, notice: Notice, clock: Clock) -> None:
         """Do what follows the agreement of a step; collective."""
         number = self.number
-        delivered = step.run(self.works, pieces, notice._replace(step=number), clock)
+        delivered = self.one_step(self.works, pieces, notice._replace(step=number), clock)
         self.last = self.stats(number, notice, delivered, clock.seconds, step.details_of(self.works))
 
     def check_sound(self) -> None:
@@ -114,12 +134,13 @@ class Aggregator:
         """Wait for what a step needs of this rank alone; return why it cannot go on, or an empty text. Local."""
         return self.works.scorer.ready(self.parts.exchange.place.exempt, lap)
 
-    def agree(self, notice: Notice, clock: Clock) -> Bools | None:
+    def agree(self, notice: Notice, clock: Clock, pieces: Pieces | None = None) -> Bools | None:
         """Raise on all ranks if any cannot go on; in flight that is part of the delivery. Collective.
 
-        Returns which parameters had a gradient on some rank; None: all.
+        pieces: what will be added, where that is known. Returns which parameters had a gradient on some rank; None: all.
         """
-        return step.agree(self.works, notice._replace(step=self.number), clock)
+        peek = None if pieces is None else step.peeking(self.works, pieces)
+        return self.agreement(self.works, notice._replace(step=self.number), clock, peek)
 
     def add(self, i: int, slot: Slot, grad: torch.Tensor) -> int:
         """Add one piece before the step; return a flat index that is not finite now, or -1. Local."""
@@ -131,7 +152,7 @@ class Aggregator:
 
     def deliver(self, outgoing: Outgoing, clock: Clock | None = None) -> Delivered:
         """Agree on what is sent and average it over ranks. Touches nothing but what it is given. Collective."""
-        return step.deliver(self._polling or self.works.exchange, self.works.backend, outgoing, clock or Clock())
+        return step.deliver(self._polling or self.works.exchange, self.works.carrier, outgoing, clock or Clock())
 
     def apply(self, arrived: Arrived | None, clock: Clock | None = None) -> Delivered | None:
         """Keep what was not sent, adapt, publish the mean; local."""
@@ -139,6 +160,13 @@ class Aggregator:
         delivered = step.settle(self.works, arrived, clock)
         step.publish(self.works, delivered, clock)
         return delivered
+
+    def recall(self, apart: str = "") -> None:
+        """A step is refused before anything was added: there is nothing to take back."""
+
+    def kept(self, *, copy: bool = True) -> torch.Tensor:
+        """The residual as it is between steps; copy=False: the live one, where it is that."""
+        return self.residual.clone() if copy else self.residual
 
     def stats(
         self, number: int, notice: Notice, delivered: Delivered | None, seconds: dict[str, float], details: dict[str, float]
@@ -151,8 +179,7 @@ class Aggregator:
         )  # fmt: skip
         if delivered is None:
             return stats
-        due, index = delivered.due, delivered.reduced.index
-        selected = len(index if due.own else due.union)
+        due, index, selected = delivered.due, delivered.reduced.index, delivered.selected
         return replace(
             stats,
             density=selected / n,
@@ -164,6 +191,7 @@ class Aggregator:
             control_bytes=delivered.nbytes_control,
             index_bytes=delivered.index_nbytes,
             index_form=delivered.index_form,
+            collectives=delivered.collectives,
             imbalance=imbalance(due.workloads),
             reselected=due.reselected,
             refined=due.refined,
@@ -205,12 +233,17 @@ class Aggregator:
     @property
     def k(self) -> int:
         """The number of elements that the density, or what a scheme makes of it, asks for."""
-        return max(1, math.floor(min(1.0, self.density * self.works.k_scale) * self.works.held.remaining + 1e-6))
+        density = self.density_of(self.number, self.density)
+        return max(1, math.floor(min(1.0, density * self.works.k_scale) * self.works.held.remaining + 1e-6))
 
     @property
     def residual(self) -> torch.Tensor:
         """This rank's accumulator: what was given and not sent yet."""
         return self.parts.residual
+
+    def restore(self, residual: torch.Tensor) -> None:
+        """Take what `residual` was; collective."""
+        self.parts.residual.copy_(residual)
 
     @property
     def observes(self) -> bool:
@@ -234,6 +267,39 @@ class Aggregator:
     def memories(self) -> dict[str, Any]:
         """The vectors beside the accumulator that elements are selected by."""
         return self.works.scorer.memories()
+
+    # Where the other ranks go on when one dies
+
+    @property
+    def carriers(self) -> list[Exchange]:
+        """The exchanges of threads."""
+        return [] if self._polling is None else [self._polling]
+
+    def quiet(self) -> None:
+        """Wait until no thread delivers anything; local."""
+        if self.works.flight is not None:
+            self.works.flight.quiet()
+
+    def survive(self, delivery: CommittedDelivery) -> None:
+        """From now on commit what is delivered."""
+        works, before = self.works, self.works.flight
+        if before is None:
+            works.carry = delivery
+        else:
+            threaded = before.thread is not None
+            works.flight = CommittedFlight(before.carry, before.staleness, delivery.survival, threaded=threaded)
+            before.close()
+
+    def owing(self, lo: int, hi: int) -> Floats:
+        """What this rank was given of [lo, hi) and has not sent, to be read at once; local."""
+        return self.works.scorer.owing(lo, hi)
+
+    def regrouped(self, make: Make, rank: int, size: int) -> Callable[[], None]:
+        """Make ready to go on among fewer ranks; collective. Changes nothing; returns what does it, which is local.
+
+        make: puts the parts together that know how many ranks there are. rank, size: of this rank, before.
+        """
+        return reform(self.works, *make(self.parts), rank, size)
 
     def close(self) -> None:
         """End threads and give communicators back, that of the parts too; collective."""
@@ -264,7 +330,7 @@ class Aggregator:
         """Translate what an earlier version saved."""
         for stage in self.works.stages:
             state = stage.upgraded(state)
-        return state
+        return {**self.works.selection.added, **state}
 
     def check(self, state: State) -> None:
         """Raise ConfigurationError unless load() could take the state."""
@@ -293,6 +359,14 @@ class Aggregator:
             packed = state.get("waiting")
             works.waiting = None if packed is None else flights.unpack_agreed(works.selection, packed, *self._shape)
 
+    def own(self, state: State) -> State:
+        """What of a state is of the works in use."""
+        return state
+
+    def with_own(self, state: State, more: State) -> State:
+        """The state with other values of these works."""
+        return {**state, **more}
+
     @property
     def _shape(self) -> tuple[int, int]:
         """The numbers of elements and of ranks."""
@@ -318,6 +392,12 @@ class Aggregator:
         for stage in works.stages:
             merged |= stage.resize(taken)
         return merged, merge_residuals(residuals, old, new, rank)
+
+
+def _warn(exchange: Exchange, staleness: int) -> None:
+    """Say on rank 0 if nothing will be in flight while the next step is computed, and why; not of virtual workers."""
+    if exchange.size > 1 and exchange.rank == 0 and not (exchange.threaded or exchange.virtual):
+        warnings.warn(f"staleness={staleness}: {ONE_THREAD}, so nothing overlaps; results are the same", stacklevel=4)
 
 
 def _misfit(vector: object, k: object, n: int) -> str:

@@ -3,6 +3,8 @@
 A selected element whose momentum still matters goes on being sent until all that the ranks receive of it is zero. What was
 still to be sent of it, (1 - share) / share x sent, then goes to the residual. So nothing is lost: at every moment
 all that was sent + residual + (1 - share) / share x (sent last) = all that was accumulated.
+
+In flight what was sent last travels with the delivery that is blended with it, and comes back when that is settled.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from mpisparse.arrays import Floats, Ints, State
 from mpisparse.backends.flat import Held
 from mpisparse.core.stages import Sent, Stage
 from mpisparse.errors import ConfigurationError
+from mpisparse.wire.reduction import NO_INDEX, NO_VALUES
 
 if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend
@@ -26,16 +29,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Blend(Stage):
-    """The elements that are still being sent, the same on all ranks, with what this rank sent of them last."""
+    """The elements that are still being sent, with what this rank sent of them last.
+
+    own: each rank sends its own elements, and stops when what arrives of its own is zero; else all ranks send the same
+    ones, until what arrives of all ranks' is. late: in flight, where index and value are on the host. keeps: what is not
+    sent returns to the accumulator.
+    """
 
     share: float
-    index: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    value: Floats = field(default_factory=lambda: np.empty(0, dtype=np.float32))
+    own: bool = False
+    late: bool = False
+    keeps: bool = True
+    index: Ints = field(default_factory=NO_INDEX.copy)
+    value: Floats = field(default_factory=NO_VALUES.copy)
 
     @property
     def pending(self) -> np.float32:
         """What is still to be sent of an element, as a multiple of what was sent last."""
         return np.float32((1.0 - self.share) / self.share)
+
+    def departed(self, backend: Backend, acc: Any) -> Stage:
+        return replace(self, index=NO_INDEX.copy(), value=NO_VALUES.copy())
+
+    def returned(self, stage: Blend) -> Stage:
+        return self._with(stage.index, stage.value)
 
     def send(self, backend: Backend, view: View, sent: Sent) -> Sent:
         """Blend the selected values with what was sent before."""
@@ -45,14 +62,32 @@ class Blend(Stage):
 
     def settle(self, backend: Backend, acc: Any, union: Any, sent: Sent, reduced: Reduced) -> Stage:
         """Note what was sent and keep what the codec left; elements of which nothing arrived are no longer sent."""
+        if sent.note is None:  # it was sent by another number of ranks, and is in the residual (at_rest)
+            return self
         values, selected = sent.note
-        cleared = backend.empty(len(union), np.float32)
-        backend.fill(cleared, 0.0)
-        backend.put(acc, union, cleared)
-        index, value = backend.drop_decayed(
-            acc, sent.index, values, selected, reduced.mean, reduced.left, float(self.pending)
-        )
+        arrived = values - reduced.left if self.own else reduced.mean
+        if self.late and not self.keeps:
+            index, values, selected, arrived = map(backend.to_host, (sent.index, values, selected, arrived))
+            going = (selected != 0) | (arrived != 0)
+            return self._with(index[going], values[going])
+        if not self.late:  # in flight, the values left when they were sent
+            cleared = backend.empty(len(union), np.float32)
+            backend.fill(cleared, 0.0)
+            backend.put(acc, union, cleared)
+        index, value = backend.drop_decayed(acc, sent.index, values, selected, arrived, reduced.left, float(self.pending))
+        if self.own:
+            backend.add_at(acc, reduced.kept_index, reduced.kept)
+        if self.late:
+            return self._with(backend.to_host(index), backend.to_host(value))
         return replace(self, index=index, value=value)
+
+    def _with(self, index: Ints, value: Floats) -> Stage:
+        """Return the stage with what a late delivery brings back, beside what one before it brought; on the host."""
+        both = np.union1d(self.index, index)
+        total = np.zeros(len(both), dtype=np.float32)
+        for places, values in ((self.index, self.value), (index, value)):
+            total[np.searchsorted(both, places)] += values
+        return replace(self, index=both, value=total)
 
     def hold(self, backend: Backend, acc: Any, held: Held) -> Stage:
         """Move what is still to be sent of held elements into the accumulator."""
@@ -62,7 +97,9 @@ class Blend(Stage):
             return self
         left = self.pending * value[frozen]
         backend.add_at(acc, backend.from_host(index[frozen]), backend.from_host(left))
-        return replace(self, index=backend.from_host(index[~frozen]), value=backend.from_host(value[~frozen]))
+        rest = index[~frozen], value[~frozen]
+        index, value = rest if self.late else map(backend.from_host, rest)
+        return replace(self, index=index, value=value)
 
     def state(self) -> State:
         return {"blend.index": self.index, "blend.value": self.value, "blend.pending": float(self.pending)}
@@ -80,8 +117,20 @@ class Blend(Stage):
     def at_rest(self, state: State, residual: Any) -> State:
         """Move what was still to be sent into the residual."""
         index, value = np.asarray(state["blend.index"]), np.asarray(state["blend.value"])
-        residual[index] += np.float32(state["blend.pending"]) * value
-        return {**state, "blend.index": index[:0], "blend.value": value[:0]}
+        pending = np.float32(state["blend.pending"])
+        residual[index] += pending * value
+        rest = {**state, "blend.index": index[:0], "blend.value": value[:0]}
+        if "flight" in state:
+            rest["flight"] = [self._recalled(packed, pending, residual) for packed in state["flight"]]
+        return rest
+
+    def _recalled(self, packed: State, pending: np.float32, residual: Any) -> State:
+        """A saved delivery that brings nothing back to be blended: what was still to be sent joins the residual."""
+        if packed.get("note") is None:
+            return packed
+        residual[np.asarray(packed["sent"])] += pending * np.asarray(packed["note"][0])
+        lost = {} if self.keeps else {"sent": NO_INDEX, "left": NO_VALUES, "kept_index": NO_INDEX, "kept": NO_VALUES}
+        return {**packed, "note": None, **lost}
 
     def resize(self, states: Sequence[State]) -> State:
         return {key: states[0][key] for key in ("blend.index", "blend.value", "blend.pending")}

@@ -10,7 +10,7 @@ from mpisparse.arrays import Ints, State
 from mpisparse.comm.agreement import DensityDiffers, FrozenDiffers, Overflow, Refusal, StepRefused
 from mpisparse.comm.regions import Part, shared_out, spans_of
 from mpisparse.core.records import Arrived, Delivered, Refused
-from mpisparse.core.stages import Sent
+from mpisparse.core.stages import LOST, Sent
 from mpisparse.errors import ConfigurationError
 from mpisparse.wire.reduction import NO_INDEX, NO_VALUES
 
@@ -25,18 +25,20 @@ def pack(selection: Selection, reducer: Reducer, arrived: Arrived) -> State:
     """A delivery that has arrived and is not applied yet."""
     if isinstance(arrived, Refused):
         return {"refusal": type(arrived.refusal).__name__, "arguments": _plain(arrived.refusal.args)}
-    agreed, due, sent, reduced, _, used, figures, *traffic, form = arrived
-    if sent.note is not None:  # a stage has seen to what was not sent (LateDropped): nothing returns to the accumulator
+    agreed, due, sent, reduced, _, used, figures, *traffic, form, differ = arrived
+    if sent.note is LOST:  # nothing returns to the accumulator
         sent, reduced = Sent(NO_INDEX, NO_VALUES), reduced._replace(left=NO_VALUES, kept_index=NO_INDEX, kept=NO_VALUES)
     return {
         "agreed": selection.packed(agreed),
         "due": None if due is agreed else selection.packed(due),
         "sent": sent.index if reduced.left is not None else NO_INDEX,
+        "note": None if sent.note is None else list(sent.note),
         **reducer.packed(reduced),
         "used": used,
         "figures": list(figures),
         "traffic": traffic,
         "index_form": form,
+        "differ": differ,
     }
 
 
@@ -49,9 +51,19 @@ def unpack(selection: Selection, reducer: Reducer, state: State, n: int, size: i
     sent, reduced = np.asarray(state["sent"], dtype=np.int64), reducer.unpacked(state, size)
     used = None if state["used"] is None else np.asarray(state["used"], dtype=bool)
     figures = tuple(float(figure) for figure in state["figures"])
-    sent_bytes, received, control, indices = [*map(int, state["traffic"]), 0, 0][:4]  # earlier versions counted but two
-    traffic, form = (sent_bytes, received, control, indices), str(state.get("index_form", ""))
-    return Delivered(agreed, due, Sent(sent, reduced.left), reduced, None, used, figures, *traffic, form)
+    sent_bytes, received, control, indices, calls = [*map(int, state["traffic"]), 0, 0, 0][:5]  # earlier ones counted fewer
+    note = None if state.get("note") is None else _note(state["note"], len(sent))
+    traffic, form = (sent_bytes, received, control, indices, calls), str(state.get("index_form", ""))
+    rest = used, figures, *traffic, form, bool(state.get("differ", False))
+    return Delivered(agreed, due, Sent(sent, reduced.left, note), reduced, None, *rest)
+
+
+def _note(saved: Any, count: int) -> tuple[Any, ...]:
+    """What a stage noted of each element that was sent. Raises ValueError if that cannot be."""
+    note = tuple(np.array(values) for values in saved)
+    if any(values.shape != (count,) or not np.isfinite(values).all() for values in note):
+        raise ValueError(f"what was noted of {count} elements must be as many finite numbers")
+    return note
 
 
 def unpack_agreed(selection: Selection, state: State, n: int, size: int) -> Agreed:
@@ -59,7 +71,11 @@ def unpack_agreed(selection: Selection, state: State, n: int, size: int) -> Agre
 
     Its values may still have to be sent (`Ahead`), so that on another number of ranks its regions are shared out anew.
     """
-    agreed = selection.unpacked(state)
+    return reshared(selection.unpacked(state), n, size)
+
+
+def reshared(agreed: Agreed, n: int, size: int) -> Agreed:
+    """An agreement with regions for `size` ranks."""
     if agreed.own or len(agreed.regions) in (0, size):
         return agreed
     regions = shared_out(agreed.union, n, size)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from mpisparse.arrays import Bools, Floats, Ints
+from mpisparse.backends.device import load_backend
+from mpisparse.backends.flat import zeros
 
 if TYPE_CHECKING:
     from mpisparse.backends.flat import Held, Slot
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from mpisparse.comm.exchange import Exchange
     from mpisparse.comm.inflight import InFlight
     from mpisparse.core.stages import Sent, Stage
+    from mpisparse.select.candidates import Candidates
     from mpisparse.select.plans import Agreed, Plan, Selection
     from mpisparse.select.scorers import Scorer
     from mpisparse.select.view import View
@@ -50,7 +53,8 @@ class Sink(Protocol):
 class Parts:
     """What an aggregator works on: one flat vector's accumulator, the pieces in it, the other ranks, and the kernels.
 
-    held: stretches that are not exchanged for now. sink: where the mean is published.
+    held: stretches that are not exchanged for now. sink: where the mean is published. survives: a step may be delivered
+    again, to fewer ranks, so that gradients lie in the accumulator until then. early: deliveries set out before the step.
     """
 
     residual: torch.Tensor
@@ -59,6 +63,8 @@ class Parts:
     sink: Sink
     exchange: Exchange
     backend: Backend
+    survives: bool = False
+    early: bool = False
 
     @property
     def acc(self) -> Floats:
@@ -66,18 +72,31 @@ class Parts:
         values: Floats = self.backend.array_of(self.residual)
         return values
 
+    def carrier(self, *, late: bool) -> Backend:
+        """The kernels that a delivery uses: in a thread those of the host, because it shares no stream of a device."""
+        carrier: Backend = load_backend() if (late or self.early) and self.backend.name == "cuda" else self.backend
+        return carrier
+
+    def zeros(self, count: int, *, late: bool = False) -> Any:
+        """A vector of zeros for what a reducer remembers: an array of its kernels."""
+        carrier = self.carrier(late=late)
+        return carrier.array_of(zeros(count, torch.float32, self.residual.device if carrier is self.backend else None))
+
 
 @dataclass
 class Works:
     """The moving parts of an aggregator, as the functions of mpisparse.core.step use them.
 
-    acc: the accumulator; seen: the same memory, read-only; take: copies its values at an index. flight: deliveries in
-    flight, None if all are done at once.
+    carrier: the kernels that a delivery uses, with arrays of its own. acc: the accumulator; seen: the same memory,
+    read-only; take: copies its values at an index. flight: deliveries in flight, None if all are done at once.
     waiting: in flight, what the ranks have agreed on and not sent yet. k_scale: the factor on k that metrics led to.
+    differ: the replicas did, in a delivery that was applied since the owner has looked. opened: what the roll call told
+    of the step that begins. carry: delivers instead of mpisparse.core.step.deliver, if set.
     """
 
     exchange: Exchange
     backend: Backend
+    carrier: Backend
     acc: Any
     seen: Any
     take: Callable[[Ints], Floats]
@@ -90,6 +109,16 @@ class Works:
     flight: InFlight[Outgoing, Delivered | Refused] | None = None
     waiting: Agreed | None = None
     k_scale: float = 1.0
+    differ: bool = False
+    opened: Opened | None = None
+    carry: Callable[..., Delivered] | None = None
+
+
+class Opened(NamedTuple):
+    """A step whose first counts came with the roll call: its plan with these counts in it, and this rank's candidates."""
+
+    plan: Plan
+    found: Candidates
 
 
 class Ahead(NamedTuple):
@@ -100,7 +129,10 @@ class Ahead(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """What prepare hands to deliver, and all that deliver may read. late: it is delivered while other steps run."""
+    """What prepare hands to deliver, and all that deliver may read.
+
+    late: it is delivered while other steps run. opened: the roll call told the first counts, before the gradient was added.
+    """
 
     notice: Notice
     plan: Plan
@@ -110,6 +142,7 @@ class Outgoing(NamedTuple):
     figures: tuple[float, ...] = ()
     ahead: Ahead | None = None
     late: bool = False
+    opened: bool = False
 
 
 class Delivered(NamedTuple):
@@ -118,6 +151,7 @@ class Delivered(NamedTuple):
     agreed: what the ranks agreed on now; due: the agreement whose values were sent, the same one unless in flight. used:
     parameters with a gradient on some rank, None for all. figures: means over ranks. nbytes_control: of those received,
     all that are neither indices nor values. index_form: see mpisparse.wire.indices.
+    differ: the replicas did, in flight.
     """
 
     agreed: Agreed
@@ -131,7 +165,14 @@ class Delivered(NamedTuple):
     nbytes_received: int
     nbytes_control: int = 0
     index_nbytes: int = 0
+    collectives: int = 0
     index_form: str = ""
+    differ: bool = False
+
+    @property
+    def selected(self) -> int:
+        """How many elements were selected."""
+        return len(self.reduced.index if self.due.own else self.due.union)
 
 
 class Refused(NamedTuple):
@@ -148,9 +189,11 @@ class Stats:
     """What a step did. Bytes count what this rank sent to and received from other ranks; seconds are by phase.
 
     control_bytes: of those received, all that are neither indices nor values; index_bytes: those of indices. index_form:
-    "coded", "padded" or "columns" (mpisparse.wire.indices), empty where no indices travel.
+    "coded", "padded" or "columns" (mpisparse.wire.indices), empty where no indices travel. collectives: calls that moved
+    these bytes, one for each round of a large message. node_bytes: received from ranks of the same node, where nodes sum
+    first; the other bytes are then those between nodes.
     reselected and refined count the searches for a threshold beyond the first ladder. workloads are what each rank
-    selected and borders the bounds of the regions whose sums the ranks make, both in the order of the regions.
+    selected and borders the bounds of the regions in which they did, both in the order of the regions.
     sent_density counts also what was selected in earlier steps and still has momentum. details are the scheme's own.
     """
 
@@ -172,6 +215,8 @@ class Stats:
     control_bytes: int = 0
     index_bytes: int = 0
     index_form: str = ""
+    collectives: int = 0
+    node_bytes: int = 0
     details: dict[str, float] = field(default_factory=dict)
 
     @property

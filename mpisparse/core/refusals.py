@@ -14,7 +14,6 @@ from mpisparse.comm.agreement import (
     FrozenDiffers,
     Overflow,
     Refusal,
-    ReplicasDiffer,
     StepRefused,
 )
 from mpisparse.comm.roll_call import Apart
@@ -39,10 +38,6 @@ def explain(
     me = f"r{exchange.rank} | "
     if isinstance(refusal, Apart):
         return CollectiveError(f"{me}{refusal.args[0]}"), "the ranks were in different collective calls"
-    if isinstance(refusal, ReplicasDiffer):
-        return GradientError(
-            f"{me}the replicas differ by what may be rounding; pass check_every=0, and load a saved state"
-        ), ""
     if isinstance(refusal, DensityDiffers):
         return _densities(me, refusal.args[0]), "the density was not the same on all ranks"
     if isinstance(refusal, FrozenDiffers):

@@ -22,7 +22,8 @@ LOST = "lost"
 class Sent(NamedTuple):
     """What this rank sends: an ascending index, the values, and what a stage wants to know of them afterwards.
 
-    A stage that sets a note keeps what was not sent by itself; else the step does.
+    A stage that sets a note keeps what was not sent by itself; else the step does. A note is LOST, or arrays of one value
+    for each element, which a delivery in flight is saved with.
     """
 
     index: Ints  # type: ignore[assignment]  # hides tuple.index
@@ -44,8 +45,13 @@ class Stage:
         """Return the stage after a metric was observed; larger is better, and it is the same on all ranks."""
         return self
 
-    def prepared(self, backend: Backend, acc: Any) -> None:
-        """Prepare is done: the values to send have left the accumulator, where the delivery is in flight."""
+    def departed(self, backend: Backend, acc: Any) -> Stage:
+        """A delivery in flight sets out, with its values and this stage; return the stage that stays. Local."""
+        return self
+
+    def returned(self, stage: Any) -> Stage:
+        """Return the stage with what the one took along that set out with a delivery which was dropped. Local."""
+        return self
 
     def send(self, backend: Backend, view: View, sent: Sent) -> Sent:
         """Return what is sent instead. Reads only."""
@@ -100,8 +106,9 @@ class Dropped(Stage):
 class LateDropped(Stage):
     """No error feedback in flight: what is not sent is lost when the others set out, and what the codec leaves too."""
 
-    def prepared(self, backend: Backend, acc: Any) -> None:
+    def departed(self, backend: Backend, acc: Any) -> Stage:
         backend.fill(acc, 0.0)
+        return self
 
     def send(self, backend: Backend, view: View, sent: Sent) -> Sent:
-        return sent._replace(note=LOST)
+        return sent if sent.note is not None else sent._replace(note=LOST)

@@ -13,26 +13,34 @@ the snapshot: they follow with the next delivery (`Ahead`), so that indices trav
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpisparse.arrays import Bools, Floats, Ints
+from mpisparse.arrays import Bools, Bytes, Floats, Ints
 from mpisparse.comm.agreement import FINE, DensityDiffers, FrozenDiffers, Refusal, ReplicasDiffer, refuse
-from mpisparse.comm.roll_call import STEP, answers, at_work, begin
-from mpisparse.core.records import Ahead, Arrived, Delivered, Outgoing, Refused, Works
+from mpisparse.comm.roll_call import STEP, answers, at_work, begin, riders
+from mpisparse.core.records import Ahead, Arrived, Delivered, Opened, Outgoing, Refused, Works
 from mpisparse.core.stages import Sent
-from mpisparse.select.candidates import NONE
+from mpisparse.select.candidates import NONE, Candidates
+from mpisparse.select.exclusive import ExclusivePlan
 from mpisparse.select.plans import Outcome, nothing_agreed
+from mpisparse.select.riders import unpack
 from mpisparse.select.view import Live
 from mpisparse.wire.indices import unite
+from mpisparse.wire.on_host import landed
 
 if TYPE_CHECKING:
     from mpisparse.backends.flat import Pieces
     from mpisparse.backends.protocol import Backend
     from mpisparse.comm.agreement import Notice
     from mpisparse.comm.exchange import Exchange
+    from mpisparse.select.plans import Plan
+
+Peek = Callable[[int, int, float], Candidates]  # what a pass over [lo, hi) will find from a floor on
 
 
 @dataclass
@@ -56,14 +64,44 @@ def details_of(works: Works) -> dict[str, float]:
     return details
 
 
-def agree(works: Works, notice: Notice, clock: Clock) -> Bools | None:
+def peeking(works: Works, pieces: Pieces | None) -> Peek | None:
+    """What tells what a step's pass will find before anything is added; None where that cannot be told. Local.
+
+    pieces: what the step adds; None: it was added during backward.
+    """
+    if not works.scorer.peeks or works.held.stretches or (pieces is not None and pieces.sparse):
+        return None
+    return partial(works.scorer.peek, pieces)
+
+
+def agree(works: Works, notice: Notice, clock: Clock, peek: Peek | None = None) -> Bools | None:
     """Raise on all ranks if any cannot go on; in flight, the delivery does that. Collective.
 
-    Returns which parameters had a gradient on some rank; None: all.
+    peek: what this step's pass will find, where that is known before anything is added. Returns which parameters had a
+    gradient on some rank; None: all.
     """
-    exchange = works.exchange
-    exchange.nbytes_sent = exchange.nbytes_received = exchange.nbytes_control = 0
+    exchange, works.opened = works.exchange, None
+    if exchange.size > 1:
+        exchange.reset_counters()
+        if peek is not None and exchange.spare and notice.status == FINE and notice.call is None:
+            return _open(works, notice, clock, peek)
     used = None if works.flight is not None else share_readiness(exchange, notice)
+    clock.lap("wait")
+    return used
+
+
+def _open(works: Works, notice: Notice, clock: Clock, peek: Peek) -> Bools | None:
+    """As agree(); where regions are known already, tell the first counts with the roll call."""
+    exchange, backend, plan = works.exchange, works.backend, works.selection.plan(notice.k)
+    assert isinstance(plan, ExclusivePlan)  # for none else a roll call has spare bytes
+    opening = plan.opened(backend, peek)
+    if opening is not None:
+        notice = told(exchange, notice.nonfinite(opening.found.bad), opening.rider)
+        clock.lap("accumulate")
+    used = share_readiness(exchange, notice)
+    if opening is not None:
+        rows = unpack(backend, riders(notice.call), len(plan.rungs))
+        works.opened = None if rows is None else Opened(plan._replace(told=rows), opening.found)
     clock.lap("wait")
     return used
 
@@ -72,7 +110,8 @@ def run(works: Works, pieces: Pieces | None, notice: Notice, clock: Clock) -> De
     """Do one step; collective. Returns what was applied in it: None in the first steps with deliveries in flight."""
     if works.flight is None:
         outgoing = prepare(works, pieces, notice, clock)
-        delivered = settle(works, deliver(works.exchange, works.backend, outgoing, clock), clock)
+        carry = works.carry or deliver
+        delivered = settle(works, carry(works.exchange, works.carrier, outgoing, clock), clock)
     else:
         arrived = works.flight.due()
         clock.lap("wait")
@@ -87,25 +126,38 @@ def run(works: Works, pieces: Pieces | None, notice: Notice, clock: Clock) -> De
 
 def prepare(works: Works, pieces: Pieces | None, notice: Notice, clock: Clock) -> Outgoing:
     """Add up the gradient and collect candidates; local."""
-    plan, scorer, late = works.selection.plan(notice.k), works.scorer, works.flight is not None
-    found = NONE
+    opened, works.opened = works.opened, None
+    plan = works.selection.plan(notice.k) if opened is None else opened.plan
+    scorer, found = works.scorer, NONE
     if notice.status == FINE:
-        found = scorer.accumulate(pieces, *plan.scope, plan.floor)
+        found = scorer.accumulate(pieces, *(plan.scope if opened is None else (0, 0)), plan.floor)
         notice = notice if found.bad < 0 else notice.nonfinite(found.bad)
-    live = Live(works.backend, works.seen, scorer.keys, works.take, found, scorer.tags, scorer.by_magnitude)
+    found = found if opened is None else opened.found
     clock.lap("accumulate")
+    return prepared(works, plan, found, notice)._replace(opened=opened is not None)
+
+
+def prepared(works: Works, plan: Plan, found: Candidates, notice: Notice) -> Outgoing:
+    """What deliver may read of a gradient that is in the accumulator, and the candidates that were found in it; local."""
+    scorer, late = works.scorer, works.flight is not None
+    unsent = works.seen if scorer.unsent is None else scorer.unsent
+    live = Live(works.backend, unsent, scorer.keys, works.take, found, scorer.tags, scorer.by_magnitude)
     ahead = _take_ahead(works) if late and not plan.own else None
     view = plan.look(live, notice) if plan.looks else live
+    stages = works.stages
+    if works.carrier is not works.backend:
+        view = view.carried(works.carrier)
     if late:
-        _clear(works, view.leaving)
-        for stage in works.stages:
-            stage.prepared(works.backend, works.acc)
-    return Outgoing(notice, plan, view, works.stages, works.reducer, scorer.figures() if plan.own else (), ahead, late)
+        if len(view.leaving):
+            scorer.depart(works.backend, works.backend.from_host(view.leaving))
+        works.stages = tuple([stage.departed(works.backend, works.acc) for stage in stages])
+    figures = scorer.figures() if plan.own else ()
+    return Outgoing(notice, plan, view, stages, works.reducer, figures, ahead, late)
 
 
 def deliver(exchange: Exchange, backend: Backend, out: Outgoing, clock: Clock) -> Delivered:
     """Agree on what is sent and average it over ranks; collective. Arrays in, arrays out."""
-    used = share_readiness(exchange, out.notice) if out.late else None
+    used, differ = _readiness_late(exchange, out.notice) if out.late else (None, False)
     figures = tuple(exchange.allgather(np.array(out.figures)).mean(axis=0).tolist()) if out.figures else ()
     agreed, tags, form, indices = out.plan.agree(exchange, backend, out.notice, out.view), None, "", 0
     exchange.nbytes_control = exchange.nbytes_received  # all messages so far, of any kind
@@ -113,8 +165,9 @@ def deliver(exchange: Exchange, backend: Backend, out: Outgoing, clock: Clock) -
     if agreed.union is None:
         found, loads = agreed.mine, agreed.workloads.tolist()
         union, tags, form, indices = unite(
-            exchange, backend, found.index, found.magnitude, agreed.threshold, agreed.regions, loads, out.view.tags()
-        )
+            exchange, backend, found.index, found.magnitude, agreed.threshold, agreed.regions, loads, out.view.tags(),
+            out.notice if out.opened else None,
+        )  # fmt: skip
         agreed = out.plan.united(agreed, union)
         clock.lap("unite")
     due, sent = out.ahead or (agreed, Sent(agreed.union, out.view.take(agreed.union)))
@@ -125,7 +178,7 @@ def deliver(exchange: Exchange, backend: Backend, out: Outgoing, clock: Clock) -
     if reduced.index_nbytes:
         form, indices = "coded", indices + reduced.index_nbytes
     moved = (exchange.nbytes_sent, exchange.nbytes_received, exchange.nbytes_control)
-    return Delivered(agreed, due, sent, reduced, tags, used, figures, *moved, indices, form)
+    return Delivered(agreed, due, sent, reduced, tags, used, figures, *moved, indices, exchange.collectives, form, differ)
 
 
 def settle(works: Works, delivered: Arrived | None, clock: Clock) -> Delivered | None:
@@ -134,24 +187,39 @@ def settle(works: Works, delivered: Arrived | None, clock: Clock) -> Delivered |
         return None
     if isinstance(delivered, Refused):
         raise delivered.refusal
-    due, sent, reduced, backend = delivered.due, delivered.sent, delivered.reduced, works.backend
+    came, delivered, backend = delivered.reduced, _landed(works, delivered), works.backend
+    due, sent, reduced = delivered.due, delivered.sent, delivered.reduced
     if sent.note is None and reduced.left is not None:
         keep = backend.put if works.flight is None else backend.add_at  # in flight, the values left when they were sent
         keep(works.acc, sent.index, reduced.left)
         if len(reduced.kept_index):
             backend.add_at(works.acc, reduced.kept_index, reduced.kept)
     works.stages = tuple([s.settle(backend, works.acc, due.union, sent, reduced) for s in works.stages])
+    if works.flight is not None and works.held.stretches:  # some may have been frozen since this was sent
+        works.stages = tuple([stage.hold(backend, works.acc, works.held) for stage in works.stages])
     if reduced.error is not None:
-        works.reducer = works.reducer.after(backend, reduced)
+        works.reducer = works.reducer.after(works.carrier, came)
     if delivered.tags is not None:
         works.scorer.received(due.union, delivered.tags)
     if works.scorer.follows:
         works.scorer.sent(due.union)
     clock.lap("feedback")
-    works.selection.learn(delivered.agreed, Outcome(reduced.index, reduced.nbytes, delivered.figures))
+    works.selection.learn(delivered.agreed, Outcome(came.index, reduced.nbytes, delivered.figures))
     works.waiting = delivered.agreed
+    works.differ = works.differ or delivered.differ
     clock.lap("adapt")
     return delivered
+
+
+def _landed(works: Works, delivered: Delivered) -> Delivered:
+    """What came of a delivery, in the memory of the accumulator if it was carried in another one."""
+    backend, due, sent = works.backend, delivered.due, delivered.sent
+    if works.carrier is backend:
+        return delivered
+    index, union = (backend.from_host(i) if isinstance(i, np.ndarray) else i for i in (sent.index, due.union))
+    note = tuple(map(backend.from_host, sent.note)) if isinstance(sent.note, tuple) else sent.note
+    reduced = landed(backend, delivered.reduced)
+    return delivered._replace(due=due._replace(union=union), sent=sent._replace(index=index, note=note), reduced=reduced)
 
 
 def publish(works: Works, delivered: Delivered | None, clock: Clock) -> None:
@@ -165,15 +233,16 @@ def publish(works: Works, delivered: Delivered | None, clock: Clock) -> None:
     clock.lap("publish")
 
 
-def told(exchange: Exchange, notice: Notice) -> Notice:
+def told(exchange: Exchange, notice: Notice, rider: Bytes | None = None) -> Notice:
     """Tell the other ranks that this one is in a step, and whether it can go on; local.
 
-    In flight the training loop does that, in the order of its other calls, and the thread waits for the answers.
+    In flight the training loop does that, in the order of its other calls, and the thread waits for the answers. rider:
+    the first counts of the step.
     """
     if notice.call is not None:
         return notice
-    values = (notice.status, notice.detail, notice.k, int(notice.unused.any()), notice.frozen, notice.digest)
-    return notice._replace(call=begin(exchange, STEP, notice.step, values))
+    values = (notice.status, notice.detail, notice.k, int(notice.unused.any()), notice.frozen, notice.digest, notice.norm)
+    return notice._replace(call=begin(exchange, STEP, notice.step, values, rider))
 
 
 def share_readiness(exchange: Exchange, notice: Notice) -> Bools | None:
@@ -183,21 +252,32 @@ def share_readiness(exchange: Exchange, notice: Notice) -> Bools | None:
     """
     if exchange.size == 1:
         return _alone(notice)
-    answered = answers(told(exchange, notice).call, exchange)
+    call = told(exchange, notice).call
+    answered = answers(call, exchange)
     rows = answered[:, 2:]
+    call.exchange.norms = rows[:, 6]  # of all ranks' exchange, not of a thread's
     if rows[:, 0].any():
         refuse(rows, notice)
     if (rows[:, 4] != notice.frozen).any():
         raise FrozenDiffers
     if (rows[:, 2] != notice.k).any() and (at_work(answered)[:, 4] != notice.k).any():
         raise DensityDiffers(rows[:, 2].tolist())
+    used = None
+    if rows[:, 3].any():
+        bits = exchange.allreduce_(np.packbits(~notice.unused), "or")
+        used = np.unpackbits(bits, count=len(notice.unused)).astype(bool)
     digests = rows[:, 5]
     if (digests != digests[0]).any() and len(set(at_work(answered)[:, 7].tolist())) > 1:
-        raise ReplicasDiffer
-    if not rows[:, 3].any():
-        return None
-    bits = exchange.allreduce_(np.packbits(~notice.unused), "or")
-    return np.unpackbits(bits, count=len(notice.unused)).astype(bool)
+        raise ReplicasDiffer(used)
+    return used
+
+
+def _readiness_late(exchange: Exchange, notice: Notice) -> tuple[Bools | None, bool]:
+    """What share_readiness() finds, and whether replicas differ: rounding may explain that, so that what left arrives."""
+    try:
+        return share_readiness(exchange, notice), False
+    except ReplicasDiffer as differ:
+        return differ.used, True
 
 
 def _alone(notice: Notice) -> Bools | None:
@@ -219,18 +299,16 @@ def deliver_late(exchange: Exchange, backend: Backend, out: Outgoing) -> Arrived
 def _take_ahead(works: Works) -> Ahead:
     """Send the values of what the ranks have agreed on off; nothing, before the first agreement."""
     agreed, works.waiting = works.waiting or nothing_agreed(len(works.acc), works.exchange.size), None
-    return Ahead(agreed, Sent(agreed.union, works.scorer.depart(works.backend, agreed.union)))
-
-
-def _clear(works: Works, index: Ints) -> None:
-    """Set elements of the accumulator to zero: they are in flight."""
-    works.backend.put(works.acc, index, np.zeros(len(index), dtype=np.float32))
+    backend = works.backend
+    values = works.scorer.depart(backend, backend.from_host(agreed.union))
+    return Ahead(agreed, Sent(agreed.union, backend.to_host(values)))
 
 
 def _not_held(works: Works, index: Ints, mean: Floats) -> tuple[Ints, Floats]:
     """Return what of a mean may be published. What was frozen since it was sent goes back, the same on all ranks."""
     if works.flight is None or not works.held.stretches:
         return index, mean
-    frozen = works.held.covers(index)
-    works.backend.add_at(works.acc, index[frozen], mean[frozen])
-    return index[~frozen], mean[~frozen]
+    backend, places = works.backend, works.backend.to_host(index)
+    frozen, values = works.held.covers(places), works.backend.to_host(mean)
+    backend.add_at(works.acc, backend.from_host(places[frozen]), backend.from_host(values[frozen]))
+    return backend.from_host(places[~frozen]), backend.from_host(values[~frozen])

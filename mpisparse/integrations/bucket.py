@@ -1,8 +1,9 @@
-"""One bucket of gradients and its aggregator: which parameters it has, and what waits of each."""
+"""Some of a model's gradients and their aggregator: which parameters they are of, and what waits of each."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,7 @@ from mpisparse.model.frozen import Frozen
 from mpisparse.model.layout import Layout, collect_gradients
 from mpisparse.model.published import Published
 from mpisparse.schemes.options import Options
-
-Vectors = dict[str, torch.Tensor]  # of one parameter: the residual, and what else its elements are selected by
+from mpisparse.schemes.state import check_kinds, step_state
 
 
 class Bucket:
@@ -42,6 +42,7 @@ class Bucket:
         self.published = Published(self.layout, backend)
         parts = Parts(residual, self.layout.slots, self.layout.held, self.published, exchange, backend)
         self.aggregator = options.build(parts).aggregator
+        self.aggregator.density_of = options.density_of
         self.frozen = Frozen(self.layout, backend)
         self.may_be_unused = may_be_unused
         self._keeps = not options.publishes_mean
@@ -51,6 +52,12 @@ class Bucket:
         """Replace gradients by their mean over ranks; collective. A refused one changes nothing."""
         aggregator, clock = self.aggregator, Clock()
         aggregator.check_sound()
+        for slot, grad in zip(self.layout.slots, grads, strict=True):
+            if not slot.takes(grad):
+                raise ConfigurationError(
+                    f"the gradient of {slot.name} is {grad.dtype} {list(grad.shape)}, expected {slot.dtype} "
+                    f"{list(slot.shape)}"
+                )
         aggregator.density = density
         aggregator.works.backend.use_threads(torch.get_num_threads())
         trouble = aggregator.ready(clock.lap)
@@ -98,33 +105,61 @@ class Bucket:
         scorer = self.aggregator.works.scorer
         scorer.load(scorer.state())
 
-    # What follows a parameter into another bucket, and into a saved state
+    # What it tells, and its state
 
-    def at_rest(self) -> dict[str, Vectors]:
+    @property
+    def names(self) -> list[str]:
+        """The parameters whose gradients these are."""
+        return [slot.name for slot in self.layout.slots]
+
+    def waiting(self) -> dict[str, torch.Tensor]:
         """What waits of each parameter, with all that a codec or a stage still has to send; local, changes nothing."""
         aggregator, rank, size = self.aggregator, self.aggregator.parts.exchange.rank, self.aggregator.parts.exchange.size
         residual = aggregator.residual.cpu().numpy().copy()
         _, residual = aggregator.resize({rank: aggregator.state()}, {rank: residual}, size, size, rank)
-        backend = aggregator.works.backend
-        vectors = {name: torch.as_tensor(backend.to_host(each)) for name, each in aggregator.memories().items()}
-        vectors["residual"] = torch.from_numpy(residual)
-        return {s.name: {key: each[s.begin : s.end].clone() for key, each in vectors.items()} for s in self.layout.slots}
+        return {s.name: torch.from_numpy(residual[s.begin : s.end].copy()) for s in self.layout.slots}
 
-    def restore(self, kept: Mapping[str, Vectors]) -> None:
-        """Take over what at_rest() gave of these parameters; others have nothing that waits."""
-        vectors = self.vectors()
-        for slot in self.layout.slots:
-            for key, each in kept.get(slot.name, {}).items():
-                tensor = torch.as_tensor(each, device=self.layout.device)
-                vectors[key][slot.begin : slot.end] = self.aggregator.works.backend.array_of(tensor)
-        if kept:
-            self._note_waiting()
+    def state(self) -> dict[str, Any]:
+        """Everything that the next step depends on, as tensors and scalars; local."""
+        parts = {f"step.{key}": self._saved(value) for key, value in self.aggregator.state().items()}
+        return {"names": self.names, "residual": self.aggregator.residual.cpu().clone(), **parts}
 
-    def dissolve(self) -> dict[str, Vectors]:
-        """Return what waits, and end; local."""
-        kept = self.at_rest()
-        self.close()
-        return kept
+    def _saved(self, value: Any) -> Any:
+        if isinstance(value, str | int | float | list | dict | None):
+            return deepcopy(value)
+        return torch.from_numpy(np.array(self.aggregator.works.backend.to_host(value)))
+
+    def load(self, states: Mapping[int, Mapping[str, Any]], old: int) -> None:
+        """Take this rank's state, or what it takes over from the ranks that saved, `old` of them; local.
+
+        `states`: those of the ranks in sources(). Raises ConfigurationError if one does not fit; load another bucket then.
+        """
+        aggregator, rank, size = self.aggregator, self.aggregator.parts.exchange.rank, self.aggregator.parts.exchange.size
+        here = step_state(self.state())
+        parts = {source: aggregator.upgraded(step_state(dict(state))) for source, state in states.items()}
+        for source, part in parts.items():
+            self._check_residual(states[source]["residual"])
+            if set(part) != set(here):
+                raise ConfigurationError(f"the state of {self.names[0]}... has {sorted(part)}, expected {sorted(here)}")
+            check_kinds(part, here)
+        if old == size:
+            (part,), (residual,) = parts.values(), (state["residual"] for state in states.values())
+        else:
+            residuals = {source: state["residual"].numpy().copy() for source, state in states.items()}
+            part, merged = aggregator.resize(parts, residuals, old, size, rank)
+            residual = torch.from_numpy(merged)
+        aggregator.check(part)
+        aggregator.load(part)
+        aggregator.residual.copy_(residual)
+
+    def _check_residual(self, residual: object) -> None:
+        shape = (self.layout.size,)
+        if not isinstance(residual, torch.Tensor) or residual.shape != shape or residual.dtype is not torch.float32:
+            raise ConfigurationError(
+                f"the residual of {self.names[0]} in the state must be a float32 tensor of shape {shape}"
+            )
+        if not bool(torch.isfinite(residual).all()):
+            raise ConfigurationError(f"the residual of {self.names[0]}... in the state is not finite everywhere")
 
     def close(self) -> None:
         """End what runs in the background; the exchange is not the bucket's own."""

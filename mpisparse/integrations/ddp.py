@@ -1,4 +1,4 @@
-"""A communication hook for torch's DistributedDataParallel: an aggregator for each of its buckets.
+"""A communication hook for torch's DistributedDataParallel: an aggregator for each bucket of parameters.
 
 state = ddp.State(model, scheme="exdyna", density=0.01)
 model.register_comm_hook(state, ddp.hook)
@@ -8,6 +8,7 @@ import json
 import math
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,32 +19,40 @@ from mpisparse.comm.exchange import Exchange
 from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.comm.watchdog import TIMEOUT, check_timeout, watch
 from mpisparse.core.records import Stats
-from mpisparse.core.state import merge_residuals, sources
+from mpisparse.core.state import sources
 from mpisparse.errors import ConfigurationError, NonFiniteGradientError
-from mpisparse.integrations.bucket import Bucket, Vectors
+from mpisparse.integrations.bucket import Bucket
+from mpisparse.model.set_density import SetDensity
 from mpisparse.schemes import configure
 from mpisparse.schemes.options import Options, check_density
+from mpisparse.schemes.state import check_options
 from mpisparse.vectors import check_alike, check_plain
 
-FORMAT = 1
+FORMAT = 2
 
 
 def hook(state: "State", bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket over ranks. The future is complete when it is returned."""
-    buffer = state.average(bucket)
-    devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-    done.set_result(buffer)
-    return done
+    """Average a bucket over ranks. The future is complete when the hook of the last bucket has returned, or earlier."""
+    return state.average(bucket)
 
 
-class State:
+@dataclass
+class Arrived:
+    """A bucket of DDP's in this backward, some of whose gradients may still wait for others to be averaged with."""
+
+    buffer: torch.Tensor
+    names: list[str]
+    done: torch.futures.Future[torch.Tensor]
+
+
+class State(SetDensity):
     """What the hook keeps between steps: of every parameter, what was not sent yet. Collective: construct it on all ranks.
 
-    Options are those of GradientSync, for schemes whose only result is the averaged gradient. Each bucket of the model is
-    averaged by itself, so `density` is the share of every bucket. comm: the ranks (default: the model's process group).
-    scaler: the torch.amp.GradScaler of the training, if it has one: gradients are unscaled before they are added up, and a
-    step with a gradient that is not finite is skipped on all ranks. timeout: see GradientSync.
+    Options are those of GradientSync, for schemes whose only result is the averaged gradient. Parameters are averaged in
+    buckets of DDP's size (bucket_cap_mb), so `density` is the share of every bucket. comm: the ranks (default: the model's
+    process group). scaler: the torch.amp.GradScaler of the training, if it has one: gradients are unscaled
+    before they are added up, and a step with a gradient that is not finite is skipped on all ranks. timeout: see
+    GradientSync.
     """
 
     def __init__(
@@ -60,15 +69,19 @@ class State:
         end_job_on_uncaught_exception(comm)
         self._exchange = Exchange(comm)
         self._options: Options = Options()
+        ignored = model.parameters_to_ignore
+        self._trained = {name: p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored}
+        self._names = {id(p): name for name, p in self._trained.items()}
+        self._may_be_unused = bool(model.find_unused_parameters or model.static_graph)
+        self._buckets: list[Bucket] = []
         error: ConfigurationError | None = None
         try:
             timeout = check_timeout(timeout)
             self._options = configure(scheme, density=density, codec=codec, **options)
             check_plain(self._options)
-            probe = Bucket({"probe": torch.zeros(8)}, self._options, self._exchange)  # refuses what needs a model
-            self._kinds = set(probe.vectors())
-            probe.close()
             _check_scaler(scaler)
+            self._exchange.segment_nbytes = self._options.segment_nbytes
+            self._buckets = [self._made(names) for names in self._planned(model.bucket_bytes_cap)]
         except ConfigurationError as caught:
             error = caught
         try:
@@ -77,16 +90,11 @@ class State:
         except ConfigurationError:
             self._exchange.close()
             raise
-        self._exchange.segment_nbytes = self._options.segment_nbytes
         self.scheme = scheme
         self._scaler = scaler
         self._density = self._options.density
-        named = dict(model.module.named_parameters())
-        self._names = {id(p): name for name, p in named.items()}
-        self._sizes = {name: p.numel() for name, p in named.items()}
-        self._may_be_unused = bool(model.find_unused_parameters or model.static_graph)
-        self._buckets: dict[tuple[int, ...], Bucket] = {}
-        self._waiting: dict[str, Vectors] = {}  # by parameter: what no bucket has taken over yet
+        self._arrived: list[Arrived] = []  # in this backward, and not complete yet
+        self._gradients: dict[str, torch.Tensor] = {}  # in them, and not averaged yet
         self._done: list[Bucket] = []  # averaged in this backward
         self._skipping = False
         self._steps = 0
@@ -96,89 +104,102 @@ class State:
 
     # A step
 
-    def average(self, bucket: GradBucket) -> torch.Tensor:
-        """Average the gradients in a bucket over ranks, in place; collective. Returns the bucket's memory."""
+    def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Average the gradients in a bucket over ranks, in place; collective. The future's result is the bucket's memory.
+
+        DDP arranges its own buckets by the order in which gradients come, anew after the first step. Ours stay as they are,
+        so that a resumed run selects as an uninterrupted one: one of DDP's may wait for the rest of ours.
+        """
         if bucket.index() == 0:
-            self._done, self._skipping = [], False
+            self._arrived, self._gradients, self._done, self._skipping = [], {}, [], False
         buffer, scale = bucket.buffer(), self._scale()
         if buffer.layout is not torch.strided:
             raise ConfigurationError(
                 "sparse gradients cannot be exchanged by a DDP hook; build the embedding with sparse=False"
             )
-        if not self._skipping:
-            one = self._find(bucket)
-            if scale != 1.0:
-                buffer.div_(scale)
-            try:
-                one.average(bucket.gradients(), self.density)
-            except NonFiniteGradientError:
-                for earlier in self._done:
-                    earlier.take_back()
-                if self._scaler is None or not self._scaler.is_enabled():
-                    raise
-                self._skipping = True
-            else:
-                self._done.append(one)
-                if scale != 1.0:
-                    buffer.mul_(scale)
-        if self._skipping:
-            buffer.fill_(math.nan)  # the scaler sees it on all ranks, and skips the step
+        devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
+        names = [self._names[id(p)] for p in bucket.parameters()]
+        arrived = Arrived(buffer, names, torch.futures.Future(devices=devices))
+        self._arrived.append(arrived)
+        if scale != 1.0:
+            buffer.div_(scale)
+        self._gradients |= zip(names, bucket.gradients(), strict=True)
+        for one in self._buckets:
+            if not self._skipping and all(name in self._gradients for name in one.names):
+                self._exchange_now(one)
+        self._hand_back(scale)
         if bucket.is_last():
             self._steps += 1
             self._exchange.place.steps = self._steps
-        return buffer
+        return arrived.done
+
+    def _planned(self, nbytes: int) -> list[list[str]]:
+        """Which parameters are averaged together: from the last one on, as backward has their gradients ready."""
+        planned: list[list[str]] = []
+        filled = 0
+        for name, p in reversed(self._trained.items()):
+            if not planned or (filled >= nbytes and p.numel()):
+                planned.append([])
+                filled = 0
+            planned[-1].append(name)
+            filled += p.nbytes
+        return planned
+
+    def _made(self, names: list[str]) -> Bucket:
+        tensors = {name: self._trained[name] for name in names}
+        return Bucket(tensors, self._options, self._exchange, may_be_unused=self._may_be_unused)
+
+    def _exchange_now(self, one: Bucket) -> None:
+        """Average a bucket that is complete; one that is not finite ends the step, or lets the scaler skip it."""
+        try:
+            one.average([self._gradients[name] for name in one.names], self.density)
+        except NonFiniteGradientError:
+            for earlier in self._done:
+                earlier.take_back()
+            if self._scaler is None or not self._scaler.is_enabled():
+                raise
+            self._skipping = True
+            return
+        self._done.append(one)
+        for name in one.names:
+            del self._gradients[name]
+
+    def _hand_back(self, scale: float) -> None:
+        """Give DDP the buckets all of whose gradients are averaged; in a step that is skipped, all there are."""
+        waiting = []
+        for arrived in self._arrived:
+            if self._skipping:
+                arrived.buffer.fill_(math.nan)  # the scaler sees it on all ranks, and skips the step
+            elif any(name in self._gradients for name in arrived.names):
+                waiting.append(arrived)
+                continue
+            elif scale != 1.0:
+                arrived.buffer.mul_(scale)
+            arrived.done.set_result(arrived.buffer)
+        self._arrived = waiting
 
     def _scale(self) -> float:
         return float(self._scaler.get_scale()) if self._scaler is not None else 1.0
 
-    def _find(self, bucket: GradBucket) -> Bucket:
-        """Return a bucket's aggregator. DDP regroups parameters once: what waits of each follows it into its new bucket."""
-        key = tuple(id(p) for p in bucket.parameters())
-        if key not in self._buckets:
-            for other in [other for other in self._buckets if set(other) & set(key)]:
-                self._waiting |= self._buckets.pop(other).dissolve()
-            names = [self._names[member] for member in key]
-            made = Bucket(
-                dict(zip(names, bucket.gradients(), strict=True)), self._options, self._exchange,
-                may_be_unused=self._may_be_unused,
-            )  # fmt: skip
-            made.restore({name: self._waiting.pop(name) for name in names if name in self._waiting})
-            self._buckets[key] = made
-        return self._buckets[key]
-
     # What it tells
-
-    @property
-    def density(self) -> float:
-        """The set density; may be changed between steps, on all ranks alike."""
-        return self._density
-
-    @density.setter
-    def density(self, value: float) -> None:
-        self._density = self._options.changed_density(check_density(value))
 
     @property
     def stats(self) -> list[Stats]:
         """What the last step did, for every bucket."""
-        return [one.aggregator.last for one in self._buckets.values() if one.aggregator.last is not None]
+        return [one.aggregator.last for one in self._buckets if one.aggregator.last is not None]
 
     @property
     def residuals(self) -> dict[str, torch.Tensor]:
         """What this rank has not sent, a flat float32 tensor for each parameter."""
-        return {name: vectors["residual"] for name, vectors in self._kept().items()}
-
-    def _kept(self) -> dict[str, Vectors]:
-        kept = dict(self._waiting)
-        for one in self._buckets.values():
-            kept |= one.at_rest()
-        return {name: kept[name] for name in self._names.values() if name in kept}
+        kept = {name: vector for one in self._buckets for name, vector in one.waiting().items()}
+        return {name: kept[name] for name in self._trained if name in kept}
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """What the coming steps depend on, by parameter: this rank's own. Tensors, numbers and strings only; local.
+        """Everything that the coming steps depend on: this rank's own. Tensors, numbers and strings only; local.
 
-        Save it on every rank. What the search for thresholds has learnt is not in it: that starts anew.
+        Save it on every rank.
         """
         return {
             "format": FORMAT,
@@ -188,39 +209,49 @@ class State:
             "size": self._exchange.size,
             "steps": self._steps,
             "density": self._density,
-            "parameters": self._kept(),
+            "buckets": [one.state() for one in self._buckets],
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Take this rank's state, or those of all ranks that saved, however many they were, in their order; collective."""
         error: Exception | None = None
-        kept: dict[str, Vectors] = {}
+        loaded: list[Bucket] = []
         try:
             states = [state] if isinstance(state, Mapping) else list(state)
-            kept = self._merged(states)
+            self._load(states, loaded)
         except ConfigurationError as caught:
             error = caught
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as caught:
             error = ConfigurationError(f"the state is not one that state_dict() gave: {type(caught).__name__}: {caught}")
-        self._exchange.raise_together(error)
-        for one in self._buckets.values():
-            one.close()
-        self._buckets.clear()
-        self._waiting, self._done = kept, []
+        try:
+            self._exchange.raise_together(error)
+        except ConfigurationError:
+            _close(loaded)
+            raise
+        _close(self._buckets)
+        self._buckets, self._done = loaded, []
         self._density, self._steps = float(states[0]["density"]), int(states[0]["steps"])
+        self._exchange.place.steps = self._steps
 
-    def _merged(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Vectors]:
-        """This rank's vectors from the states of the ranks that saved, checked."""
-        rank, size = self._exchange.rank, self._exchange.size
+    def _load(self, states: Sequence[Mapping[str, Any]], loaded: list[Bucket]) -> None:
+        """Append this rank's buckets from the states of the ranks that saved, checked; local."""
         for each in states:
             self._check(each)
-        old = int(states[0]["size"])
+        taken = self._taken(states)
+        first = next(iter(taken.values()))
+        for i, one in enumerate(first["buckets"]):
+            loaded.append(self._made(one["names"]))
+            loaded[-1].load({rank: each["buckets"][i] for rank, each in taken.items()}, int(first["size"]))
+
+    def _taken(self, states: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+        """The states that this rank takes over, by the rank that saved."""
+        rank, size, old = self._exchange.rank, self._exchange.size, int(states[0]["size"])
         if len(states) == 1 and old == size:
             if states[0]["rank"] != rank:
                 raise ConfigurationError(
                     f"the state is of rank {states[0]['rank']}, this is rank {rank}; load each rank's own"
                 )
-            return {name: dict(vectors) for name, vectors in states[0]["parameters"].items()}
+            return {rank: states[0]}
         found = [(each["rank"], each["size"], each["steps"]) for each in states]
         if found != [(other, old, states[0]["steps"]) for other in range(old)]:
             raise ConfigurationError(
@@ -228,37 +259,34 @@ class State:
                 f"in their order and of the same step; got those of ranks {[one for one, _, _ in found]} "
                 f"after {sorted({steps for *_, steps in found})} steps"
             )
-        taken = sources(old, size, rank)
-        first = states[taken[0]]["parameters"]
-        merged = {}
-        for name, vectors in first.items():
-            residuals = {source: states[source]["parameters"][name]["residual"].numpy() for source in taken}
-            merged[name] = {**vectors, "residual": torch.from_numpy(merge_residuals(residuals, old, size, rank))}
-        return merged
+        return {source: states[source] for source in sources(old, size, rank)}
 
     def _check(self, state: Mapping[str, Any]) -> None:
         if state["format"] != FORMAT or state["scheme"] != self.scheme:
-            raise ConfigurationError(f'the state is of scheme "{state["scheme"]}", this is "{self.scheme}"')
+            raise ConfigurationError(
+                f'the state is of scheme "{state["scheme"]}" in format {state["format"]}, this is "{self.scheme}" in format '
+                f"{FORMAT}"
+            )
         check_density(state["density"])
-        for name, vectors in state["parameters"].items():
-            if name not in self._sizes:
-                raise ConfigurationError(f"the state has a parameter {name!r} that this model has not")
-            if set(vectors) != self._kinds:
-                raise ConfigurationError(f"the state has {sorted(vectors)} of {name}, expected {sorted(self._kinds)}")
-            for key, vector in vectors.items():
-                shape = (self._sizes[name],)
-                if not isinstance(vector, torch.Tensor) or vector.shape != shape or vector.dtype is not torch.float32:
-                    raise ConfigurationError(f"the {key} of {name} in the state must be a float32 tensor of shape {shape}")
-                if not bool(torch.isfinite(vector).all()):
-                    raise ConfigurationError(f"the {key} of {name} in the state is not finite everywhere")
+        check_options(state["options"], self._options)
+        names = [name for one in state["buckets"] for name in one["names"]]
+        other = set(names) ^ set(self._trained)
+        if other or len(names) > len(self._trained):
+            raise ConfigurationError(
+                f"the state is of other parameters than those that this model trains: {min(other or names)}"
+            )
 
     def close(self) -> None:
         """Give the communicator back; collective."""
-        for one in self._buckets.values():
-            one.close()
+        _close(self._buckets)
         if self._watchdog is not None:
             self._watchdog.close()
         self._exchange.close()
+
+
+def _close(buckets: list[Bucket]) -> None:
+    for one in buckets:
+        one.close()
 
 
 def _check_scaler(scaler: object) -> None:

@@ -1,4 +1,8 @@
-"""transformers.Trainer with a GradientSync in place of DDP: `MPISparseTrainer(..., exchange={"scheme": "drift"})`."""
+"""transformers.Trainer: a callback for the hook of DDP, or a subclass with a GradientSync in place of DDP.
+
+Trainer(..., callbacks=[MPISparseCallback(scheme="dense", codec="int4")])
+MPISparseTrainer(..., exchange={"scheme": "drift"})
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from mpisparse.attachment import Attachment, attach
 from mpisparse.errors import ConfigurationError
 from mpisparse.integrations import beside
 from mpisparse.integrations.accelerate import bare, refusal
+from mpisparse.integrations.callback import MPISparseCallback
 from mpisparse.integrations.launch import communicator, missing
 from mpisparse.sync import GradientSync
 
@@ -18,15 +23,15 @@ try:
 except ImportError as error:
     raise ImportError(missing("transformers", "huggingface")) from error
 
-__all__ = ["MPISparseTrainer"]
+__all__ = ["MPISparseCallback", "MPISparseTrainer"]
 
 
 class MPISparseTrainer(Trainer):
     """A Trainer that exchanges through GradientSync; for others: `class MyTrainer(MPISparseTrainer, SFTTrainer): ...`.
 
     exchange: the options of GradientSync. `sync` is the GradientSync of the last train(). Call
-    mpisparse.init_torch_distributed() before TrainingArguments(...). A callback alone could neither keep Accelerate from
-    wrapping the model in DDP nor evaluate and save the shared weights, where ranks have their own.
+    mpisparse.init_torch_distributed() before TrainingArguments(...). It has what no callback can: schemes that move weights,
+    whose shared weights it evaluates and saves; mixed precision with a scaler; one directory for all of a rank's state.
     """
 
     def __init__(self, *args: Any, exchange: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -72,10 +77,10 @@ class MPISparseTrainer(Trainer):
     def _refusal(self) -> ConfigurationError | None:
         """Return what cannot be trained."""
         assert self.sync is not None
-        if self.args.max_grad_norm > 0 and self.sync.options.accumulate == "backward":
+        if self.args.max_grad_norm > 0 and (self.sync.options.accumulate == "backward" or self.sync.overlaps):
             return ConfigurationError(
-                'max_grad_norm needs accumulate="step": with "backward" gradients are exchanged before they are clipped; '
-                "pass max_grad_norm=0 to train without clipping"
+                'max_grad_norm needs accumulate="step" without overlap: otherwise gradients are exchanged before they are '
+                "clipped; pass max_grad_norm=0 to train without clipping"
             )
         return refusal(self.accelerator, self.sync)
 

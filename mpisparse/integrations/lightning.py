@@ -116,9 +116,10 @@ class MPISparseStrategy(DDPStrategy):
                 f"configure_optimizers() returned {len(self.optimizers)} optimizers, but an exchange belongs to the step of "
                 "one optimizer: give it several parameter groups instead"
             )
-        if trainer.gradient_clip_val and self.sync.options.accumulate == "backward":
+        if trainer.gradient_clip_val and (self.sync.options.accumulate == "backward" or self.sync.overlaps):
             return ConfigurationError(
-                'gradient_clip_val needs accumulate="step": with "backward" gradients are exchanged before they are clipped'
+                'gradient_clip_val needs accumulate="step" without overlap: otherwise gradients are exchanged before they '
+                "are clipped"
             )
         return None
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpisparse.comm.roll_call import meet
+from mpisparse.comm.survival import together
 
 if TYPE_CHECKING:
     from mpisparse.comm.exchange import Exchange
@@ -28,17 +29,13 @@ class SharedBuffers:
         if self._inside or self.how == "own" or self.exchange.size == 1 or not any(True for _ in self.model.buffers()):
             yield
             return
-        meet(self.exchange, "global_weights")
-        self._take()
+        together(self.exchange, self._share)
         self._inside = True
         try:
             yield
         finally:
             self._inside = False
-            with torch.no_grad():
-                for buffer, own in self._kept:
-                    buffer.copy_(own)
-            self._kept = []
+            self._give_back()
 
     def own(self) -> dict[str, torch.Tensor]:
         """The rank's own buffers by name, while others are in the model; local."""
@@ -48,6 +45,19 @@ class SharedBuffers:
 
     def forget(self) -> None:
         """A state was loaded: these are not to be given back."""
+        self._kept = []
+
+    def _share(self) -> None:
+        """Put the same buffers into the model of all ranks; collective."""
+        self._give_back()  # of an attempt that a rank's death has ended
+        meet(self.exchange, "global_weights")
+        self._take()
+
+    @torch.no_grad()
+    def _give_back(self) -> None:
+        """Have the rank's own buffers in the model again; local."""
+        for buffer, own in self._kept:
+            buffer.copy_(own)
         self._kept = []
 
     @torch.no_grad()

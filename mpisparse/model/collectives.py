@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from mpisparse.comm.roll_call import meet
+from mpisparse.comm.survival import together
 from mpisparse.model.joining import mean_of
 from mpisparse.model.shards import local_of
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from mpisparse.arrays import Ints
     from mpisparse.comm.exchange import Exchange
 
+T = TypeVar("T")
 Rows = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -32,6 +35,10 @@ class Collectives:
         rows = self._meet(entry, int(np.float64(value).view(np.int64)))
         return mean_of(rows[:, 0])
 
+    def _together(self, attempt: Callable[[], T]) -> T:
+        """Do what all ranks do together; again, among the living, if one dies meanwhile and the others are to go on."""
+        return together(self._exchange, attempt)
+
     def average(self, value: float) -> float:
         """The mean of a number over ranks; collective."""
         return self._mean("average", value)
@@ -42,20 +49,46 @@ class Collectives:
 
     def gather_floats(self, row: Rows) -> Rows:
         """Gather a row of numbers from every rank; row r of the result is rank r's. Collective."""
-        self._meet("gather_floats")
-        return self._exchange.allgather(row)
+
+        def gather() -> Rows:
+            self._meet("gather_floats")
+            return self._exchange.allgather(row)
+
+        return self._together(gather)
+
+    def gather_texts(self, text: str) -> list[str]:
+        """Gather a text from every rank, in the order of the ranks; collective."""
+
+        def gather() -> list[str]:
+            self._meet("gather_texts")
+            return self._exchange.gather_texts(text)
+
+        return self._together(gather)
 
     def broadcast_(self, tensors: list[torch.Tensor]) -> None:
         """Set tensors to those of rank 0; collective."""
-        self._meet("broadcast_")
-        with torch.no_grad():
-            for tensor in map(local_of, tensors):
-                dense = tensor.detach().cpu().contiguous()
+        local, survives = list(map(local_of, tensors)), self._exchange.survival is not None
+
+        def broadcast() -> list[torch.Tensor]:
+            self._meet("broadcast_")
+            arrived = [tensor.detach().cpu().contiguous() for tensor in local]
+            if survives:  # until all have them, each rank has its own
+                arrived = [tensor.clone() for tensor in arrived]
+            for dense in arrived:
                 self._exchange.broadcast_(dense.reshape(-1).view(torch.uint8).numpy())
+            return arrived
+
+        arrived = self._together(broadcast)
+        with torch.no_grad():
+            for tensor, dense in zip(local, arrived, strict=True):
                 if dense.data_ptr() != tensor.data_ptr():
                     tensor.copy_(dense)
 
     def check_together(self, error: Exception | None) -> None:
         """Raise on all ranks if any has an error; collective."""
-        self._meet("check_together")
-        self._exchange.raise_together(error)
+
+        def check() -> None:
+            self._meet("check_together")
+            self._exchange.raise_together(error)
+
+        self._together(check)

@@ -52,7 +52,6 @@ class GradientWatch:
         self.unzeroed: set[int] = set()
         self.seen = published.written()
         self.zeroed = True
-        self.witnesses: list[int] = []
         take_over(self, layout.params)
         self.handles = [
             p.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -68,7 +67,7 @@ class GradientWatch:
         """
         if self.on_gradient is not None:
             return sorted(self.unzeroed)
-        if self.unzeroed and self.published.written() != self.seen and not any(map(self._is_set, self.witnesses)):
+        if self.unzeroed and self.published.written() != self.seen and not any(map(self._is_set, self.published.witnesses)):
             self.unzeroed.clear()
         views, params = self.published.views, self.layout.members
         return sorted(i for i in self.unzeroed if params[i].grad is views[i])
@@ -86,7 +85,7 @@ class GradientWatch:
         self.fresh[:] = False
         self.unzeroed.clear()
         self.zeroed = False
-        self.seen, self.witnesses = self.published.stamp, self.published.witnesses
+        self.seen = self.published.stamp
 
     def remove(self) -> None:
         """Take the hooks off the parameters; also done when another watch takes one of them over."""
@@ -106,7 +105,9 @@ class GradientWatch:
         version = self.published.written()
         slot = self.layout.slots[i]
         if version != self.seen + 1:  # others wrote besides this accumulation: did they zero?
-            self.zeroed = not any(self._is_set(index) for index in self.witnesses if not slot.begin <= index < slot.end)
+            self.zeroed = not any(
+                self._is_set(index) for index in self.published.witnesses if not slot.begin <= index < slot.end
+            )
         self.seen = version
         if self.zeroed and self.on_gradient is None:
             self.unzeroed.clear()

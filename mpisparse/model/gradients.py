@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Collection, Mapping
 from operator import attrgetter, methodcaller
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from mpisparse.backends.flat import Pieces, Slot
 from mpisparse.backends.protocol import Backend
 from mpisparse.comm.agreement import BROKEN, NO_BACKWARD, NONFINITE, STALE, Notice
 from mpisparse.model import registry
+from mpisparse.model.digests import rates_of
+from mpisparse.model.early import Early
 from mpisparse.model.frozen import Frozen
 from mpisparse.model.grad_hooks import GradientWatch
 from mpisparse.model.layout import Layout, collect_gradients
@@ -25,7 +28,7 @@ Add = Callable[[int, Slot, torch.Tensor], int]  # adds a parameter's gradient du
 
 # A step looks at every parameter: these getters go over all of them without a frame of Python for each.
 GRAD, LAYOUT, REQUIRES_GRAD = attrgetter("grad"), attrgetter("layout"), attrgetter("requires_grad")
-LOOKS, STRIDE = attrgetter("dtype", "shape", "device"), methodcaller("stride")
+LOOKS, STRIDE = attrgetter("dtype", "shape", "device"), methodcaller("stride")  # of shards, too
 
 
 class ModelGradients:
@@ -47,17 +50,25 @@ class ModelGradients:
         self.in_backward = in_backward
         self.looks = looks
         self.frozen = Frozen(layout, backend)
-        self.watch = GradientWatch(layout, published, self._accumulate if in_backward else None)
+        self.watch = GradientWatch(layout, published, self._made if in_backward else None)
         self.add: Add | None = None
+        self.early: Early | None = None
         self._moving = [True] * len(layout.params)
         self._registered = registry.parameters_registered()
         self._looks = [(s.dtype, s.shape, layout.device) for s in layout.slots]
         self._strides = [s.stride for s in layout.slots]
         self._plain = [None if s.dtype is torch.float64 else s.stride for s in layout.slots]  # strides read without a copy
         self._late: list[tuple[int, torch.Tensor]] = []  # gradients that came before their parameters were frozen
+        self.holds = False  # whether the step has anything to hold back: of these, or of parameters frozen since
         self._left: set[int] = set()  # path "backward": gradients that could not be read when they came
+        self._flush: Callable[[Any], None] | None = getattr(backend, "flush", None)
+        self._flushes = False  # at the end of this backward
         self._bad = -1
         self._published_once = False
+
+    def send_early(self, early: Early) -> None:
+        """Have buckets set out while backward goes on."""
+        self.early, self.watch.on_gradient = early, early.note
 
     # Before a step
 
@@ -67,12 +78,14 @@ class ModelGradients:
         pairs = zip(map(GRAD, self.layout.members), views, strict=True)
         grads = [None if grad is view and not fresh[i] else grad for i, (grad, view) in enumerate(pairs)]
         mask, digest = self.frozen.mask, self.frozen.digest
-        trouble = trouble or self._changed(grads) or ""
+        trouble = trouble or self._changed(grads) or ("" if self.early is None else self.early.trouble(grads, mask))
         if trouble:  # gradients of another type or shape must not be read
             return None, Notice(k, np.ones(len(grads), dtype=bool), BROKEN, frozen=digest, trouble=trouble)
         self._late = self.frozen.take_out(grads) if self.layout.held.stretches else []
+        self.holds = self.frozen.changed or bool(self._late)
         pieces, bad = None, -1
         if self.in_backward:
+            self._flushes = False
             self._take_left()
             unused = ~self.watch.fresh | mask
             late_bad = self.backend.late_nonfinite(self.backend.array_of(self.residual))
@@ -151,6 +164,19 @@ class ModelGradients:
 
     # During backward
 
+    def _made(self, i: int) -> None:
+        """Path "backward": parameter i's gradient is made. A device adds small ones together, at the end at the latest."""
+        self._accumulate(i)
+        if self._flush is not None and not self._flushes:
+            self._flushes = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        """Backward ends."""
+        self._flushes = False
+        assert self._flush is not None
+        self._flush(self.backend.array_of(self.residual))
+
     def _accumulate(self, i: int) -> None:
         """Path "backward": add parameter i's gradient into the residual and drop it."""
         slot, p = self.layout.slots[i], self.layout.members[i]
@@ -172,11 +198,6 @@ class ModelGradients:
         self._left.clear()
 
     # In a step
-
-    @property
-    def holds(self) -> bool:
-        """Tell whether anything is to be held back: other parameters are frozen, or gradients of frozen ones came."""
-        return self.frozen.changed or bool(self._late)
 
     def hold_late(self) -> None:
         """Keep in the residual what came of parameters before they were frozen."""
@@ -207,7 +228,7 @@ class ModelGradients:
         watch, published = self.watch, self.published
         watch.fresh[:] = False
         watch.unzeroed.clear()
-        watch.zeroed, watch.seen, watch.witnesses = False, published.stamp, published.witnesses
+        watch.zeroed, watch.seen = False, published.stamp
 
     def look(self) -> None:
         """See which parameters are frozen now."""
@@ -237,3 +258,51 @@ T = TypeVar("T")
 def _at(items: list[T], grads: list[torch.Tensor | None]) -> list[T]:
     """The items of those parameters that have a gradient."""
     return [item for item, grad in zip(items, grads, strict=True) if grad is not None]
+
+
+class GradientsBefore:
+    """What a GradientSync does where gradients are exchanged, before the optimizer's step; see WeightsAfter.
+
+    words: what errors call the values, and what to do about them. ahead: step() was called by hand, and the attached
+    optimizer has not followed yet.
+    """
+
+    words: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, sync: Any) -> None:
+        self.sync: Any = weakref.proxy(sync)
+        self.ahead = False
+
+    def step(self) -> None:
+        """What GradientSync.step() does; collective."""
+        sync, self.ahead = self.sync, False
+        if not sync._companion.idle:
+            sync._companion.check_by_hand()
+        self.begin(None)
+        self.ahead = sync._early is not None and bool(sync._attached)
+
+    def begin(self, trouble: str | None) -> None:
+        """Exchange; collective."""
+        if self.ahead and not self.sync._gradients.watch.fresh.any():
+            self.ahead = False
+        elif not self.sync._companion.draining:
+            self.sync._exchange_now(trouble)
+
+    def finish(self) -> None:
+        """The optimizer has used the mean; local."""
+        sync, companion = self.sync, self.sync._companion
+        if not companion.idle and not companion.draining and sync._stats is not None and not sync._stats.skipped:
+            sync._stats = companion.finish(sync._stats)
+
+    def rates(self) -> tuple[float, ...]:
+        """The learning rates that must be equal on all ranks."""
+        return rates_of(self.sync._attached)
+
+    def sample(self, pieces: Any) -> int:
+        """A number that tells ranks from each other that train on different batches."""
+        number: int = self.sync._gradients.sample(pieces)
+        return number
+
+    def lost(self, statuses: Collection[int], *, added: bool, late: bool) -> bool:
+        """Whether a step that was refused has changed what waits. added: gradients had been added before."""
+        return added or (NONFINITE in statuses and self.sync.options.accumulate == "backward")

@@ -14,6 +14,7 @@ from mpisparse.arrays import Ints
 from mpisparse.backends.digest import digest
 from mpisparse.comm.agreement import FINE, NO_BACKWARD, Notice
 from mpisparse.comm.roll_call import ENTRIES, FIRST, JOINED, STEP, Apart, Call, all_done, answers, at_work, begin
+from mpisparse.comm.stop_together import only_of_a_sync
 from mpisparse.errors import CollectiveError, ConfigurationError, GradientError
 
 
@@ -34,9 +35,12 @@ def with_zeros(notice: Notice, call: Call) -> Notice:
 def joining(sync: Any, optimizers: Sequence[torch.optim.Optimizer], each_step: Callable[[], Any] | None) -> Iterator[None]:
     """Let the loop inside end on different ranks at different steps; collective."""
     trailing = Trailing(sync, optimizers, each_step)
-    yield
-    if sync.size > 1:
-        trailing.run()
+    if sync.size == 1:
+        yield
+        return
+    with only_of_a_sync():
+        yield
+    trailing.run()
 
 
 class Trailing:
@@ -46,7 +50,7 @@ class Trailing:
         self.sync, self.each_step = sync, each_step
         self.attached = [attachment.optimizer for attachment in sync._attached]
         self.others = [optimizer for optimizer in optimizers if all(optimizer is not a for a in self.attached)]
-        if sync.averages_gradients:
+        if sync.averages_gradients or not sync.options.of_weights:  # now, or in other steps
             self._check()
 
     def _check(self) -> None:
@@ -113,17 +117,18 @@ class Trailing:
         sync = self.sync
         sync._companion.begin()
         if not sync._companion.is_due():
-            sync._rest()
+            sync._exchanged.rest()
             return True
         sync._call = call = self._listen()
         sync._exchange_now(None)
+        sync.turn()
         return call.rows is not None and not all_done(call.rows)
 
     def _listen(self) -> Call:
         """Answer roll calls until one is of a step, or until no rank is at work; collective."""
         sync, exchange = self.sync, self.sync._exchange
         sync._gradients.look()
-        frozen = 0 if sync.options.of_weights else int(sync._gradients.frozen.digest)
+        frozen = int(sync._gradients.frozen.digest)
         while True:
             call = begin(exchange, JOINED, exchange.place.steps, (FINE, 0, 0, 1, frozen))
             try:

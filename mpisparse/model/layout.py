@@ -92,7 +92,9 @@ def collect_gradients(layout: Layout, grads: Iterable[torch.Tensor | None]) -> P
 
 
 def refuse_wrapped(model: torch.nn.Module) -> None:
-    """Raise ConfigurationError if a wrapper in the model averages gradients by itself."""
+    """Raise ConfigurationError if a wrapper in the model averages gradients by itself, or if it is no model."""
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigurationError(f"expected the model, a torch.nn.Module, got {type(model).__name__}; pass the model itself")
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             raise ConfigurationError(

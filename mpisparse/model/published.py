@@ -89,6 +89,12 @@ class Published:
 
     def clear(self) -> None:
         """Make every element zero."""
+        self._zero()
+        self.union = self.backend.empty(0, np.int64)
+        self._done()
+
+    def _zero(self) -> None:
+        """Write zeros where anything may be published."""
         if self.uncounted or self.written() != self.version:
             for run in self.runs:
                 run.buffer.zero_()
@@ -96,15 +102,13 @@ class Published:
         else:
             for run, index in self._split(self.union):
                 self.backend.zero_at(run.origin, run.kind, run.end, index)
-        self.union = self.backend.empty(0, np.int64)
-        self._done()
 
     def write(self, index: Any, mean: Any, acc: Any) -> None:
         """Publish the mean at an index, zeros elsewhere; acc gets back what rounding to a parameter's type left."""
         if isinstance(index, range):
             self._fill(acc)
             return
-        self.clear()
+        self._zero()
         self.union = index
         start = 0
         for run, part in self._split(index):
@@ -140,8 +144,16 @@ class Published:
         self._done()
 
     def _done(self) -> None:
-        """Note who wrote so far, and a few published elements by which one sees whether anyone zeroes them."""
-        self.stamp, self.witnesses = self.written(), self.sample(WITNESSES)
+        """Note who wrote so far; of the whole mean also the witnesses, which are found by its values."""
+        self.stamp = self.written()
+        self._witnesses = self.sample(WITNESSES) if isinstance(self.union, range) else None
+
+    @property
+    def witnesses(self) -> list[int]:
+        """A few published elements by which one sees whether anyone zeroes them; looked for when they are asked for."""
+        if self._witnesses is None:
+            self._witnesses = self.sample(WITNESSES)
+        return self._witnesses
 
     def _split(self, union: Ints) -> list[tuple[TypeRun, Ints]]:
         """The union's share of every run."""

@@ -102,4 +102,6 @@ def check_replicas(named: Sequence[tuple[str, Any]], exchange: Exchange, options
         )
     if error is None and options.accumulate != "step":
         error = ConfigurationError('sharded parameters need accumulate="step"')
+    if error is None and getattr(options, "overlap", False):
+        error = ConfigurationError("sharded parameters cannot be exchanged during backward: leave overlap out")
     exchange.raise_together(error)

@@ -15,7 +15,10 @@ _live: weakref.WeakSet[Unexchanged] = weakref.WeakSet()
 
 
 class Unexchanged:
-    """Counts the steps of optimizers that no exchange belongs to, of one GradientSync."""
+    """Counts the steps of optimizers that no exchange belongs to, of one GradientSync.
+
+    since: where weights are exchanged, the steps of each optimizer since the last exchange.
+    """
 
     def __init__(self, sync: Any) -> None:
         if not _live:
@@ -23,14 +26,14 @@ class Unexchanged:
         self._sync = weakref.ref(sync)
         self._places = {id(getattr(p, "param", p)): i for i, p in enumerate(sync._layout.params)}  # of a Shard, the whole
         self._held: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
-        self._since: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # steps since the last exchange
+        self.since: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.count = 0
         _live.add(self)
 
     def exchanged(self) -> None:
         """An exchange, or what stands for one, was done."""
-        if self._since:
-            self._since.clear()
+        if self.since:
+            self.since.clear()
 
     def look(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has done a step: count it if it should have waited for an exchange, and warn once."""
@@ -45,7 +48,7 @@ class Unexchanged:
             return
         self.count += 1
         if self.count > ALLOWED and sync.rank == 0:
-            when = "after" if sync.options.of_weights else "before"
+            when = "after" if sync.exchanges_weights else "before"
             warnings.warn(
                 f"optimizer.step() ran again without an exchange, so that the replicas drift apart: call sync.step() {when} "
                 "each optimizer.step(), or mpisparse.attach(optimizer, sync) once",
@@ -54,16 +57,16 @@ class Unexchanged:
 
     @staticmethod
     def _excused(sync: Any, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a step is none of ours: of an attached optimizer, of a scheme itself, in no_sync(), or after close()."""
-        watch = sync._gradients.watch
-        tied = any(one.optimizer is optimizer for one in sync._attached)
-        return tied or watch.removed or sync._companion.draining or not sync._syncing
+        """Whether a step is none of ours: of an attached optimizer, or one that exchanges by itself; of a scheme itself, in
+        no_sync(), or after close()."""
+        tied = getattr(optimizer, "exchanges", False) or any(one.optimizer is optimizer for one in sync._attached)
+        return tied or sync._hooks.removed or sync._companion.draining or not sync._syncing
 
     def _forgotten(self, sync: Any, optimizer: torch.optim.Optimizer, held: list[int]) -> bool:
         """Whether gradients came that no exchange took; where weights are exchanged, whether this is the second step."""
-        if sync.options.of_weights:
-            self._since[optimizer] = self._since.get(optimizer, 0) + 1
-            return self._since[optimizer] > 1
+        if sync.exchanges_weights:
+            self.since[optimizer] = self.since.get(optimizer, 0) + 1
+            return self.since[optimizer] > 1
         fresh, params = sync._gradients.watch.fresh, sync._layout.params
         return any(fresh[i] and params[i].grad is not None for i in held)
 

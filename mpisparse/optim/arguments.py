@@ -64,5 +64,5 @@ def check_parameter(name: str, p: torch.Tensor) -> None:
     if p.dtype not in KINDS or p.dtype is torch.float64:
         kind = str(p.dtype).removeprefix("torch.")
         raise ConfigurationError(f"parameter {name} is {kind}; OneBitAdamW takes float32, bfloat16 and float16")
-    if p.device.type != "cpu":
-        raise ConfigurationError(f"parameter {name} is on {p.device}; OneBitAdamW works on the CPU")
+    if p.device.type not in ("cpu", "cuda"):
+        raise ConfigurationError(f"parameter {name} is on {p.device}; OneBitAdamW works on the CPU or on one CUDA device")

@@ -65,7 +65,7 @@ class Member(NamedTuple):
 
     def floor(self) -> float:
         """The least denominator. NumPy adds up in the same order for any number of threads."""
-        return FLOOR * float(np.mean(self.denominator().numpy(), dtype=np.float64)) if self.p.numel() else 0.0
+        return FLOOR * float(np.mean(self.denominator().cpu().numpy(), dtype=np.float64)) if self.p.numel() else 0.0
 
 
 class Places:
@@ -82,11 +82,16 @@ class Places:
             if not p.requires_grad:
                 continue
             check_parameter(name, p)
+            if self.params and p.device != self.params[0].device:
+                raise ConfigurationError(
+                    f"parameter {name} is on {p.device}, others are on {self.params[0].device}: move all to one device"
+                )
             self.slots.append(Slot(name, self.size, self.size + p.numel(), tuple(p.shape), memory_order(p), p.dtype))
             self.params.append(p)
             self.numbers.append(number)
         if not self.size:
             raise ConfigurationError("no parameter requires a gradient; nothing would be exchanged")
+        self.device = self.params[0].device
 
     @property
     def size(self) -> int:
@@ -109,7 +114,7 @@ class Places:
             if any(p.grad is not None and id(p) not in known for p in group["params"]):
                 return "a parameter has a gradient that required none when OneBitAdamW was constructed; construct it anew"
         for slot, p in zip(self.slots, self.params, strict=True):
-            if not slot.fits(p) or p.device.type != "cpu":
+            if not slot.fits(p) or p.device != self.device:
                 return f"parameter {slot.name} has another type, shape or place than when OneBitAdamW was constructed"
             if p.grad is not None and p.grad.layout is not torch.strided:
                 return f"OneBitAdamW does not support sparse gradients, and parameter {slot.name} has one"

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from mpisparse.arrays import Bools
-from mpisparse.comm.agreement import BROKEN, FINE, NONFINITE, FrozenDiffers, Notice, Refusal, StepRefused
+from mpisparse.backends.device import load_backend
+from mpisparse.comm.agreement import BROKEN, FINE, NONFINITE, FrozenDiffers, Notice, Refusal, ReplicasDiffer, StepRefused
 from mpisparse.comm.exchange import Exchange
 from mpisparse.comm.roll_call import answer_at_exit, meet
 from mpisparse.comm.transport import end_job_on_uncaught_exception
@@ -26,10 +27,12 @@ from mpisparse.core.records import Stats
 from mpisparse.core.refusals import explain
 from mpisparse.core.step import share_readiness
 from mpisparse.errors import ConfigurationError, GradientError
+from mpisparse.model.digests import Equality
 from mpisparse.optim.arguments import check_flags, check_group, check_settings
 from mpisparse.optim.moments import Member, Places
 from mpisparse.optim.schedule import Schedule
 from mpisparse.optim.state import FORMAT, check_state
+from mpisparse.schemes.options import check_whole
 from mpisparse.wire.averaging import Averaging
 
 ADVICE = "nothing was changed: lower the learning rate or clip, or use a torch.amp.GradScaler, which skips such steps"
@@ -45,7 +48,8 @@ class OneBitAdamW(torch.optim.Optimizer):
 
     lr, betas, eps, weight_decay and maximize are AdamW's, per group too; foreach changes nothing; amsgrad, capturable,
     differentiable and fused are refused. A GradScaler works as it is: all ranks skip a step together. Clip before step():
-    that is each rank's own gradient. comm: the ranks, all by default.
+    that is each rank's own gradient. comm: the ranks, all by default. check_every: steps from one comparison of the
+    replicas to the next; 0: never.
     """
 
     own_state = True  # state_dict() differs between ranks
@@ -57,9 +61,11 @@ class OneBitAdamW(torch.optim.Optimizer):
         weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False, foreach: bool | None = None,
         capturable: bool = False, differentiable: bool = False, fused: bool | None = None, comm: Any = None,
         warmup: int = 100, refresh: int | None = None, codec: str = "sign", warmup_codec: str = "int4",
+        check_every: int = 100,
     ) -> None:  # fmt: skip
         end_job_on_uncaught_exception(comm)
         self._exchange = Exchange(comm)
+        meet(self._exchange, "OneBitAdamW")
         self._ready = False
         self._settings = {"warmup": warmup, "refresh": refresh, "codec": codec, "warmup_codec": warmup_codec}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
@@ -67,8 +73,10 @@ class OneBitAdamW(torch.optim.Optimizer):
         try:
             check_flags({"amsgrad": amsgrad, "capturable": capturable, "differentiable": differentiable, "fused": fused})
             check_settings(self._settings)
+            check_whole("check_every", check_every, 0)
             super().__init__(params, {**defaults, "foreach": foreach})
             self._places = Places(self.param_groups)
+            self._backend = load_backend(device=self._places.device)
         except (ValueError, TypeError) as caught:
             error = caught
         try:
@@ -80,10 +88,11 @@ class OneBitAdamW(torch.optim.Optimizer):
         self._broadcast()
         self._codec, self._warmup_codec = codec, warmup_codec
         self._schedule = Schedule(warmup, max(1, warmup // 8) if refresh is None else refresh)
-        self._averaging = Averaging(self._places.size, self._exchange)
+        self._averaging = Averaging(self._places.size, self._exchange, self._backend, self._places.device)
         self._momentum, self._variance = (torch.zeros_like(self._averaging.work) for _ in range(2))
         self._floors: list[float] = []  # the least denominators, after the warm-up
         self._steps = 0
+        self._equality = Equality(self._places.slots, lambda: self._places.params, tuple, check_every)
         self._stats: Stats | None = None
         self._damaged = ""
         self._tie([0.0] * len(self._places.slots), [0.0] * len(self._places.slots))
@@ -145,7 +154,8 @@ class OneBitAdamW(torch.optim.Optimizer):
 
     def _agree(self, members: list[Member]) -> Bools | None:
         """Read the gradients; returns which parameters have one on some rank, None if all ranks skip the step."""
-        trouble, unused = self._places.trouble(), np.array([m.p.grad is None for m in members])
+        hindrance: Callable[[], str] = getattr(self._backend, "hindrance", str)  # on the host there is none
+        trouble, unused = self._places.trouble() or hindrance(), np.array([m.p.grad is None for m in members])
         digest = 0
         try:
             digest = self._digest()
@@ -155,15 +165,21 @@ class OneBitAdamW(torch.optim.Optimizer):
         if trouble:
             notice = notice._replace(status=BROKEN, trouble=trouble)
         else:
+            notice = notice._replace(digest=self._equality.number(self._steps) if self._exchange.size > 1 else 0)
             self._read_gradients(members, getattr(self, "grad_scale", None))
-            *_, bad = self._averaging.backend.select(self._averaging.work.numpy(), 0, self._averaging.n, float("inf"))
+            work = self._backend.array_of(self._averaging.work)
+            *_, bad = self._backend.select(work, 0, len(work), float("inf"))
             notice = notice.nonfinite(0 if bad < 0 and infinite is not None and float(infinite) else bad)
         try:
             used = share_readiness(self._exchange, notice)
+        except ReplicasDiffer as differ:
+            self._equality.judge(self._exchange)  # raises, unless rounding explains it
+            used = differ.used
         except StepRefused as refused:
             if infinite is not None and {status for status, _ in refused.statuses} <= {FINE, NONFINITE}:
                 return None
             raise
+        self._equality.done(self._steps)
         return np.ones(len(unused), dtype=bool) if used is None else used
 
     def _read_gradients(self, members: list[Member], scale: torch.Tensor | None) -> None:
@@ -257,7 +273,7 @@ class OneBitAdamW(torch.optim.Optimizer):
     def _broadcast(self) -> None:
         """Set all parameters to those of rank 0."""
         for p in (p for group in self.param_groups for p in group["params"]):
-            dense = p.detach().contiguous()
+            dense = p.detach().cpu().contiguous()
             self._exchange.broadcast_(dense.reshape(-1).view(torch.uint8).numpy())
             if dense.data_ptr() != p.data_ptr():
                 p.data.copy_(dense)
@@ -307,6 +323,7 @@ class OneBitAdamW(torch.optim.Optimizer):
             self._averaging.forget_()
             self._warn_of_ranks(own["size"])
         self._steps, self._damaged, self._floors = int(own["steps"]), "", []
+        self._equality.done(self._steps)
         if self._steps > self._schedule.warmup:
             self._floors = [member.floor() for member in self._places.members(self.state)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 
 def count(text: str) -> int:
@@ -48,6 +49,39 @@ def above_one(text: str) -> float:
     value = positive(text)
     if value <= 1.0:
         raise argparse.ArgumentTypeError(f"expected a factor above 1, got {text!r}")
+    return value
+
+
+def rate(text: str) -> float:
+    """Parse a link's rate, such as 1gbit, into bytes per second."""
+    found = re.fullmatch(r"([0-9.]+)([kmg])bit", text.lower())
+    try:
+        bits = float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]] if found else 0.0
+    except ValueError:
+        bits = 0.0
+    if bits <= 0:
+        raise argparse.ArgumentTypeError(f"expected a rate such as 1gbit, 100mbit or 64kbit, got {text!r}")
+    return bits / 8
+
+
+def delay(text: str) -> float:
+    """Parse a time such as 50us, 2ms or 1s into seconds."""
+    found = re.fullmatch(r"([0-9.]+)(us|ms|s)", text.lower())
+    try:
+        return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]] if found else _refused(text)
+    except ValueError:
+        return _refused(text)
+
+
+def _refused(text: str) -> float:
+    raise argparse.ArgumentTypeError(f"expected a time such as 50us, 2ms or 1s, got {text!r}")
+
+
+def slowdown(text: str) -> float:
+    """Parse a factor of at least 1."""
+    value = positive(text)
+    if value < 1.0:
+        raise argparse.ArgumentTypeError(f"expected a factor >= 1, how long a step may take with its exchange, got {text!r}")
     return value
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from mpisparse.bench import commands as bench_commands
 from mpisparse.comm.world import first_task
 from mpisparse.errors import ConfigurationError
-from mpisparse.runtime import sbatch
+from mpisparse.runtime import plan, sbatch
 from mpisparse.runtime.argument_types import count
 from mpisparse.runtime.command_parser import CommandParser
 from mpisparse.runtime.flags import add_arguments, add_list, resolve
@@ -23,6 +23,7 @@ from mpisparse.stopping import StopRequest, ignore
 from mpisparse.version import __version__
 
 PATIENCE = 3.0  # seconds that tasks of srun wait for the first one to print an error
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # torch reads it when it first allocates: passes over gradients in huge pages are faster
 
 
 EXAMPLES = {
@@ -40,6 +41,10 @@ EXAMPLES = {
     "slurm": [
         "mpisparse slurm --nodes 4 --time 12:00:00 -- train --model resnet18 > job.sbatch",
         "mpisparse slurm --nodes 4 -- python mine.py > job.sbatch",
+    ],
+    "plan": [
+        "mpirun -n 4 mpisparse plan --model gpt-nano --optimizer adamw",
+        "mpisparse plan --model gpt-nano --link 1gbit --delay 50us --ranks 64 --ranks-per-node 8",
     ],
     "report": ["mpisparse report runs/first", "mpisparse report runs/first runs/second --out both.html"],
     "inspect": ["mpisparse inspect runs/first --verify"],
@@ -73,6 +78,7 @@ def parser() -> CommandParser:
     )  # fmt: skip
     add_arguments(train)
     sbatch.add_arguments(add("slurm", "print an sbatch script that runs train or your own program; needs no MPI"))
+    plan.add_flags(add("plan", "measure computation and links, and predict the step of each exchange; trains nothing"))
     report = add("report", "write an HTML page of charts, from runs or from records of bench")
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory, or a FILE.jsonl of bench")
     report.add_argument("--pictures", type=Path, metavar="DIR", help="also write each chart of bench records as an SVG file")
@@ -90,6 +96,12 @@ def parser() -> CommandParser:
     export.add_argument("--overwrite", action="store_true", help="replace an existing file")
     doctor = add("doctor", "show which MPI, kernels, GPUs and Slurm are here")
     doctor.add_argument("--json", action="store_true", help="print one JSON record")
+    doctor.add_argument(
+        "--gpu",
+        type=Path,
+        metavar="FILE",
+        help="check the GPU's kernels bit by bit, measure their bandwidths, and write both to a file; needs no MPI",
+    )
     bench = add("bench", "measure the exchange and its kernels")
     bench_commands.add_commands(
         bench.add_subparsers(dest="bench", required=True, metavar="WHAT", parser_class=CommandParser)
@@ -99,6 +111,7 @@ def parser() -> CommandParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
+    os.environ.setdefault(HUGE_PAGES, "1")
     known = parser()
     if "_ARGCOMPLETE" in os.environ:
         complete(known)
@@ -111,6 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not _printed_by_another(error):
             print(f"mpisparse {args.command}: {error}", file=sys.stderr)
         code = error.exit_code
+    except BrokenPipeError:  # as `| head` does; the rest, and what Python flushes at its end, goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     finally:
         if argv is None and code:
             ignore()  # srun and mpirun kill all ranks when the first one fails; let each exit with its own code
@@ -156,6 +171,10 @@ def _slurm(args: argparse.Namespace) -> int:
     return sbatch.run(args, lambda words: resolve(vars(parser().parse_args(words))))
 
 
+def _plan(args: argparse.Namespace) -> int:
+    return plan.run(args, resolve({name: value for name, value in vars(args).items() if name in (*plan.SETTINGS, "config")}))
+
+
 def _report(args: argparse.Namespace) -> int:
     if args.serve:
         return _serve(args)
@@ -196,6 +215,10 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    if args.gpu is not None:
+        from mpisparse.runtime import gpu_report
+
+        return gpu_report.run(args.gpu)
     from mpisparse.runtime.doctor import run
 
     return run(as_json=args.json)
@@ -204,6 +227,7 @@ def _doctor(args: argparse.Namespace) -> int:
 COMMANDS = {
     "train": _train,
     "slurm": _slurm,
+    "plan": _plan,
     "report": _report,
     "inspect": _inspect,
     "export": _export,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, examples: Sequence[str] = (), **options: Any) -> None:
         super().__init__(*args, **options)
         self.formatter_class = argparse.RawDescriptionHelpFormatter
+        self._words: Sequence[str] = ()
         self.epilog = "\n  ".join(["examples:", *examples]) if examples else None
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -25,6 +27,11 @@ class CommandParser(argparse.ArgumentParser):
         if unknown:
             self._command_of(parsed)._refuse(unknown)
         return parsed
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, also for a command within another; remember the words."""
+        self._words = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
 
     def _command_of(self, parsed: argparse.Namespace) -> CommandParser:
         """Return the parser of the command that was chosen, or of the command within it."""
@@ -36,15 +43,20 @@ class CommandParser(argparse.ArgumentParser):
         return self
 
     def _refuse(self, unknown: Sequence[str]) -> NoReturn:
-        hints = []
-        for word in unknown:
-            flag = word.partition("=")[0]
-            near = difflib.get_close_matches(flag, self._option_string_actions, n=1) if flag.startswith("-") else []
-            hints += [f"; instead of {flag}, did you mean {near[0]}?"] if near else []
-        self.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(hints)}")
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hints(unknown)}")
+
+    def _hints(self, words: Sequence[str]) -> str:
+        """What was probably meant by flags that this command does not have."""
+        hints, known = "", self._option_string_actions
+        for flag in (word.partition("=")[0] for word in words):
+            near = difflib.get_close_matches(flag, known, n=1) if flag.startswith("-") and flag not in known else []
+            hints += f"; instead of {flag}, did you mean {near[0]}?" if near else ""
+        return hints
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and what is wrong, with a suggestion for a mistyped choice; exit with code 2."""
+        if message.startswith("the following arguments are required"):
+            message += self._hints(self._words)  # which argparse has not come to
         wrong = CHOICE.search(message)
         if wrong is not None:
             near = difflib.get_close_matches(wrong[1], [choice.strip("'") for choice in wrong[2].split(", ")], n=1)

@@ -23,7 +23,7 @@ from mpisparse.runtime.progress import compared_with_dense, human_bytes
 from mpisparse.runtime.run_state import RunState
 from mpisparse.runtime.schedule import Order, Position
 from mpisparse.runtime.scheme_losses import SchemeLosses
-from mpisparse.runtime.settings import Settings
+from mpisparse.runtime.settings import AUTO, Settings
 from mpisparse.runtime.settings_file import to_toml
 from mpisparse.runtime.setup import make_optimizer, seed_rank
 from mpisparse.runtime.workloads import build, hold_out
@@ -31,6 +31,7 @@ from mpisparse.runtime.workloads import build, hold_out
 WARM, STEPS = 4, 8  # steps that are not counted, and those that are
 RANKS = 2  # if nothing says how many
 COPIES = 6  # of the weights that a rank holds, at most, beside its activations
+CHOSEN = "# auto chooses by times, here of these threads: see mpisparse plan for real links, or set --scheme"
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE", "SLURM_NTASKS")
 NUMBERS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "RANK")
 
@@ -73,6 +74,7 @@ def page(settings: Settings, ranks: int, measured: Measured) -> list[str]:
         + (f"  {compared_with_dense(measured.received, dense)}" if dense else ""),
         f"#   {'dense all-reduce':<18} {human_bytes(dense):>10}",
         f"# measured in {STEPS} steps or more on {ranks} virtual ranks, threads of this process; nothing was written",
+        *([CHOSEN] if settings.scheme == AUTO else []),
     ]
 
 

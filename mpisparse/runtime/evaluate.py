@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from mpisparse.arrays import Doubles
 from mpisparse.errors import ConfigurationError
 from mpisparse.runtime.journal import Journal
 from mpisparse.runtime.parts import RunParts
@@ -22,6 +23,17 @@ def evaluate(model: torch.nn.Module, examples: Examples, task: Task, sync: Gradi
 
     Call it inside sync.global_weights(), which has the weights and buffers to evaluate with in the model.
     """
+    while True:
+        size = sync.size
+        by_rank = sync.gather_floats(_measured(model, examples, task, sync, seed))
+        if sync.size == size:  # else a rank has died, and nobody has measured its examples
+            break
+    total = by_rank.sum(axis=0)
+    return float(total[0] / max(1.0, total[1])), float(task.finish(total[2] / max(1.0, total[3])))
+
+
+def _measured(model: torch.nn.Module, examples: Examples, task: Task, sync: GradientSync, seed: int) -> Doubles:
+    """Return the loss and the measure of this rank's examples as sums, each with their number. Local."""
     training, device = model.training, sync._layout.device
     model.eval()
     sums = np.zeros(4)
@@ -34,8 +46,7 @@ def evaluate(model: torch.nn.Module, examples: Examples, task: Task, sync: Gradi
             loss, (measured, count) = task.loss(outputs, targets), task.measure(outputs, targets)
             sums += (float(loss) * len(indices), len(indices), measured, count)
     model.train(training)
-    total = sync.gather_floats(sums).sum(axis=0)
-    return float(total[0] / max(1.0, total[1])), float(task.finish(total[2] / max(1.0, total[3])))
+    return sums
 
 
 def steering(settings: Settings, data: Data) -> Examples | None:

@@ -21,7 +21,9 @@ GROUPS = {  # every setting, by what it is about
     "optimizer": (
         "optimizer", "lr", "momentum", "beta2", "weight_decay", "schedule", "warmup", "drop_at", "clip",
     ),
-    "exchange": ("scheme", "density", "density_from", "density_warmup", "codec", "options", "timeout"),
+    "exchange": (
+        "scheme", "density", "density_from", "density_warmup", "codec", "options", "timeout", "on_failure", "mirror",
+    ),
     "evaluation": ("validation", "evaluate_on", "eval_every"),
     "output": ("out", "log_every", "log_ranks", "tensorboard", "record_gradients"),
     "checkpoints": ("checkpoint_every", "keep", "background", "driver", "resume", "wait_for_lock", "stop_before"),

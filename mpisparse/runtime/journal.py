@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,19 @@ class Journal:
             except ImportError:
                 error = ConfigurationError("--tensorboard needs the extra: pip install 'mpisparse[tensorboard]'")
         self.sync.check_together(error)
+
+    def take_over(self) -> None:
+        """Report from now on what rank 0 has reported, which is dead; local. Without files if they cannot be opened."""
+        if self.metrics is not None:
+            return
+        try:
+            self.metrics = MetricsFile(self.out / "metrics.jsonl")
+            if self.settings.tensorboard:
+                self.board = Board(self.out / "tensorboard")
+        except (OSError, ImportError) as error:
+            warnings.warn(f"{self.out}: {error}; this run's metrics end here", stacklevel=2)
+        self.progress.close()
+        self.progress = make_progress(0, self.total, self.state.step, log_ranks=self.settings.log_ranks)
 
     def event(self, event: str, text: str) -> None:
         """Report an event."""

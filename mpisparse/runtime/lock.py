@@ -71,6 +71,15 @@ class RunLock:
         self._thread.start()
         return True
 
+    def inherit(self, token: str) -> None:
+        """Hold the lock that a process of the same run has held, which is dead. It is lost if another run was faster."""
+        self.token = token
+        with contextlib.suppress(OSError):
+            if self._open():
+                os.ftruncate(self._file, os.pwrite(self._file, self._text(), 0))
+        self._thread.start()
+        self.loss()
+
     def _looks_dead(self, found: LockRecord) -> bool:
         """Return whether the owner is gone: its process does not exist, or its heartbeat stopped while we watched."""
         now = time.monotonic()
@@ -234,6 +243,13 @@ def take(directory: Path, exchange: Exchange, stop: StopRequest, *, wait: bool) 
             kind = LockError if states[0] == "refused" else StoppedWaitingError
             exchange.raise_together(_refusal(lock, kind) if lock is not None else None, kind)
         time.sleep(POLL_SECONDS)
+
+
+def inherit(directory: Path, token: str) -> RunLock:
+    """Return the lock of this run, which a process of it has held that is dead; see RunLock.loss(). Local."""
+    lock = RunLock(directory)
+    lock.inherit(token)
+    return lock
 
 
 def _refusal(lock: RunLock, kind: type[LockError]) -> LockError:

@@ -99,6 +99,15 @@ class RankOutput:
             SteadyOutput(self.log).write(opening)
         return self
 
+    def show(self) -> None:
+        """Show this rank's standard output from now on, as that of rank 0 was, which is dead."""
+        if self.saved >= 0:
+            sys.stdout.flush()
+            os.dup2(self.saved, 1)
+            os.close(self.saved)
+            self.saved = -1
+            sys.stdout = SteadyOutput(self.stdout, self.log)
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         sys.stdout = self.stdout
         give_up(self.stdout)

@@ -15,6 +15,7 @@ from mpisparse.runtime.terminal import reaches_terminal
 
 PLAIN_SECONDS = 5.0
 MORE_THAN_DENSE = "more than dense: this model is too small, or the density too high"
+AS_MUCH = 1.01  # times the bytes of dense are as many: control messages come on top
 
 
 class Progress(Protocol):
@@ -98,8 +99,10 @@ def human_bytes(count: float) -> str:
 
 def compared_with_dense(received: float, dense: float) -> str:
     """Compare the bytes received with those of a dense all-reduce, in words."""
-    if received > dense:
+    if received > AS_MUCH * dense:
         return f"{received / dense:.1f} times the bytes of a dense all-reduce ({MORE_THAN_DENSE})"
+    if received > dense:
+        return "as much as a dense all-reduce"
     return f"{100 * (1 - received / dense):.1f} % less than a dense all-reduce"
 
 
@@ -122,5 +125,6 @@ def step_facts(fields: dict[str, Any], dense: float, name: str = "", metric: flo
     if metric is not None:
         facts[name] = f"{metric:.4f}"
     if dense:
-        facts["saved"] = f"{100 * (1 - received / dense):.1f} %" if received <= dense else "none, more than dense"
+        more = received > AS_MUCH * dense
+        facts["saved"] = "none, more than dense" if more else f"{max(0.0, 100 * (1 - received / dense)):.1f} %"
     return facts

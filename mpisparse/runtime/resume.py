@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from mpisparse.runtime.settings import FROM_CHECKPOINT, Settings, differences
 from mpisparse.runtime.settings_file import read_file
 from mpisparse.runtime.workloads.split import difference, split_of
 from mpisparse.sync import GradientSync
+
+OF_A_RUN = ("model", "scheme", "codec", "optimizer")  # settings with which a checkpoint fits or does not
 
 
 @dataclass(frozen=True)
@@ -75,17 +77,17 @@ def resume(parts: RunParts) -> Resumed | None:
 
 def _explained(refused: ConfigurationError, source: Path, settings: Settings) -> ConfigurationError:
     """Add to a refusal, which all ranks raise, which run wrote the checkpoint, and what to do. Local."""
-    written: dict[str, Any] = {}
-    with contextlib.suppress(ConfigurationError):
-        written = read_file(source.parent / "config.toml")
-    here = {"model": settings.model, "scheme": settings.scheme}
-    names = [name for name in here if written.get(name, here[name]) != here[name]]
-    if not names:
+    config, flag = source.parent / "config.toml", "--out" if source == Path(settings.out) / "checkpoints" else "--resume"
+    try:
+        written = read_file(config)
+    except ConfigurationError:
         return refused
-    before, now = (" and ".join(f"{name} {values[name]}" for name in names) for values in (written, here))
+    here, why = asdict(settings), str(refused).split(" | ", 1)[-1]
+    names = [name for name in OF_A_RUN if written.get(name) != here[name]]
+    before, now = (" and ".join(f"{name} {run.get(name) or 'by default'}" for name in names) for run in (written, here))
+    told = f"{source.parent} holds a run with {before}, and this one has {now}" if names else why
     error = ConfigurationError(
-        f"{source.parent} holds a run with {before}, and this one has {now}; choose another --out, or continue that run "
-        f"with --config {source.parent / 'config.toml'} ({refused})"
+        f"{told}; choose another {flag}, or continue that run with --config {config}" + (f" ({why})" if names else "")
     )
     error.repeated = refused.repeated
     return error
@@ -157,7 +159,11 @@ def _compare(parts: RunParts, source: Path, changed: dict[str, tuple[Any, Any]],
         if name in FROM_CHECKPOINT and not forced
     ]
     parts.sync.check_together(errors[0] if errors else None)
-    return [f"{name} {json.dumps(now)}, before {json.dumps(before, default=str)}" for name, (before, now) in changed.items()]
+    return [f"{name} {_shown(now)}, before {_shown(before)}" for name, (before, now) in changed.items()]
+
+
+def _shown(value: Any) -> str:
+    return "the default" if value is None else json.dumps(value, default=str)
 
 
 def _compare_split(parts: RunParts, source: Path, extra: dict[str, Any], *, forced: bool) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mpisparse import checkpoint
+from mpisparse.comm.survival import together
 from mpisparse.errors import CheckpointError, LockError
 from mpisparse.runtime.journal import Journal
 from mpisparse.runtime.lock import RunLock
@@ -24,6 +25,7 @@ class RunCheckpoints:
         self.failed = False  # whether the last checkpoint could not be written
         self._saving: checkpoint.Saving | None = None
         self._saved: checkpoint.Saving | None = None
+        self._path = Path()  # of the last one
 
     @property
     def written(self) -> bool:
@@ -39,29 +41,45 @@ class RunCheckpoints:
         extra |= {"settings": dataclasses.asdict(settings), "changes": changes}
         extra["split"] = split_of(self.parts.data, settings.seed)
         background = settings.background and not wait
-        try:
+
+        def attempt() -> None:
             self._saving = checkpoint.begin_save(
                 Path(settings.out) / "checkpoints", step=state.step, model=self.parts.model,
                 optimizer=self.parts.optimizer, sync=sync, extra=extra, keep=settings.keep, background=background,
                 last=self._saved, driver=settings.driver,
             )  # fmt: skip
+            if not background:
+                self._complete()
+
+        try:
+            together(sync._exchange, attempt)
         except CheckpointError as error:
             self._fail(error)
             return
         if not background:
-            self.finish()
+            self._done()
 
     def finish(self) -> None:
         """Complete the checkpoint that is being written, if any. Collective."""
         if self._saving is None:
             return
-        self.check_lock()
-        saving, self._saving = self._saving, None
         try:
-            self.journal.event("checkpoint", str(saving.finish()))
-            self.failed, self._saved = False, saving
+            self._complete()
         except CheckpointError as error:
             self._fail(error)
+            return
+        self._done()
+
+    def _complete(self) -> None:
+        """Complete a checkpoint if the run still holds its lock. Collective."""
+        self.check_lock()
+        assert self._saving is not None
+        self._saved, self._saving = self._saving, None
+        self._path = self._saved.finish()
+
+    def _done(self) -> None:
+        self.failed = False
+        self.journal.event("checkpoint", str(self._path))
 
     def _fail(self, error: CheckpointError) -> None:
         self.failed = True
@@ -69,7 +87,8 @@ class RunCheckpoints:
 
     def check_lock(self) -> None:
         """Raise LockError on all ranks if another run has taken over the directory. Collective."""
-        self.parts.sync._exchange.raise_together(self.lock.loss() if self.lock is not None else None, LockError)
+        exchange = self.parts.sync._exchange
+        together(exchange, lambda: exchange.raise_together(self.lock.loss() if self.lock is not None else None, LockError))
 
     def abandon(self) -> None:
         """Give up the checkpoint that is being written, after an error. Local."""

@@ -6,7 +6,9 @@ No MPI, no torch.
 from __future__ import annotations
 
 import argparse
+import difflib
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +23,7 @@ GPU_MEMORY = (
     "# A CUDA-aware MPI uses GPU memory directly; otherwise selected values go through host memory (see mpisparse doctor)"
 )
 CRAY_GPU_MEMORY = "# export MPICH_GPU_SUPPORT_ENABLED=1  # only if mpi4py was built with craype-accel-*, else MPI_Init fails"
-OTHER_COMMANDS = ("bench", "doctor", "export", "inspect", "report", "slurm")  # of mpisparse, which are no jobs
+OTHER_COMMANDS = ("bench", "doctor", "export", "inspect", "plan", "report", "slurm")  # of mpisparse, which are no jobs
 SIGNAL_SECONDS = (30, 300)  # before the time limit: minimum, maximum
 
 
@@ -237,6 +239,8 @@ def run(args: argparse.Namespace, check: Callable[[Sequence[str]], object]) -> i
         raise ConfigurationError(
             f"a job trains: end with -- train ..., or with your own program, -- python mine.py ...; got {shlex.join(words)}"
         )
+    if words[0] != "train" and difflib.get_close_matches(words[0], ["train"]) and not shutil.which(words[0]):
+        raise ConfigurationError(f"there is no program {words[0]!r} here; did you mean 'train'?")
     if words[0] == "train" and any(word.startswith("--dry-run") for word in words):
         raise ConfigurationError("--dry-run trains nothing: leave it out of a job, or run mpisparse train --dry-run here")
     lines = read_sweep(args.sweep) if args.sweep else []

@@ -23,13 +23,6 @@ def lr_factor(step: int, total: int, kind: str, warmup: int, drop_at: Sequence[f
     return 1.0
 
 
-def density_at(step: int, density: float, start: float, warmup: int) -> float:
-    """Return the density at a step: it falls geometrically from `start` to `density` over `warmup` steps."""
-    if step >= warmup or start <= density:
-        return density
-    return float(start * (density / start) ** (step / warmup))
-
-
 @dataclass
 class Position:
     """Position of a run in its data: all ranks together have used `offset` examples of `epoch`."""
@@ -66,6 +59,6 @@ class Order:
         return self.count // (share * size)
 
     def steps_left(self, position: Position, epochs: int, share: int, size: int) -> int:
-        """Return how many global batches remain until `epochs` epochs are complete."""
-        epochs_left = epochs - position.epoch
-        return max(0, epochs_left * self.steps_per_epoch(share, size) - position.offset // (share * size))
+        """Return how many global batches remain until `epochs` epochs are complete. Earlier ones may have been larger."""
+        later, here = epochs - position.epoch - 1, (self.count - position.offset) // (share * size)
+        return max(0, here + later * self.steps_per_epoch(share, size)) if later >= 0 else 0

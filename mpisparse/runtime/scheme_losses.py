@@ -11,7 +11,7 @@ from mpisparse.runtime.run_state import RunState
 from mpisparse.runtime.schedule import Order, Position
 from mpisparse.runtime.settings import Settings
 from mpisparse.runtime.workloads import Data, Task
-from mpisparse.schemes import takes
+from mpisparse.schemes import find_scheme, takes
 
 SEED_OFFSET = 2**40  # added to the seed, so that validation batches have an order of their own
 
@@ -29,10 +29,17 @@ class SchemeLosses:
         """Return the scheme's options, with the losses it takes added unless the user turned them off."""
         options = dict(self.settings.options)
         for name, loss in (("probe", self.probe), ("validation", self.validation)):
-            available = name == "probe" or self.examples is not None
+            available = self._learns(name) and (name == "probe" or self.examples is not None)
             if takes(self.settings.scheme, name) and options.setdefault(name, available) in (True, False):
                 options[name] = loss if options[name] else None
         return options
+
+    def _learns(self, name: str) -> bool:
+        """Tell whether the scheme's scorer learns from this loss; where it has no choice of scorers it does."""
+        scheme, scorer = self.settings.scheme, {"probe": "influence", "validation": "predicted"}[name]
+        if not takes(scheme, "scorer"):
+            return True
+        return bool(self.settings.options.get("scorer", find_scheme(scheme)().scorer) == scorer)  # type: ignore[attr-defined]
 
     def probe(self) -> torch.Tensor:
         """Return the loss of the last batch."""

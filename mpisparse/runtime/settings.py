@@ -19,15 +19,19 @@ SCHEDULES = ("constant", "cosine", "step")
 FROM_CHECKPOINT = ("seed", "momentum", "beta2", "weight_decay")  # a resumed run keeps these unless forced
 NO_EFFECT_ON_STEPS = (
     "out", "epochs", "steps", "target", "log_every", "checkpoint_every", "background", "driver", "keep", "resume",
-    "imports", "wait_for_lock", "timeout", "tensorboard", "record_gradients", "log_ranks", "stop_before",
+    "imports", "wait_for_lock", "timeout", "tensorboard", "record_gradients", "log_ranks", "stop_before", "on_failure",
+    "mirror",
 )  # fmt: skip # how long a run lasts and what it writes
 AT_LEAST_ONE = (
     "epochs", "steps", "batch_size", "accumulation", "eval_every", "log_every", "checkpoint_every", "keep",
-    "record_gradients",
+    "record_gradients", "mirror",
 )  # fmt: skip
 AT_LEAST_ZERO = ("warmup", "density_warmup", "seed", "lr", "momentum", "beta2", "weight_decay", "stop_before")
 UPPER_LIMITS = {"lr": 1e6, "weight_decay": 1e6, "stop_before": 1e9}
 LONGEST_NAME, LONGEST_PATH = 255, 3900  # bytes: limits of Linux, minus what a run appends to its directory
+ON_FAILURE = ("abort", "shrink")
+AUTO, EXDYNA = "auto", "exdyna"
+FOR_AUTO = ("weights", "slowdown", "log", "deterministic", "accumulate", "nonfinite", "segment_nbytes", "buffers")  # options
 STEERING = ("validation", "test")  # data for adaptive k, the target and learned importance
 
 
@@ -58,7 +62,9 @@ class Settings:
     clip: float | None = _setting(None, "clip each rank's gradient to this norm")
     bf16: bool = _setting(False, "compute in bfloat16 (autocast)")
     device: str = _setting("cpu", "where to compute; with cuda the ranks of a host use its GPUs in turn")
-    scheme: str = _setting("exdyna", "how gradients are exchanged")
+    scheme: str = _setting(
+        None, "what is exchanged (default auto; exdyna with a density, codec or option, a device or deaths not for auto)"
+    )
     density: float | None = _setting(None, "share of the gradient to send (default: the scheme's)")
     density_from: float = _setting(1.0, "density at the start of density warm-up")
     density_warmup: int = _setting(0, "steps over which the density falls to --density")
@@ -81,14 +87,25 @@ class Settings:
     log_ranks: bool = _setting(False, "write one log per rank to the run's directory")
     stop_before: float = _setting(60.0, "in a Slurm job: checkpoint and stop this many seconds before its limit")
     timeout: float = _setting(TIMEOUT, "seconds to wait for other ranks before the job ends with a report; 0: no limit")
+    on_failure: str = _setting("abort", "if a rank dies: abort the job, or shrink: the others go on (mpirun --with-ft ulfm)")
+    mirror: int | None = _setting(None, "with shrink: steps in which a copy of what a rank has not sent is renewed")
 
     def __post_init__(self) -> None:
         import_modules(self.imports)
+        given: Any = self.scheme
+        if given is None:
+            object.__setattr__(self, "scheme", self.default_scheme())
         self._check_choices()
         self._check_numbers()
         for name in ("model", "data", "out", "resume"):
             check_path(name, getattr(self, name))
         self._check_combinations()
+
+    def default_scheme(self) -> str:
+        """The scheme that chooses, unless something is set that it would choose, or does not take."""
+        chosen = self.density is not None or self.density_warmup > 0 or self.codec is not None
+        elsewhere = self.device != "cpu" or self.on_failure != "abort"
+        return EXDYNA if chosen or elsewhere or not set(self.options) <= set(FOR_AUTO) else AUTO
 
     def _check_choices(self) -> None:
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
@@ -103,12 +120,16 @@ class Settings:
             raise ConfigurationError(
                 f"unknown model {self.model!r}; {suggest(self.model, MODELS)}, or give package.module:factory"
             )
-        for name in ("scheme", "density", "codec", "comm", "timeout", "run_directory"):
+        for name in ("density_from", "density_warmup"):
             if name in self.options:
-                hint = "" if name in ("comm", "run_directory") else f"; pass --{name}"
+                raise ConfigurationError(f"{name} is a flag here: pass --{name.replace('_', '-')}, not --option {name}")
+        for name in ("scheme", "density", "codec", "comm", "timeout", "run_directory", "on_failure", "mirror"):
+            if name in self.options:
+                hint = "" if name in ("comm", "run_directory") else f"; pass --{name.replace('_', '-')}"
                 raise ConfigurationError(f"{name} is not an option of a scheme{hint}")
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("evaluate_on", self.evaluate_on, STEERING)
+        check_choice("on_failure", self.on_failure, ON_FAILURE)
 
     def _check_numbers(self) -> None:
         check_timeout(self.timeout)
@@ -136,10 +157,31 @@ class Settings:
             raise ConfigurationError("got both epochs and steps; pass one of them")
         if self.clip is not None and self.options.get("accumulate") == "backward":
             raise ConfigurationError('clip has no effect with accumulate="backward"; leave one of them out')
+        if self.record_gradients is not None and self.clip is not None and self.options.get("overlap"):
+            raise ConfigurationError(
+                "record_gradients cannot see gradients that are clipped after overlap=True; leave one out"
+            )
         if self.record_gradients is not None and self.options.get("accumulate") == "backward":
             raise ConfigurationError(
                 'record_gradients needs accumulate="step": with "backward" there is never a complete gradient'
             )
+
+        self._check_shrinks()
+
+    def _check_shrinks(self) -> None:
+        """Raise ConfigurationError for settings that do not go with ranks that die, or that need such."""
+        if self.on_failure != "shrink":
+            if self.mirror is not None:
+                raise ConfigurationError("mirror copies for ranks that go on; pass --on-failure shrink, or leave it out")
+            return
+        refused = {
+            "background": (self.background, "what a dead rank had not written yet could not be written by others"),
+            "driver": (self.driver is not None, "all ranks write into one file"),
+            "record_gradients": (self.record_gradients is not None, "a recording has the same ranks in all steps"),
+        }
+        for name, (given, why) in refused.items():
+            if given:
+                raise ConfigurationError(f"{name} does not go with on_failure shrink: {why}; leave out one of them")
 
     def _check_sensible(self) -> None:
         """Raise ConfigurationError for numbers with which no run can succeed."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from mpisparse.errors import ConfigurationError, suggest
-from mpisparse.runtime.settings import Settings
+from mpisparse.runtime.settings import AUTO, Settings
 
 TYPES: dict[str, Any] = get_type_hints(Settings)
 
@@ -64,13 +64,17 @@ def _typed(path: Path, name: str, value: Any) -> Any:
 
 
 def to_toml(settings: Settings, notes: Sequence[str] = ()) -> str:
-    """Return a TOML file that yields the same settings, with notes as comments at its top."""
+    """Return a TOML file that yields the same settings, with notes as comments at its top.
+
+    Scheme auto is a comment where it is the default, so that a flag beside the file means what it means without one.
+    """
     lines, tables = [f"# {' '.join(note.split())}" for note in notes], []
+    told = ["scheme"] if settings.scheme == settings.default_scheme() == AUTO else []
     for name, value in dataclasses.asdict(settings).items():
         if isinstance(value, dict):
             tables += [f"\n[{name}]", *(f"{_toml(k)} = {_toml(v)}" for k, v in value.items() if v is not None)]
         elif value is not None:
-            lines.append(f"{name} = {_toml(value)}")
+            lines.append(f"{'# ' if name in told else ''}{name} = {_toml(value)}")
     return "\n".join([*lines, *(tables if len(tables) > 1 else []), ""])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -9,33 +10,40 @@ import torch
 
 import mpisparse
 from mpisparse.checkpoint import onefile
+from mpisparse.comm.survival import Shrunk, in_words
 from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.core.step import Clock
 from mpisparse.errors import CheckpointError, ConfigurationError
+from mpisparse.plan.candidates import ALL
 from mpisparse.runtime.evaluate import Evaluations, reached
 from mpisparse.runtime.journal import Journal
+from mpisparse.runtime.lock import inherit
 from mpisparse.runtime.metrics import BYTES, StepRows
+from mpisparse.runtime.output import RankOutput
 from mpisparse.runtime.parts import RunParts
 from mpisparse.runtime.progress import compared_with_dense, human_bytes
 from mpisparse.runtime.recording import Recorder
 from mpisparse.runtime.resume import Resumed, resume
 from mpisparse.runtime.run_checkpoints import RunCheckpoints
 from mpisparse.runtime.run_state import RunState
-from mpisparse.runtime.schedule import Order, density_at, lr_factor
+from mpisparse.runtime.schedule import Order, lr_factor
 from mpisparse.runtime.scheme_losses import SchemeLosses
 from mpisparse.runtime.settings import Settings
 from mpisparse.runtime.settings_file import to_toml
 from mpisparse.runtime.setup import build_together, lock_together, make_optimizer, open_output, seed_rank
+from mpisparse.schemes import takes
+from mpisparse.schemes.falling import density_at
 from mpisparse.stopping import INTERRUPTED, Deadline, StopRequest, end_time
 
 DEFAULT_EPOCHS = 5
+CHOICES = "choices.jsonl"  # in the run's directory: what a scheme that chooses has chosen
 
 
 def run(settings: Settings, stop: StopRequest) -> int:
     """Train with these settings; return the exit code: 0 when done, 85 when stopped by a signal or the clock. Collective."""
     end_job_on_uncaught_exception()
-    with open_output(settings):
-        trainer = Trainer(settings, stop)
+    with open_output(settings) as output:
+        trainer = Trainer(settings, stop, output)
         try:
             code = trainer.train()
         finally:
@@ -47,7 +55,8 @@ def run(settings: Settings, stop: StopRequest) -> int:
 class Trainer:
     """One run: its parts, its state, and the loop over its steps."""
 
-    def __init__(self, settings: Settings, stop: StopRequest) -> None:
+    def __init__(self, settings: Settings, stop: StopRequest, output: RankOutput | None = None) -> None:
+        self.output = output
         self.lock = lock_together(settings, stop)  # before anything is read or written: another run may be active
         self.journal: Journal | None = None
         self.checkpoints: RunCheckpoints | None = None
@@ -66,7 +75,11 @@ class Trainer:
         self.losses = SchemeLosses(settings, self.model, self.data, self.task, self.state)
         self.sync = self.make_sync()
         self.losses.rank, self.losses.size = self.sync.rank, self.sync.size
-        self.rows = StepRows(self.sync.gather_floats, self.sync._exchange.gather_texts)
+        self.underway, self.ready = 0, False  # steps begun and not counted yet; whether all is set up
+        if settings.on_failure != "abort":
+            self.sync.on_shrink(self._shrunk)
+            self.token = max(self.sync.gather_texts("" if self.lock is None else self.lock.token))
+        self.rows = StepRows(self.sync.gather_floats, self.sync.gather_texts)
         self.density = self.sync.density  # the final one, after density warm-up
         self.device, self.elements = self.sync._layout.device, self.sync._layout.size  # drift computes sync.residual
         self.optimizer = make_optimizer(self.model, settings)
@@ -85,15 +98,20 @@ class Trainer:
         self.checkpoints = RunCheckpoints(parts, self.journal, self.lock)
         self.evaluations = Evaluations(parts, self.journal, self.state)
         self.recorder = self._make_recorder()
-        watches = self.sync.rank == 0 and settings.stop_before > 0
-        self.deadline = Deadline(end_time() if watches else None, settings.stop_before)
+        self.choice: float | None = None  # of scheme auto, in the last step
+        self.deadline = self._make_deadline()
+        self.ready = True
+        if settings.on_failure != "abort":
+            self._take_over()
 
     def make_sync(self) -> mpisparse.GradientSync:
         """Create the gradient exchange that the settings name. Collective."""
         settings = self.settings
+        written = {"log": str(self.out / CHOICES)} if takes(settings.scheme, "log") else {}
         return mpisparse.GradientSync(
             self.model, scheme=settings.scheme, density=settings.density, codec=settings.codec, timeout=settings.timeout,
-            run_directory=settings.out, **self.losses.options(),
+            run_directory=settings.out, on_failure=settings.on_failure, mirror=settings.mirror,
+            **{**written, **self.losses.options()},
         )  # fmt: skip
 
     def _resume(self, parts: RunParts) -> Resumed | None:
@@ -112,6 +130,11 @@ class Trainer:
         recorder.exchange.share_place(self.sync._exchange)
         return recorder
 
+    def _make_deadline(self) -> Deadline:
+        """Rank 0 watches the time limit of the Slurm job."""
+        watches = self.sync.rank == 0 and self.settings.stop_before > 0
+        return Deadline(end_time() if watches else None, self.settings.stop_before)
+
     def _too_few_examples(self) -> ConfigurationError | None:
         if self._steps_per_epoch() > 0:
             return None
@@ -126,7 +149,7 @@ class Trainer:
         if self.settings.steps is not None:
             return self.settings.steps
         epochs, position = self.settings.epochs or DEFAULT_EPOCHS, self.state.position
-        return self.state.step + self.order.steps_left(position, epochs, self._share, self.sync.size)
+        return self.state.step + self.underway + self.order.steps_left(position, epochs, self._share, self.sync.size)
 
     @property
     def _share(self) -> int:
@@ -140,6 +163,27 @@ class Trainer:
     def changes(self) -> list[str]:
         """Settings that changed since the run began, each with the step from which it holds."""
         return [] if self.resumed is None else self.resumed.changes
+
+    # After a death
+
+    def _shrunk(self, shrunk: Shrunk) -> None:
+        """Ranks have died: the others share the coming examples, which follow those of the last batch. Local."""
+        if self.ready:
+            self._take_over()
+            self._event("shrink", in_words(shrunk))
+
+    def _take_over(self) -> None:
+        """Count the steps that are left to the ranks that live, and do what rank 0 did, if that is this rank now. Local."""
+        assert self.journal is not None
+        assert self.checkpoints is not None
+        self.total = self.journal.total = self._total_steps()
+        if self.sync.rank != 0 or self.lock is not None:
+            return
+        self.lock = self.checkpoints.lock = inherit(self.out, self.token)
+        self.deadline = self._make_deadline()
+        if self.output is not None:
+            self.output.show()
+        self.journal.take_over()
 
     # Training
 
@@ -195,7 +239,7 @@ class Trainer:
         text = f"{state.step} steps in {state.seconds:.1f} s; {human_bytes(state.received)} received per rank"
         if state.dense:
             text += f", {compared_with_dense(state.received, state.dense)}"
-        if self.sync.options.of_weights:
+        if self.sync.exchanges_weights:
             text += "; the result is the global weights, which were evaluated and which mpisparse export writes"
         self._event("end", text)
 
@@ -207,13 +251,14 @@ class Trainer:
             group["lr"] = lr
         if settings.density_warmup:
             self.sync.density = density_at(state.step, self.density, settings.density_from, settings.density_warmup)
-        clock = Clock()
+        clock, self.underway = Clock(), 1
         loss = self._accumulate(clock)
         self._record()
         self.sync.note_loss(loss)
         self.optimizer.step()  # exchanges gradients first
         clock.lap("optimizer")
-        state.step += 1
+        self._note_choice()
+        state.step, self.underway = state.step + 1, 0
         exchange = self.sync.stats.seconds
         clock.seconds["optimizer"] -= sum(exchange.values())
         return self._report(loss, lr, {**clock.seconds, **exchange})
@@ -224,17 +269,20 @@ class Trainer:
         self.optimizer.zero_grad()
         total = 0.0
         examples, epoch = self.order.take(self.state.position, self._share, sync.rank, sync.size)
-        for indices in np.split(examples, settings.accumulation):
+        for number, indices in enumerate(np.split(examples, settings.accumulation), 1):
             inputs, targets = self.data.train.batch(indices, seed=settings.seed, epoch=epoch, train=True)
             inputs, targets = inputs.to(device), targets.to(device)
             clock.lap("data")
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=settings.bf16):
                 loss = self.task.loss(self.model(inputs), targets) / settings.accumulation
-            loss.backward()  # type: ignore[no-untyped-call]
+            with sync.no_sync() if sync.overlaps and number < settings.accumulation else nullcontext():
+                loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
             self.losses.batch = inputs, targets
             clock.lap("compute")
         if settings.clip is not None:
+            if sync.overlaps:
+                sync.step()  # its mean is clipped; the optimizer's step exchanges nothing then
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
             clock.lap("compute")
         return total
@@ -255,6 +303,13 @@ class Trainer:
             self._event("recording failed", str(error))
         recorder.close()
         self.recorder = None
+
+    def _note_choice(self) -> None:
+        """Report that scheme auto has changed the exchange."""
+        before, self.choice = self.choice, self.sync.stats.details.get("choice")
+        if before is not None and self.choice is not None and before != self.choice:
+            names = [ALL[int(choice)].name for choice in (before, self.choice)]
+            self._event("exchange", "{} instead of {}".format(*reversed(names)))
 
     def _report(self, loss: float, lr: float, seconds: dict[str, float]) -> bool:
         """Gather every rank's numbers of a step, report them, and finish a background checkpoint once it is written.

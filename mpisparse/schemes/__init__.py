@@ -42,6 +42,8 @@ def configure(scheme: str, **options: Any) -> Options:
     for name, value in options.items():
         if name in kind.renamed:
             raise ConfigurationError(f'option {name!r} of scheme "{scheme}" is called {kind.renamed[name]!r} now')
+        if name not in known and name in kind.refused:
+            raise ConfigurationError(f'option {name!r} is not for scheme "{scheme}": {kind.refused[name]}')
         if name not in known:
             fitting = [each for each in known if _fits(kind, each, value, options)]
             raise ConfigurationError(f'unknown option {name!r} for scheme "{scheme}"; {suggest(name, known, fitting)}')

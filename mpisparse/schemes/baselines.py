@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Parts
-from mpisparse.errors import ConfigurationError
+from mpisparse.errors import ConfigurationError, check_choice
 from mpisparse.schemes.companion import Scheme, Site
 from mpisparse.schemes.options import KEPT, Options, check_flag, check_positive, check_whole
-from mpisparse.schemes.partitioned import feedback
+from mpisparse.schemes.partitioned import each_its_own, feedback
+from mpisparse.select.own import ByPicker
 from mpisparse.select.pickers import CyclicTopK, HardThreshold, Picker, RandomK, SampledTopK, Sidco, TopK, UnionSelection
 from mpisparse.select.scorers import Corrected, Magnitude, Scorer
 from mpisparse.wire.codecs import CODECS
@@ -25,6 +26,7 @@ class Baseline(Options):
     """
 
     compensate: bool = True
+    remembering = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,31 +41,58 @@ class Baseline(Options):
         return Magnitude(parts.residual, parts.backend)
 
     def build(self, parts: Parts, site: Site | None = None) -> Scheme:
+        return Scheme(self.united(parts))
+
+    def united(self, parts: Parts) -> Aggregator:
+        """The aggregator in which all ranks send what any of them picked."""
         codec = CODECS[self.codec]
-        aggregator = Aggregator(
+        return Aggregator(
             parts,
             scorer=self.scorer(parts),
-            selection=UnionSelection(self.picker(parts), parts.held),
+            selection=UnionSelection(self.picker(parts), parts.held, parts.backend),
             reducer=ByOwner(codec),
             stages=feedback(keep=self.compensate, blend=self.beta if codec.blended else None),
         )
-        return Scheme(aggregator)
 
 
 @dataclass(frozen=True)
-class LocalTopK(Baseline):
-    """Every rank's k largest; all send the union of them."""
+class Local(Baseline):
+    """Every rank picks for itself.
+
+    masks: "union": all ranks send what any of them picked; "own": each rank sends its own to owners, who add what arrives.
+    """
+
+    masks: str = "union"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("masks", self.masks, ("union", "own"))
+
+    def build(self, parts: Parts, site: Site | None = None) -> Scheme:
+        if self.masks == "union":
+            return super().build(parts, site)
+        chooser = ByPicker(self.picker(parts), parts.held)
+        return Scheme(each_its_own(self, parts, self.scorer(parts), chooser, keep=self.compensate))
+
+
+@dataclass(frozen=True)
+class LocalTopK(Local):
+    """Every rank's k largest."""
+
+    on_device = True
 
     def picker(self, parts: Parts) -> Picker:
-        return TopK()
+        return TopK(parts.backend)
 
 
 @dataclass(frozen=True)
 class CyclicLocalTopK(Baseline):
     """One rank's k largest, in turn, for all."""
 
+    on_device = True
+
     def picker(self, parts: Parts) -> Picker:
-        return CyclicTopK(parts.exchange.rank, parts.exchange.size)
+        return CyclicTopK(parts.backend, parts.exchange.rank, parts.exchange.size)
 
 
 @dataclass(frozen=True)
@@ -73,6 +102,7 @@ class SharedRandomK(Baseline):
     seed: seed of the random numbers; the step is added to it.
     """
 
+    on_device = True
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -84,12 +114,13 @@ class SharedRandomK(Baseline):
 
 
 @dataclass(frozen=True)
-class FixedThreshold(Baseline):
+class FixedThreshold(Local):
     """Select all elements that reach a fixed threshold.
 
     threshold: the threshold; None takes the one that gives each rank k elements in the first step.
     """
 
+    on_device = True
     threshold: float | None = None
 
     def __post_init__(self) -> None:
@@ -105,7 +136,7 @@ class FixedThreshold(Baseline):
 
 
 @dataclass(frozen=True)
-class StatisticalThreshold(Baseline):
+class StatisticalThreshold(Local):
     """Each rank's own threshold, by exponentials fitted to the tail of its accumulator in stages."""
 
     def picker(self, parts: Parts) -> Picker:
@@ -113,7 +144,7 @@ class StatisticalThreshold(Baseline):
 
 
 @dataclass(frozen=True)
-class DeepGradientCompression(Baseline):
+class DeepGradientCompression(Local):
     """Local top-k by a sample of an accumulator of momentum; the optimizer must then have no momentum of its own.
 
     factor: factor of the momentum.
@@ -122,6 +153,7 @@ class DeepGradientCompression(Baseline):
     seed: seed of the sample; the step is added to it.
     """
 
+    on_device = True
     factor: float = 0.9
     clip: float | None = None
     warm_up: int = 0
@@ -136,6 +168,16 @@ class DeepGradientCompression(Baseline):
         check_whole("seed", self.seed, 0)
         if self.clip is not None and self.accumulate == "backward":
             raise ConfigurationError('clip needs accumulate="step": during backward the gradient\'s norm is not known yet')
+        if self.clip is not None and self.hierarchy != "flat":
+            raise ConfigurationError(
+                f"clip cannot be had with hierarchy={self.hierarchy!r}: a rank of a node has a shard of a sum, not its own "
+                "gradient; clip that before sync.step()"
+            )
+
+    @property
+    def mortal(self) -> str:
+        shared = "clip is shared out among the ranks of the start; leave it out"
+        return super().mortal or ("" if self.clip is None else shared)
 
     @property
     def needs_whole_gradient(self) -> bool:
@@ -145,5 +187,7 @@ class DeepGradientCompression(Baseline):
         return SampledTopK(parts.backend, self.seed, self.warm_up)
 
     def scorer(self, parts: Parts) -> Scorer:
+        if self.clip is not None and parts.backend.name == "cuda":
+            raise ConfigurationError("clip of dgc is for models on the CPU; clip the gradient before sync.step()")
         clip = None if self.clip is None else self.clip / math.sqrt(parts.exchange.size)
         return Corrected(parts.residual, parts.backend, parts.slots, self.factor, clip)

@@ -62,21 +62,27 @@ class Companion:
 
     draining: the companion itself calls optimizer.step(), and no exchange belongs to it. subject: what is exchanged
     instead of gradients, after the optimizer's step. starting: gradients are averaged before it for now, by average().
+    turning: something else is to be exchanged after the step that ends.
     """
 
     idle = True  # the hooks do nothing
     draining = False
     starting = False
+    turning = False
     subject: Subject | None = None
 
     def check_by_hand(self) -> None:
         """Raise unless step() may be called without an optimizer attached."""
 
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer was attached."""
+    def adopt(self, optimizer: torch.optim.Optimizer, *, scales: bool = False) -> None:
+        """An optimizer was attached. scales: with a GradScaler, which decides over its steps."""
 
-    def release(self) -> None:
-        """The optimizer is attached no more."""
+    def release(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is attached no more."""
+
+    def turned(self) -> Companion:
+        """The companion of the coming steps, if something else is exchanged in them; collective."""
+        return self
 
     def note_loss(self, loss: float) -> None:
         """Note this rank's loss of the coming step."""
@@ -135,6 +141,10 @@ class Companion:
         """What this rank has and the others do not, where that is not the residual."""
         return None
 
+    def sample(self) -> torch.Tensor | None:
+        """What tells ranks from each other that train on different batches, where that is drift(); None: nothing does."""
+        return self.drift()
+
     def kept(self) -> torch.Tensor | None:
         """What a state stores of this rank as one vector, where that is not the residual."""
         return None
@@ -152,6 +162,10 @@ class Companion:
 
     def check(self, state: State) -> None:
         """Raise ConfigurationError unless load() could take the state."""
+
+    def of(self, state: State) -> Companion:
+        """The companion of the steps that follow a state, in which something else may be exchanged than now."""
+        return self
 
     def load(self, state: State) -> None:
         """Take what state() gave; the model and the optimizer hold the global weights. Collective."""

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from mpisparse.arrays import State
-from mpisparse.backends.flat import Held, Pieces, Slot, zeros
+from mpisparse.backends.flat import Held, Pieces, Slot, add_sparse_
 from mpisparse.backends.protocol import Backend
 from mpisparse.comm.regions import even_regions
 from mpisparse.core.aggregator import Aggregator
@@ -17,12 +18,14 @@ from mpisparse.core.records import Parts
 from mpisparse.core.stages import Sent, Stage
 from mpisparse.errors import ConfigurationError
 from mpisparse.schemes.companion import Scheme, Site
-from mpisparse.schemes.options import Options
+from mpisparse.schemes.overlap import Overlapping
 from mpisparse.select.candidates import NONE, Candidates
 from mpisparse.select.everything import Everything
 from mpisparse.select.scorers import Magnitude, Scorer
 from mpisparse.select.view import VectorKeys
 from mpisparse.wire.codecs import CODECS, codec_names
+from mpisparse.wire.codecs.protocol import Codec
+from mpisparse.wire.encoded import Encoded, Rooms, chunk_kernels, encode_sum
 from mpisparse.wire.feedback import WholeAtOwners
 from mpisparse.wire.reduction import Divided, Reduced, Reducer, Whole
 
@@ -55,6 +58,26 @@ class Straight(Magnitude):
         self.waits = True
 
 
+class Packing(Magnitude):
+    """Gradients are added and encoded in one pass; only what the codec does not send stays in the accumulator."""
+
+    def __init__(self, parts: Parts, codec: Codec, kernels: Any, rooms: Rooms) -> None:
+        super().__init__(parts.residual, parts.backend)
+        self.codec = codec
+        self.kernels = kernels
+        self.rooms = rooms
+        self.spans = [(region.lo, region.hi) for region in even_regions(len(parts.residual), parts.exchange.size)]
+        n = len(parts.residual)
+        self.added = np.zeros(1, dtype=np.uint64), np.array([n]), np.zeros(1, dtype=np.uint8)  # path "backward"
+
+    def accumulate(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
+        bads = [] if pieces is None else [add_sparse_(self.residual, slot, grad) for slot, grad in pieces.sparse]
+        dense = self.added if pieces is None else pieces.dense
+        own, bad = encode_sum(self.codec, self.kernels, self.acc, dense, self.spans, self.rooms)
+        self.keys = VectorKeys(self.backend, own)  # type: ignore[arg-type]  # nothing is selected in it
+        return NONE._replace(bad=next((b for b in (*bads, bad) if b >= 0), -1))
+
+
 class AllSent(Stage):
     """Nothing waits but what a codec left."""
 
@@ -67,7 +90,8 @@ class AllSent(Stage):
         if reduced.own is None:
             backend.fill(acc, 0.0)
             return self
-        reduced.own.subtract_from(backend, acc)
+        if not isinstance(sent.values, Encoded):
+            reduced.own.subtract_from(backend, acc)
         for start, stop in self.held.stretches:  # a codec makes something of the zeros there; it returns to all alike
             rest = acc[start:stop]
             rest += reduced.mean[start:stop]
@@ -76,11 +100,12 @@ class AllSent(Stage):
 
 
 @dataclass(frozen=True)
-class Dense(Options):
+class Dense(Overlapping):
     """All elements in every step: float32 in one Allreduce, other codecs through owners, with error feedback both ways."""
 
-    on_device = True
+    on_device = copies_whole = True
     density: float = 1.0
+    remembering = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,30 +117,35 @@ class Dense(Options):
                 "was sent before; choose it without momentum-"
             )
 
+    @property
+    def unmirrored(self) -> str:
+        return "all of it is delivered in each step"
+
     def codecs(self) -> Sequence[str]:
         return codec_names(blended=False)
 
     def build(self, parts: Parts, site: Site | None = None) -> Scheme:
+        scorer, reducer = self._parts(parts)
         aggregator = Aggregator(
             parts,
-            scorer=self._scorer(parts),
-            selection=Everything(len(parts.residual)),
-            reducer=self._reducer(parts),
+            scorer=scorer,
+            selection=Everything(len(parts.residual), late=parts.carrier(late=False) is not parts.backend),
+            reducer=reducer,
             stages=[AllSent(parts.held)],
         )
         return Scheme(aggregator)
 
-    def _scorer(self, parts: Parts) -> Scorer:
+    def _parts(self, parts: Parts) -> tuple[Scorer, Reducer]:
         """Nothing can be left of float32; what rounding to a parameter's type leaves waits in the accumulator."""
-        exact = self.codec == "fp32" and all(slot.dtype is torch.float32 for slot in parts.slots)
-        straight = exact and parts.backend.name != "cuda"
-        return Straight(parts) if straight else Magnitude(parts.residual, parts.backend)
-
-    def _reducer(self, parts: Parts) -> Reducer:
-        n, exchange = len(parts.residual), parts.exchange
+        plain = Magnitude(parts.residual, parts.backend)
         if self.codec == "fp32":
-            return Whole(parts.sink.whole)
-        region = even_regions(n, exchange.size)[exchange.rank]
-        error, spare = (zeros(region.hi - region.lo, torch.float32, parts.residual.device) for _ in range(2))
-        array_of = parts.backend.array_of
-        return WholeAtOwners(CODECS[self.codec], array_of(error), n, spare=array_of(spare), target=parts.sink.whole)
+            exact = all(slot.dtype is torch.float32 for slot in parts.slots) and parts.backend.name != "cuda"
+            exact = exact and not parts.survives  # what waits in the accumulator can be sent again
+            return Straight(parts) if exact else plain, Whole(parts.sink.whole)
+        codec, exchange = CODECS[self.codec], parts.exchange
+        region = even_regions(len(parts.residual), exchange.size)[exchange.rank]
+        error, spare = (parts.zeros(region.hi - region.lo) for _ in range(2))
+        kernels = None if parts.survives else chunk_kernels(codec, parts.backend)
+        rooms = None if kernels is None else Rooms()
+        reducer = WholeAtOwners(codec, error, len(parts.residual), rooms=rooms, spare=spare, target=parts.sink.whole)
+        return plain if rooms is None else Packing(parts, codec, kernels, rooms), reducer

@@ -9,7 +9,7 @@ import torch
 # Names of optimizers that divide by what they have seen of an element's gradient, in torch and elsewhere, or parts of names.
 ADAPTIVE = ("adam", "adagrad", "adadelta", "adafactor", "adabelief", "rmsprop", "rprop", "lamb")
 # Optimizers whose state holds copies of weights, or parts of their names.
-HOLDS_COPIES = ("schedulefree", "lookahead")
+HOLDS_COPIES = ("schedulefree", "lookahead", "ranger", "madgrad", "dadaptsgd", "dadaptadagrad")
 # Wrappers that only pass step() on, or leave it out, and where they have the optimizer.
 WRAPPERS = {"AcceleratedOptimizer": "optimizer", "LightningOptimizer": "_optimizer"}
 

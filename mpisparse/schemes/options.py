@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Parts
 from mpisparse.errors import ConfigurationError, check_choice
-from mpisparse.names import BLENDED
+from mpisparse.names import BLENDED, FLAT, HIERARCHIES
 from mpisparse.schemes.companion import Scheme, Site
+from mpisparse.select.plans import Selection
 from mpisparse.wire.codecs import CODECS, codec_names
+from mpisparse.wire.reduction import Reducer
+
+if TYPE_CHECKING:
+    from mpisparse.comm.hierarchy import Nodes
 
 SEGMENT_NBYTES = 1 << 30
 BUFFERS = ("rank0", "average", "own")
@@ -58,7 +63,7 @@ def check_share(name: str, value: object) -> None:
         raise ConfigurationError(f"{name} must be a number in (0, 1], got {value!r}")
 
 
-KEPT = {"residual": True, "none": False}  # what scheme "predictive" calls compensate=True and False
+KEPT = {"residual": True, "none": False}  # what scheme "predictive" called compensate=True and False
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,9 @@ class Options:
     segment_nbytes: largest single message, in bytes; longer ones are sent in several rounds.
     buffers: inside global_weights() and in exported models, those of "rank0", their "average", or the rank's "own"; with
         the first two global_weights() is collective if the model has buffers.
+    hierarchy: "flat" exchanges between all ranks; "node" sums gradients inside each node first, and only the nodes' sums
+        are exchanged; "auto" is "node" on several nodes with the same number of ranks above 1, else "flat". With drift a
+        node is one worker.
     """
 
     density: float = 0.001
@@ -84,9 +92,20 @@ class Options:
     beta: float = 0.7
     segment_nbytes: int = SEGMENT_NBYTES
     buffers: str = "rank0"
+    hierarchy: str = FLAT
     on_device: ClassVar[bool] = False  # whether all parts of the scheme work in the memory of a CUDA device
     renamed: ClassVar[Mapping[str, str]] = {}  # options by the names that they had in earlier versions
+    refused: ClassVar[Mapping[str, str]] = {  # options of other schemes that are not for this one, and why
+        "every": "gradients are exchanged in every step of the optimizer; to add several batches up use sync.no_sync(), to "
+        'have ranks train apart for some steps choose scheme "drift"'
+    }
     publishes_mean: ClassVar[bool] = True  # whether what is published, added to the residual again, undoes a step
+    flat_only: ClassVar[str] = ""  # why nodes cannot sum gradients first, if they cannot
+    remembering: ClassVar[str] = (  # what ranks remember that the others cannot do without, where one may die
+        "what its ranks remember between exchanges cannot be put together without the rank that died; choose exdyna, "
+        "momentum, dense or a baseline such as topk, or leave on_failure out and requeue the job"
+    )
+    suits_optimizer: ClassVar[bool] = False  # whether it chooses by itself what suits the attached optimizer
     of_weights: ClassVar[bool] = False  # whether ranks have weights and optimizers of their own, exchanged after its step
 
     def __post_init__(self) -> None:
@@ -103,11 +122,56 @@ class Options:
         check_share("beta", self.beta)
         check_whole("segment_nbytes", self.segment_nbytes, 1)
         check_choice("buffers", self.buffers, BUFFERS)
+        check_choice("hierarchy", self.hierarchy, HIERARCHIES)
+        if self.hierarchy != FLAT:
+            self._check_hierarchy()
+
+    def _check_hierarchy(self) -> None:
+        """Raise ConfigurationError unless the ranks of a node can meet first."""
+        if self.flat_only:
+            raise ConfigurationError(f"hierarchy={self.hierarchy!r} is not for this scheme: {self.flat_only}; leave it out")
+        if self.accumulate == "backward":
+            raise ConfigurationError(
+                f'hierarchy={self.hierarchy!r} needs accumulate="step": a rank keeps only a shard of the residual, to which '
+                "whole gradients cannot be added during backward"
+            )
 
     @property
     def needs_whole_gradient(self) -> bool:
         """Whether the scheme needs the whole gradient of a step at once."""
         return False
+
+    @property
+    def mortal(self) -> str:
+        """Why the other ranks cannot go on with these options when one dies; empty if they can."""
+        if not self.remembering and self.hierarchy != FLAT:
+            return (
+                f"with hierarchy={self.hierarchy!r} each rank alone exchanges a shard of what its node sums, and holds what "
+                "the node has not sent of it: without that rank, nobody of the node would; leave it out"
+            )
+        return self.remembering
+
+    @property
+    def in_flight(self) -> str:
+        """The option that has a thread carry deliveries while others are computed, if one is set."""
+        staleness = getattr(self, "staleness", 0)
+        return f"staleness={staleness}" if staleness else ""
+
+    @property
+    def unmirrored(self) -> str:
+        """Why no rank can keep a copy of what another has not sent; empty if one can."""
+        if getattr(self, "compensate", True) is False:
+            return "with compensate=False nothing waits to be sent"
+        if self.in_flight:
+            return f"with {self.in_flight} a copy would lack what is in flight when a rank dies"
+        if getattr(self, "masks", "") == "own":
+            return 'with masks="own" a rank does not hear which of its elements another rank has sent; choose others'
+        return ""
+
+    @property
+    def with_backward(self) -> str:
+        """An option that needs a model's backward around the step, if one is set."""
+        return ""
 
     def codecs(self) -> Sequence[str]:
         """List the codecs that go with the other options."""
@@ -125,6 +189,10 @@ class Options:
         """Return a density that an exchange with these options may be set to between steps; raise for others."""
         return float(replace(self, density=density).density)
 
+    def density_of(self, step: int, density: float) -> float:
+        """Return the density of a step, if the set one is `density`."""
+        return density
+
     def check_saved(self, saved: Mapping[str, Any]) -> None:
         """Raise ConfigurationError if an exchange with these options cannot take the state of one with others.
 
@@ -135,14 +203,30 @@ class Options:
         """Put the scheme together. `site` is None where a plain vector is averaged, with no model around it."""
         raise NotImplementedError
 
+    def regrouped(self, parts: Parts) -> tuple[Selection, Reducer]:
+        """The selection and the reducer for as many ranks as there are now, where some have died."""
+        works = self.build(parts).aggregator.works
+        return works.selection, works.reducer
+
+    def build_for_model(self, parts: Parts, site: Site) -> Scheme:
+        """Put the scheme together for a model whose backward may still be going on while parts of it are exchanged."""
+        return self.build(parts, site)
+
+    def build_by_node(self, parts: Parts, site: Site | None, nodes: Nodes) -> Scheme:
+        """Put the scheme together for workers that are nodes; `parts` are of all ranks."""
+        from mpisparse.core.by_node import ByNode
+
+        return Scheme(ByNode(parts, nodes, lambda shard: self.build(shard).aggregator))
+
     def build_in_flight(self, parts: Parts, staleness: int) -> Aggregator:
         """Put an aggregator of a plain vector together whose deliveries are in flight; refused unless a scheme can."""
         raise ConfigurationError('this scheme delivers at once: a staleness above 0 needs scheme "exdyna"')
 
     @classmethod
     def upgraded(cls, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Saved values by the names that options have today."""
-        return {cls.renamed.get(name, name): value for name, value in saved.items()}
+        """Saved values by the names that options have today; what there was not then has its default."""
+        defaults = {field.name: field.default for field in fields(cls)}
+        return defaults | {cls.renamed.get(name, name): value for name, value in saved.items()}
 
     def values(self) -> dict[str, Any]:
         """Return the options as plain values, to compare ranks and saved states; a callable counts as True."""

@@ -9,21 +9,29 @@ from typing import ClassVar
 from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.blend import Blend
 from mpisparse.core.records import Parts
-from mpisparse.core.stages import Dropped, Stage
+from mpisparse.core.stages import Dropped, LateDropped, Stage
 from mpisparse.errors import ConfigurationError, check_choice
-from mpisparse.names import BLENDED
 from mpisparse.schemes.companion import Scheme, Site
-from mpisparse.schemes.options import KEPT, Options, check_flag, check_share, check_whole
+from mpisparse.schemes.falling import Falling
+from mpisparse.schemes.late import InFlightMeans
+from mpisparse.schemes.options import KEPT, Options, check_flag, check_whole
+from mpisparse.schemes.overlap import Overlapping
+from mpisparse.schemes.scoring import Scored, Scoring
+from mpisparse.select import riders, search
 from mpisparse.select.exclusive import ExclusiveSelection, Rules
-from mpisparse.select.scorers import Average, Magnitude, Scorer
+from mpisparse.select.own import Chooser, Largest, OwnSelection
+from mpisparse.select.plans import Selection
+from mpisparse.select.scorers import Scorer
 from mpisparse.select.selector import PARTITIONERS, ExclusiveSelector
 from mpisparse.select.threshold import CONTROLLERS
 from mpisparse.wire.codecs import CODECS
-from mpisparse.wire.reduction import ByMpi, ByOwner
+from mpisparse.wire.on_host import on_host
+from mpisparse.wire.own import OwnByOwner
+from mpisparse.wire.reduction import ByMpi, ByOwner, Reducer
 
 
 @dataclass(frozen=True)
-class Partitioned(Options):
+class Partitioned(Falling):
     """Selection in exclusive partitions, re-balanced, with a threshold found online.
 
     controller: "tail" finds the threshold inside each step; "paper" scales it between steps, as published; "fixed" keeps
@@ -32,15 +40,19 @@ class Partitioned(Options):
         keeps even shares, to compare with.
     blocks: number of blocks that borders are drawn between; None chooses it by the number of ranks.
     reduce: "owner" sums in rank order at the partition's owner; "allreduce" leaves the sum to MPI (fp32 only).
+    masks: "owners": the owner of a partition selects there for all ranks. "own": each rank selects k elements everywhere
+        by its own scores and sends them to owners, who add what arrives.
     """
 
     controller: str = "tail"
     partitioner: str = "best"
     blocks: int | None = None
     reduce: str = "owner"
+    masks: str = "owners"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_choice("masks", self.masks, ("owners", "own"))
         check_choice("controller", self.controller, CONTROLLERS)
         check_choice("partitioner", self.partitioner, PARTITIONERS)
         check_choice("reduce", self.reduce, ("owner", "allreduce"))
@@ -52,12 +64,40 @@ class Partitioned(Options):
     def codecs(self) -> Sequence[str]:
         return ["fp32"] if self.reduce == "allreduce" else super().codecs()
 
+    def without_effect(self) -> dict[str, str]:
+        idle = super().without_effect()
+        if self.masks == "own":
+            alone = 'masks="own" sorts each rank\'s own scores, in no partition; choose masks="owners"'
+            idle |= dict.fromkeys(("controller", "partitioner", "blocks", "reduce"), alone)
+        return idle
+
     def put_together(
         self, parts: Parts, scorer: Scorer, *, keep: bool, masked: bool = False, exact: bool = False,
         stages: Sequence[Stage] = (), staleness: int = 0,
     ) -> Aggregator:  # fmt: skip
         """The aggregator of these options, with what a scheme adds; `keep`: what is not sent stays in the residual."""
-        rules = Rules(masked=masked, exact=exact, scored=not scorer.by_magnitude, keeps=keep, late=staleness > 0)
+        codec, own, late = CODECS[self.codec], self.masks == "own", staleness > 0
+        selection, reducer = self.shared_out(parts, scorer, keep=keep, masked=masked, exact=exact, late=late)
+        blend = self.beta if codec.blended else None
+        return Aggregator(
+            parts,
+            scorer=scorer,
+            selection=selection,
+            reducer=reducer,
+            stages=[*stages, *feedback(keep=keep, blend=blend, own=own, late=late)],
+            staleness=staleness,
+        )
+
+    def shared_out(
+        self, parts: Parts, scorer: Scorer, *, keep: bool, masked: bool, exact: bool, late: bool
+    ) -> tuple[Selection, Reducer]:
+        """Who selects where, and who adds what: the parts that know how many ranks there are.
+
+        The arguments are those of put_together(). late: deliveries are in flight.
+        """
+        if self.masks == "own":
+            return own_elements(self, parts, Largest(masked=masked, turns=keep and not scorer.by_magnitude), late=late)
+        rules = Rules(masked=masked, exact=exact, scored=not scorer.by_magnitude, keeps=keep, late=late)
         selector = ExclusiveSelector.first(
             len(parts.residual),
             parts.exchange.size,
@@ -67,99 +107,174 @@ class Partitioned(Options):
             reads_region=self.accumulate == "backward" or not rules.by_ladder,
             prior=scorer.prior if keep else 0.0,
         )
-        codec = CODECS[self.codec]
-        if staleness and codec.blended:
-            raise ConfigurationError(f'codec "{self.codec}" blends what is sent at once; in flight choose one that does not')
-        return Aggregator(
-            parts,
-            scorer=scorer,
-            selection=ExclusiveSelection(selector, rules, parts.exchange.rank, parts.backend),
-            reducer=ByOwner(codec) if self.reduce == "owner" else ByMpi(),
-            stages=[*stages, *feedback(keep=keep, blend=self.beta if codec.blended else None)],
-            staleness=staleness,
-        )
+        if scorer.peeks and rules.by_ladder and not rules.late and 1 < parts.exchange.size <= search.GATHERED_RANKS:
+            parts.exchange.spare = riders.NBYTES
+        selection = ExclusiveSelection(selector, rules, parts.exchange.rank, parts.carrier(late=late))
+        return selection, ByOwner(CODECS[self.codec]) if self.reduce == "owner" else ByMpi()
 
 
-def feedback(*, keep: bool, blend: float | None) -> list[Stage]:
-    """The stages beyond plain error feedback: momentum (`blend`: its share), and dropping what is not sent."""
-    blended: list[Stage] = [] if blend is None else [Blend(blend)]
-    return blended if keep else [*blended, Dropped()]
+def feedback(*, keep: bool, blend: float | None, own: bool = False, late: bool = False) -> list[Stage]:
+    """The stages beyond plain error feedback: momentum (`blend`: its share), and dropping what is not sent.
+
+    own: each rank sends its own elements; late: in flight.
+    """
+    blended: list[Stage] = [] if blend is None else [Blend(blend, own=own, late=late, keeps=keep)]
+    return blended if keep else [*blended, LateDropped() if late else Dropped()]
 
 
-def uncontrolled(percentile: str) -> dict[str, str]:
-    """What has no effect where the threshold is found by sorting."""
+def each_its_own(
+    options: Options, parts: Parts, scorer: Scorer, chooser: Chooser, *, keep: bool, stages: Sequence[Stage] = (),
+    staleness: int = 0,
+) -> Aggregator:  # fmt: skip
+    """An aggregator in which each rank chooses its own elements."""
+    codec = CODECS[options.codec]
+    selection, reducer = own_elements(options, parts, chooser, late=staleness > 0)
+    return Aggregator(
+        parts,
+        scorer=scorer,
+        selection=selection,
+        reducer=reducer,
+        stages=[*stages, *feedback(keep=keep, blend=options.beta if codec.blended else None, own=True, late=staleness > 0)],
+        staleness=staleness,
+    )
+
+
+def own_elements(options: Options, parts: Parts, chooser: Chooser, *, late: bool) -> tuple[Selection, Reducer]:
+    """The selection of each rank's own elements, and who adds them. late: deliveries are in flight."""
+    carrier = parts.carrier(late=late)
+    selection = OwnSelection(chooser, carrier, len(parts.residual), parts.exchange.size, late=late)
+    return selection, on_host(carrier, OwnByOwner(CODECS[options.codec]))
+
+
+def uncontrolled(percentile: str, masks: str) -> dict[str, str]:
+    """What has no effect where the threshold is found by sorting: all scores, or each rank's own."""
+    if masks == "own":
+        return {"percentile": 'masks="own" sorts each rank\'s own scores; choose masks="owners"'}
     exact = 'percentile="exact" finds the threshold without a controller; choose percentile="estimate"'
     return {"controller": exact} if percentile == "exact" else {}
 
 
-@dataclass(frozen=True)
-class Sparse(Partitioned):
-    """By one score for every element.
+def check_late(options: Partitioned, staleness: int, *, keep: bool, whole: str = "") -> None:
+    """Raise ConfigurationError unless these options go with deliveries in flight.
 
-    scorer: "magnitude" of the accumulator, or "average", a moving average of the gradients' magnitudes.
-    alpha: weight of the newest gradient in that average; for scorer "average" only.
+    keep: what is not sent stays in the residual. whole: an option that looks at every element, if one is set.
+    """
+    if options.masks == "own":
+        return
+    if staleness > 1:
+        raise ConfigurationError(
+            f"staleness must be 0 or 1, got {staleness}: each step selects by what the one before it learnt"
+        )
+    if whole:
+        raise ConfigurationError(
+            f"{whole} compares every element with the threshold, and a delivery in flight sees candidates only; choose "
+            'masks="own", or leave it out'
+        )
+    if not keep:
+        raise ConfigurationError(
+            "staleness 1 needs compensate=True: indices travel one step ahead of their values, which must wait that long"
+        )
+
+
+@dataclass(frozen=True)
+class Sparse(Scored, Partitioned):
+    """Selection by a scorer, which sends what it selects.
+
     compensate: True keeps what is not sent in the residual for later steps; False drops it.
     """
 
-    scorer: str = "magnitude"
-    alpha: float = 0.9
     compensate: bool = True
-    scorers: ClassVar[tuple[str, ...]] = ("magnitude", "average")
+    remembering = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("scorer", self.scorer, self.scorers)
-        check_share("alpha", self.alpha)
         check_flag("compensate", self.compensate, KEPT)
 
-    def without_effect(self) -> dict[str, str]:
-        average = {} if self.scorer == "average" else {"alpha": 'it is the rate of scorer "average"; choose that'}
-        return super().without_effect() | average
-
-    @property
-    def needs_whole_gradient(self) -> bool:
-        return self.scorer == "average"
-
     def build(self, parts: Parts, site: Site | None = None) -> Scheme:
-        return Scheme(self.put_together(parts, self.make_scorer(parts), keep=self.compensate))
+        return Scheme(self.aggregated(parts, site, 0))
 
     def build_in_flight(self, parts: Parts, staleness: int) -> Aggregator:
-        self._check_late(staleness)
-        return self.put_together(parts, self.make_scorer(parts), keep=True, staleness=staleness)
+        self.check_late(staleness)
+        return self.aggregated(parts, None, staleness)
 
-    def _check_late(self, staleness: int) -> None:
+    def check_late(self, staleness: int) -> None:
         """Raise ConfigurationError unless these options go with deliveries in flight."""
-        if staleness > 1:
-            raise ConfigurationError(
-                f"staleness must be 0 or 1, got {staleness}: each step selects by what the one before it learnt"
-            )
-        if self.scorer != "magnitude":
-            raise ConfigurationError(
-                f'staleness 1 needs scheme "exdyna" with scorer="magnitude", got scorer={self.scorer!r}: a delivery in '
-                "flight sees candidates only, and elements of a small score would wait for ever"
-            )
-        if CODECS[self.codec].blended:
-            raise ConfigurationError(
-                f"staleness 1 sends values that have left the accumulator, which codec {self.codec!r} cannot blend with "
-                f"earlier ones; choose {self.codec.removeprefix(BLENDED)!r}"
-            )
-        if not self.compensate:
-            raise ConfigurationError(
-                "staleness 1 needs compensate=True: indices travel one step ahead of their values, which must wait that long"
-            )
+        check_late(self, staleness, keep=self.compensate)
 
-    def make_scorer(self, parts: Parts) -> Scorer:
-        """What matters."""
-        if self.scorer == "average":
-            return Average(parts.residual, parts.backend, parts.slots, self.alpha)
-        return Magnitude(parts.residual, parts.backend)
+    @property
+    def masked(self) -> bool:
+        """Whether the accumulator is compared with the threshold, not the score."""
+        return False
+
+    @property
+    def exact(self) -> bool:
+        """Whether all scores are gathered and sorted."""
+        return False
+
+    def aggregated(self, parts: Parts, site: Site | None, staleness: int) -> Aggregator:
+        """The scorer and the rest, put together."""
+        scorer = self.scorer_of(parts, parts.residual, site, lambda: made.number, late=staleness > 0)
+        made = self.put_together(
+            parts, scorer, keep=self.compensate, masked=self.masked, exact=self.exact, staleness=staleness
+        )
+        return made
 
 
 @dataclass(frozen=True)
-class Exdyna(Sparse):
-    """Select by the magnitude of the accumulator, with a threshold that gives the set density in every step."""
+class Exdyna(Overlapping, Scoring, Sparse):
+    """Select by the magnitude of the accumulator, with a threshold that gives the set density in every step.
+
+    staleness: 0 exchanges in step(); 1 exchanges while the next step is computed, so that p.grad is the mean of what an
+        earlier step sent, and zero in the first steps.
+    """
 
     on_device = True
+    staleness: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("staleness", self.staleness, 0)
+        if self.staleness:
+            self.check_late(self.staleness)
+            self._check_plain_late()
+        if self.overlap and self.scorer != "magnitude":
+            raise ConfigurationError(
+                f'overlap=True needs scorer="magnitude", got {self.scorer!r}: what it remembers cannot take a gradient back '
+                "when a later bucket is refused"
+            )
+
+    @property
+    def with_backward(self) -> str:
+        return f"staleness={self.staleness}" if self.staleness else super().with_backward
+
+    def _check_plain_late(self) -> None:
+        """Raise ConfigurationError for what would act on a step before its delivery has come."""
+        if self.overlap:
+            raise ConfigurationError("overlap=True delivers within a step, staleness=1 in the next one; choose one of them")
+        if self.accumulate != "step" or self.nonfinite != "raise":
+            raise ConfigurationError(
+                'staleness=1 needs accumulate="step" and nonfinite="raise": when ranks refuse a step, the next one is on '
+                "its way"
+            )
+
+    def _check_hierarchy(self) -> None:
+        super()._check_hierarchy()
+        if self.staleness:
+            raise ConfigurationError(
+                f"hierarchy={self.hierarchy!r} gathers results in the node within the step: leave staleness=1 out, or the "
+                "hierarchy"
+            )
+
+    def regrouped(self, parts: Parts) -> tuple[Selection, Reducer]:
+        late = self.staleness > 0
+        scorer = self.scorer_of(parts, parts.residual, None, lambda: 0, late=late)
+        return self.shared_out(parts, scorer, keep=self.compensate, masked=self.masked, exact=self.exact, late=late)
+
+    def build_for_model(self, parts: Parts, site: Site) -> Scheme:
+        if not self.staleness:
+            return super().build_for_model(parts, site)
+        late = self.aggregated(parts, site, self.staleness)
+        return Scheme(late, InFlightMeans(late))
 
 
 @dataclass(frozen=True)
@@ -179,6 +294,10 @@ class Momentum(Sparse):
     mask: str | None = None
     percentile: str = "estimate"
     scorers = ("average",)
+    refused: ClassVar[dict[str, str]] = {
+        **Options.refused,
+        "staleness": 'in flight it is scheme "exdyna" with scorer="average"',
+    }
 
     def __post_init__(self) -> None:
         if self.scorer in Sparse.scorers and self.scorer not in self.scorers:
@@ -191,10 +310,16 @@ class Momentum(Sparse):
         check_choice("percentile", self.percentile, ("estimate", "exact"))
 
     def without_effect(self) -> dict[str, str]:
-        return super().without_effect() | uncontrolled(self.percentile)
+        return super().without_effect() | uncontrolled(self.percentile, self.masks)
 
-    def build(self, parts: Parts, site: Site | None = None) -> Scheme:
-        masked = (self.mask or ("average" if self.compensate else "gradient")) == "gradient"
-        exact = self.percentile == "exact"
-        scorer = self.make_scorer(parts)
-        return Scheme(self.put_together(parts, scorer, keep=self.compensate, masked=masked, exact=exact))
+    def check_late(self, staleness: int) -> None:
+        looks = {'mask="gradient"': self.masked, 'percentile="exact"': self.exact}
+        check_late(self, staleness, keep=self.compensate, whole=next((name for name, is_set in looks.items() if is_set), ""))
+
+    @property
+    def masked(self) -> bool:
+        return (self.mask or ("average" if self.compensate else "gradient")) == "gradient"
+
+    @property
+    def exact(self) -> bool:
+        return self.percentile == "exact"

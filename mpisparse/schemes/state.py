@@ -25,16 +25,18 @@ def check_state(state: Any, here: dict[str, Any], options: Options, aggregator: 
     """Raise ConfigurationError unless an exchange whose state is `here` could take the state; local."""
     if not isinstance(state, dict):
         raise ConfigurationError(f"a state is a dict that state_dict() gave, got {type(state).__name__}")
-    parts = aggregator.upgraded(companion.upgraded(step_state(state)))
-    known = {**state, **{f"step.{key}": value for key, value in parts.items()}}
-    missing = sorted(set(here) - set(known))
-    if missing:
-        raise ConfigurationError(f"the state has no {missing[0]!r}")
+    _check_all_there((key for key in here if not key.startswith("step.")), state)
     for key in ("format", "scheme", "size", "rank"):
         if state[key] != here[key]:
             raise ConfigurationError(f"the state was saved with {key} {state[key]!r}, this is {key} {here[key]!r}")
+    if "step.nodes" in state and "step.nodes" not in here:
+        raise ConfigurationError(
+            'the state is of hierarchy="node", whose residual is shared out in nodes; load it with mpisparse.checkpoint.load'
+        )
     check_density(state["density"])
-    _check_options(state["options"], options)
+    check_options(state["options"], options)
+    parts = aggregator.upgraded(companion.upgraded(step_state(state)))
+    _check_all_there(here, {**state, **{f"step.{key}": value for key, value in parts.items()}})
     residual, size = state["residual"], len(here["residual"])
     if not isinstance(residual, torch.Tensor) or residual.dim() != 1:
         raise ConfigurationError("the residual in the state must be a flat tensor")
@@ -42,9 +44,15 @@ def check_state(state: Any, here: dict[str, Any], options: Options, aggregator: 
         raise ConfigurationError("the residual in the state is not finite everywhere")
     if len(residual) != size:
         raise ConfigurationError(f"the state is of a model with {len(residual)} trainable elements, this one has {size}")
-    _check_kinds(parts, step_state(here))
+    check_kinds(parts, step_state(here))
     aggregator.check(parts)
     companion.check(parts)
+
+
+def _check_all_there(keys: Iterable[str], state: Mapping[str, Any]) -> None:
+    missing = sorted(set(keys) - set(state))
+    if missing:
+        raise ConfigurationError(f"the state has no {missing[0]!r}")
 
 
 def step_state(state: dict[str, Any]) -> dict[str, Any]:
@@ -63,13 +71,14 @@ def resize_states(
     taken = {source: states[source] for source in sources(old, new, rank)}
     first = next(iter(taken.values()))
     parts = {source: companion.upgraded(step_state(state)) for source, state in taken.items()}
+    companion = companion.of(next(iter(parts.values())))
     residuals = {source: state["residual"].cpu().numpy().copy() for source, state in taken.items()}
     merged, residual = aggregator.resize(parts, residuals, old, new, rank)
     merged |= companion.resize(parts, old, new, rank)
     if companion.subject is not None:
         every = (taken[source] if source in taken else states[source] for source in range(old))
         error, residual = _from_all(every, old, new, rank, aggregator, companion)
-        merged |= error
+        merged = aggregator.with_own(merged, error)
     step = {
         f"step.{key}": torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in merged.items()
     }
@@ -86,7 +95,7 @@ def _from_all(
     for other, state in enumerate(states):
         parts = step_state(state)
         if isinstance(reducer, AtFixedOwners):
-            errors[other] = np.asarray(parts["error"])
+            errors[other] = np.asarray(aggregator.own(parts)["error"])
         share = float(other == source) + share_in_shift(old, new, other)
         if share:
             weights += share * companion.whole(state["residual"].cpu().numpy(), parts).astype(np.float64)
@@ -94,7 +103,8 @@ def _from_all(
     return error, weights.astype(np.float32)
 
 
-def _check_options(text: Any, options: Options) -> None:
+def check_options(text: Any, options: Options) -> None:
+    """Raise ConfigurationError unless options that were saved as JSON are those here, but for what may differ."""
     try:
         saved, here = options.upgraded(dict(json.loads(text))), options.values()
     except (TypeError, ValueError, RecursionError) as error:
@@ -106,7 +116,7 @@ def _check_options(text: Any, options: Options) -> None:
     options.check_saved(saved)
 
 
-def _check_kinds(state: dict[str, Any], here: dict[str, Any]) -> None:
+def check_kinds(state: dict[str, Any], here: dict[str, Any]) -> None:
     """Raise ConfigurationError unless the scheme's values are of the types that it has; None goes with any but numbers."""
     for key, now in here.items():
         value = state[key]

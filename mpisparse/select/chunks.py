@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from mpisparse.arrays import Floats, Ints
+from mpisparse.arrays import Ints
 from mpisparse.comm.agreement import Notice
 from mpisparse.select.candidates import NONE
 from mpisparse.select.everything import Everything
@@ -35,16 +35,17 @@ def cut(n: int, length: int) -> list[Chunks]:
     return [chunks for chunks in (Chunks(0, whole, length), Chunks(whole, n, n - whole)) if chunks.end > chunks.begin]
 
 
-def largest(values: Floats, stretches: Sequence[Chunks], share: float) -> Ints:
+def largest(backend: Backend, values: Any, stretches: Sequence[Chunks], share: float) -> Any:
     """The index of a share of each chunk, at least one element: the largest ones that are not zero. Ascending."""
-    found = []
+    found = [NONE.index]
     for begin, end, length in stretches:
-        rows = torch.from_numpy(np.abs(values[begin:end])).reshape(-1, length)
+        part = abs(values[begin:end])
+        rows = (part if isinstance(part, torch.Tensor) else torch.from_numpy(part)).reshape(-1, length)
         columns = torch.topk(rows, max(1, round(share * length)), dim=1, sorted=False).indices
-        found.append((columns + torch.arange(begin, end, length)[:, None]).reshape(-1).numpy())
-    index = np.sort(np.concatenate([NONE.index, *found]))
-    kept: Ints = index[values[index] != 0.0]
-    return kept
+        found.append((columns.cpu() + torch.arange(begin, end, length)[:, None]).reshape(-1).numpy())
+    index = np.sort(np.concatenate(found))
+    held = backend.to_host(backend.values_at(values, backend.from_host(index))) != 0.0
+    return backend.from_host(index[held])
 
 
 class ChunkPlan(NamedTuple):
@@ -66,7 +67,7 @@ class ChunkPlan(NamedTuple):
         """Agree that all values are finite; collective."""
         share_counts(exchange, notice, NONE.index, self.n)
         live: Live = view  # type: ignore[assignment]  # all values are read
-        mine = largest(live.keys.vector, self.stretches, self.share)
+        mine = largest(backend, live.keys.vector, self.stretches, self.share)
         return Agreed(NONE, 0.0, np.zeros(exchange.size, dtype=np.int64), [], union=mine)
 
     def united(self, agreed: Agreed, union: Ints) -> Agreed:

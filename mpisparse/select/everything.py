@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from mpisparse.arrays import Floats, Ints, State
 from mpisparse.comm.agreement import FINE, Notice
-from mpisparse.comm.regions import Subset
+from mpisparse.comm.regions import Subset, index_on
 from mpisparse.select.candidates import NONE
 from mpisparse.select.plans import Agreed, Outcome
 from mpisparse.select.search import share_counts
@@ -40,7 +40,7 @@ class PartValues:
 
     def __getitem__(self, at: Any) -> Floats:
         start, stop, _ = at.indices(len(self.part))
-        values: Floats = self.vector.at(self.part.index(start, stop))
+        values: Floats = self.vector.at(index_on(self.vector.backend, self.part, start, stop))
         return values
 
     def copy(self) -> Floats:
@@ -62,7 +62,12 @@ class EverythingPlan(NamedTuple):
         """All that the scorer compares by, or the part of it; a copy in flight."""
         values: Any = live.keys.vector if self.part is None else PartValues(live.keys.vector, self.part)
         if self.own:
-            values = values.copy() if notice.status == FINE else NO_VALUES  # which is refused before it is read
+            if notice.status != FINE:  # which is refused before it is read
+                return live._replace(take=lambda _: NO_VALUES)
+            values = values.copy() if hasattr(values, "copy") else values
+            if hasattr(live.backend, "copied"):  # a device copies in the order of its stream; who reads it waits
+                arrived = live.backend.copied(values)
+                return live._replace(take=lambda _: arrived())
         return live._replace(take=lambda _: values)
 
     def agree(self, exchange: Exchange, backend: Backend, notice: Notice, view: View) -> Agreed:
@@ -77,6 +82,8 @@ class EverythingPlan(NamedTuple):
 
 class Everything:
     """The whole vector, from step to step. late: deliver gets a copy of it."""
+
+    added: ClassVar[State] = {}
 
     def __init__(self, n: int, *, late: bool = False) -> None:
         self.n = n

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,11 +20,15 @@ if TYPE_CHECKING:
 
 
 class GroupPlan(NamedTuple):
-    """One step: the plan of a vector with one element for each group, whose union stands for their elements."""
+    """One step: the plan of a vector with one element for each group, whose union stands for their elements.
+
+    to_host: the backend's.
+    """
 
     inner: ExclusivePlan
     n: int
     width: int
+    to_host: Callable[[Any], Ints]
     own: bool = False
     looks: bool = True
 
@@ -47,7 +52,7 @@ class GroupPlan(NamedTuple):
     def united(self, agreed: Agreed, union: Ints) -> Agreed:
         """Count elements, not groups."""
         scaled = [Region(r.rank, r.lo * self.width, min(r.hi * self.width, self.n)) for r in agreed.regions]
-        chosen = Groups(self.n, self.width, union)
+        chosen = Groups(self.n, self.width, self.to_host(union))
         return agreed._replace(union=chosen, regions=scaled, workloads=agreed.workloads * self.width)
 
 
@@ -63,14 +68,19 @@ class GroupSelection:
     def step(self) -> int:
         return self.inner.step
 
+    @property
+    def added(self) -> State:
+        return self.inner.added
+
     def plan(self, k: int) -> GroupPlan:
         """The coming step, with as many groups as k elements fill."""
         groups = self.inner.selector.n
-        return GroupPlan(self.inner.plan(min(groups, max(1, round(k / self.width)))), self.n, self.width)
+        plan = self.inner.plan(min(groups, max(1, round(k / self.width))))
+        return GroupPlan(plan, self.n, self.width, self.inner.backend.to_host)
 
     def learn(self, agreed: Agreed, outcome: Outcome) -> None:
         """Go on to the next step."""
-        self.inner.learn(agreed._replace(union=agreed.union.numbers), outcome)
+        self.inner.learn(agreed._replace(union=self.inner.backend.from_host(agreed.union.numbers)), outcome)
 
     def state(self) -> State:
         return self.inner.state()

@@ -31,14 +31,14 @@ def even_edges(n: int, blocks: int) -> Ints:
     return edges
 
 
-def worked_edges(n: int, blocks: int, union: Ints, pick: Callable[[Ints, Ints], Ints] = np.take) -> Ints:
+def worked_edges(n: int, blocks: int, union: Ints, bounds: Ints, pick: Callable[[Ints, Ints], Ints] = np.take) -> Ints:
     """Cut half of the blocks evenly by elements and half by the indices selected last, so that no block holds many.
 
-    `pick` knows how to take elements of the union at some places.
+    bounds: where else to cut. `pick` knows how to take elements of the union at some places.
     """
     share = max(1, len(union) // max(1, blocks // 2))
     sample = pick(union, np.arange(share - 1, len(union), share))
-    edges: Ints = np.sort(np.concatenate([even_edges(n, blocks - blocks // 2), sample]))
+    edges: Ints = np.sort(np.concatenate([even_edges(n, blocks - blocks // 2), sample, bounds]))
     distinct: Ints = edges[np.append(True, edges[1:] != edges[:-1])]
     return distinct
 

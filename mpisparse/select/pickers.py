@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -18,11 +18,11 @@ from mpisparse.backends.flat import Held
 from mpisparse.comm.agreement import Notice
 from mpisparse.comm.regions import even_regions, shared_out
 from mpisparse.errors import ConfigurationError
-from mpisparse.select.candidates import NONE, Candidates
+from mpisparse.select.candidates import NONE, Candidates, largest
 from mpisparse.select.plans import Agreed, Outcome, pack_agreed, unpack_agreed
 from mpisparse.select.search import share_counts
 from mpisparse.select.threshold import TINY
-from mpisparse.select.view import Live, View
+from mpisparse.select.view import Live, VectorKeys, View
 
 if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend
@@ -70,9 +70,15 @@ class Picker:
 
 
 class TopK(Picker):
-    """The k largest of this rank, as torch.topk finds them."""
+    """The k largest of this rank, as torch.topk finds them; on a device, of equal ones the first, and no zeros."""
 
-    def pick(self, acc: Floats, k: int, step: int) -> Picked:
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+
+    def pick(self, acc: Any, k: int, step: int) -> Picked:
+        if not isinstance(acc, np.ndarray):
+            found = largest(self.backend, VectorKeys(self.backend, acc), len(acc), k)
+            return Picked(found.index, float(found.magnitude.min()) if len(found.index) else 0.0)
         values, index = torch.topk(torch.from_numpy(np.abs(acc)), k, sorted=False)
         return Picked(np.sort(index.numpy()), float(values.min()))
 
@@ -99,10 +105,10 @@ class SampledTopK(Picker):
         n = len(acc)
         count = min(n, max(self.LEAST, int(self.SAMPLE * n)))
         generator = np.random.Generator(np.random.Philox(key=[self.seed, step]))
-        sample = np.abs(acc[generator.integers(0, n, count)]) if count < n else np.abs(acc)
+        sample = np.abs(values_of(self.backend, acc, generator.integers(0, n, count) if count < n else None))
         at = count - max(1, round(k * count / n))
         threshold = max(float(np.partition(sample, at)[at]), TINY)
-        index, magnitude, _ = self.backend.select(acc, 0, n, threshold)
+        index, magnitude = map(self.backend.to_host, self.backend.select(acc, 0, n, threshold)[:2])
         if len(index) > self.SLACK * k:
             largest = np.sort(np.argpartition(magnitude, len(magnitude) - k)[len(magnitude) - k :])
             index, threshold = index[largest], float(magnitude[largest].min())
@@ -112,7 +118,8 @@ class SampledTopK(Picker):
 class CyclicTopK(TopK):
     """The k largest of one rank, which all take; it is another rank's turn in every step."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, backend: Any, rank: int, size: int) -> None:
+        super().__init__(backend)
         self.rank = rank
         self.size = size
 
@@ -151,11 +158,17 @@ class HardThreshold(Picker):
     def pick(self, acc: Floats, k: int, step: int) -> Picked:
         found = self.threshold
         if found <= 0.0:  # by the density that was set at first, not by that of a warm-up
-            at = len(acc) - max(1, int(self.density * (self.held.remaining if self.held else len(acc))))
-            found = float(np.partition(np.abs(acc), at)[at])
+            found = self._first(acc, max(1, int(self.density * (self.held.remaining if self.held else len(acc)))))
         threshold = max(found, TINY)
         index, _, _ = self.backend.select(acc, 0, len(acc), threshold)
-        return Picked(index, threshold, found)
+        return Picked(self.backend.to_host(index), threshold, found)
+
+    def _first(self, acc: Any, k: int) -> float:
+        """The k-th largest magnitude."""
+        if isinstance(acc, np.ndarray):
+            return float(np.partition(np.abs(acc), len(acc) - k)[len(acc) - k])
+        magnitude = largest(self.backend, VectorKeys(self.backend, acc), len(acc), k).magnitude
+        return float(magnitude.min()) if len(magnitude) == k else 0.0
 
     def learn(self, lesson: Any) -> None:
         """Keep the threshold that was found."""
@@ -225,6 +238,14 @@ class Sidco(Picker):
         self.ratios = np.asarray(state["ratios"]).tolist()
 
 
+def values_of(backend: Any, acc: Any, places: Ints | None) -> Floats:
+    """The values at some places, in any order, or all of them; on the host."""
+    if isinstance(acc, np.ndarray):
+        return acc if places is None else acc[places]
+    values: Floats = backend.to_host(acc if places is None else backend.values_at(acc, backend.from_host(places)))
+    return values
+
+
 def mean_magnitude(acc: Floats, n: int) -> float:
     """The mean of |acc| over n elements, the others being zero, piece by piece so that pieces stay in cache; the same bits
     for the same vector."""
@@ -233,8 +254,9 @@ def mean_magnitude(acc: Floats, n: int) -> float:
 
 
 class UnionPlan(NamedTuple):
-    """One step in which all ranks send what any of them picked."""
+    """One step in which all ranks send what any of them picked. What ranks pick is on the host, the union where acc is."""
 
+    backend: Any
     picker: Picker
     k: int
     n: int
@@ -258,31 +280,35 @@ class UnionPlan(NamedTuple):
         if self.picker.common:
             loads = np.diff(np.arange(exchange.size + 1) * len(mine) // exchange.size)
             regions = shared_out(mine, self.n, exchange.size)
-            return Agreed(NONE, threshold, loads, regions, union=mine, k=k, lesson=lesson)
+            return Agreed(NONE, threshold, loads, regions, union=backend.from_host(mine), k=k, lesson=lesson)
         bits = int(np.float32(threshold).view(np.uint32))  # the largest of the ranks' thresholds is the step's
         counts = share_counts(exchange, notice, np.array([len(mine), bits]), self.n)
-        largest = float(counts[:, 1].max().astype(np.uint32).view(np.float32))
-        picked = Candidates(mine, np.full(len(mine), np.float32(largest)))
+        most = float(counts[:, 1].max().astype(np.uint32).view(np.float32))
+        picked = Candidates(mine, np.full(len(mine), np.float32(most))).on_device(backend)
         everywhere = [region._replace(lo=0, hi=self.n) for region in even_regions(self.n, exchange.size)]
-        return Agreed(picked, largest, counts[:, 0], everywhere, k=k, lesson=lesson)
+        return Agreed(picked, most, counts[:, 0], everywhere, k=k, lesson=lesson)
 
     def united(self, agreed: Agreed, union: Ints) -> Agreed:
         """Every index once, and the sums shared out evenly."""
-        once = union if np.count_nonzero(agreed.workloads) <= 1 else merged(union)
-        return agreed._replace(union=once, regions=shared_out(once, self.n, len(agreed.workloads)))
+        picked = self.backend.to_host(union)
+        once = picked if np.count_nonzero(agreed.workloads) <= 1 else merged(picked)
+        return agreed._replace(union=self.backend.from_host(once), regions=shared_out(once, self.n, len(agreed.workloads)))
 
 
 class UnionSelection:
     """All ranks send what any of them picked, from step to step."""
 
-    def __init__(self, picker: Picker, held: Held) -> None:
+    added: ClassVar[State] = {}
+
+    def __init__(self, picker: Picker, held: Held, backend: Any) -> None:
         self.picker = picker
+        self.backend = backend
         self.held = held
         self.step = 0
 
     def plan(self, k: int) -> UnionPlan:
         """The coming step."""
-        return UnionPlan(self.picker, k, self.held.n, self.held.remaining, self.step)
+        return UnionPlan(self.backend, self.picker, k, self.held.n, self.held.remaining, self.step)
 
     def learn(self, agreed: Agreed, outcome: Outcome) -> None:
         """Go on to the next step."""

@@ -86,10 +86,15 @@ class Plan(Protocol):
 
 
 class Selection(Protocol):
-    """Where and how many: plans each step and learns from it. `step` counts the steps done."""
+    """Where and how many: plans each step and learns from it. `step` counts the steps done.
+
+    added: what of state() earlier versions did not save, as it was then.
+    """
 
     @property
     def step(self) -> int: ...
+    @property
+    def added(self) -> State: ...
     def plan(self, k: int) -> Plan: ...
     def learn(self, agreed: Agreed, outcome: Outcome) -> None: ...
     def state(self) -> State: ...

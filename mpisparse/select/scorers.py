@@ -43,10 +43,12 @@ class Scorer:
     follows: bool = False  # whether sent() does anything; found out by itself, as the next two
     tells: bool = False  # whether details() says anything
     asks: bool = False  # whether ready() does anything
+    peeks: bool = False  # whether peek() can tell what a step will find
     tags: Bytes | None = None
     cause: Exception | None = None  # the error behind what ready() last reported
     acc: Floats
     keys: Keys  # what elements are compared by
+    unsent: Floats | None = None  # what waits to be sent, in magnitude, where that is not the accumulator; read-only
     take: Callable[[Ints], Floats] | None = None  # the values to send at an index, where they are not the accumulator's
 
     def __init_subclass__(cls) -> None:
@@ -66,6 +68,10 @@ class Scorer:
         """Add the gradient (None: it was added during backward), and collect what reaches the floor in [lo, hi)."""
         raise NotImplementedError
 
+    def peek(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
+        """What accumulate() will collect in [lo, hi); changes nothing. Only where `peeks`, and of dense pieces."""
+        raise NotImplementedError
+
     def add(self, i: int, slot: Slot, grad: torch.Tensor) -> int:
         """Add one parameter's gradient during backward; return a flat index that is not finite now, or -1."""
         raise NotImplementedError
@@ -75,6 +81,10 @@ class Scorer:
         values: Floats = backend.empty(len(index), np.float32)
         backend.take(self.acc, index, values)
         return values
+
+    def give_back(self, backend: Backend, index: Ints, values: Floats) -> None:
+        """Take values back that depart() has moved out: they were not delivered."""
+        backend.add_at(self.acc, index, values)
 
     def figures(self) -> tuple[float, ...]:
         """Numbers of this rank whose means over ranks travel with the step."""
@@ -93,6 +103,14 @@ class Scorer:
     def memories(self) -> dict[str, Any]:
         """Vectors beside the accumulator that elements are compared by."""
         return {}
+
+    def owing(self, lo: int, hi: int) -> Floats:
+        """What this rank was given of [lo, hi) and has not sent, to be read at once."""
+        return self.acc[lo:hi]
+
+    def take_over(self, values: Floats) -> None:
+        """Add to that what another rank had not sent."""
+        self.acc += values
 
     def close(self) -> None:
         """End what runs in the background."""
@@ -120,9 +138,11 @@ class Magnitude(Scorer):
 
     def __init__(self, residual: torch.Tensor, backend: Backend) -> None:
         self.residual = residual
-        self.backend = backend
+        self.backend: Any = backend
         self.acc = backend.array_of(residual)
         self.keys = VectorKeys(backend, read_only(self.acc))
+        self.peeks = type(self) is Magnitude and isinstance(self.acc, np.ndarray)
+        self.add_soon = getattr(backend, "accumulate_soon", None)
 
     def accumulate(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
         if pieces is None:
@@ -135,11 +155,18 @@ class Magnitude(Scorer):
         found = Candidates(*self.backend.accumulate_select(self.acc, *pieces.dense, lo, hi, floor))
         return found._replace(bad=next((bad for bad in (*bads, found.bad) if bad >= 0), -1))
 
+    def peek(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
+        if pieces is None:
+            return Candidates(*self.backend.select(self.acc, lo, hi, floor))
+        return Candidates(*self.backend.peek_select(self.acc, *pieces.dense, lo, hi, floor))
+
     def add(self, i: int, slot: Slot, grad: torch.Tensor) -> int:
         if grad.layout is not torch.strided:
             return add_sparse_(self.residual, slot, grad.coalesce())
-        source = in_order(slot, grad)
-        bad = int(self.backend.accumulate(self.acc[slot.begin : slot.end], source.data_ptr(), slot.sent_kind))
+        source, part = in_order(slot, grad), self.acc[slot.begin : slot.end]
+        if self.add_soon is not None:
+            return int(self.add_soon(part, source, slot.sent_kind))
+        bad = int(self.backend.accumulate(part, source.data_ptr(), slot.sent_kind))
         return bad + slot.begin if bad >= 0 else bad
 
 
@@ -296,4 +323,6 @@ class Corrected(Remembering):
 
     def sent(self, index: Ints) -> None:
         """Clear the momentum of what was sent: stale momentum must not go on moving it."""
-        self.memory[index] = 0.0
+        zeros = self.backend.empty(len(index), np.float32)
+        self.backend.fill(zeros, 0.0)
+        self.backend.put(self.memory, index, zeros)

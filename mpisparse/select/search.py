@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -157,8 +156,7 @@ class Search(Generic[Scope, Collected]):
 
     def drawn(self, counts: Sequence[Ints], selector: ExclusiveSelector) -> None:
         """Keep what each rank has in its region and everywhere, from all ranks' block counts."""
-        ends = dict(zip((r.rank for r in selector.cut), pairwise(selector.borders.tolist()), strict=True))
-        self.inner = [int(row[slice(*ends[rank])].sum()) for rank, row in enumerate(counts)]
+        self.inner = selector.loads(counts).tolist()
         self.outer = [max(1, int(row.sum())) for row in counts]
 
     def histogram(self, scope: Scope, most: int) -> Ints:
@@ -360,9 +358,11 @@ class Settlement(Search[tuple[int, int], Candidates]):
     """The search as one rank among others does it: one message per ladder. Reads the rank's view only; collective."""
 
     def __init__(
-        self, exchange: Exchange, backend: Backend, view: View, controller: Controller, notice: Notice, n: int
-    ) -> None:
+        self, exchange: Exchange, backend: Backend, view: View, controller: Controller, notice: Notice, n: int,
+        told: Ints | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(controller, notice.k, n, exchange.size)
+        self.told = told  # every rank's counts on the first ladder, where the roll call told them
         self.exchange = exchange
         self.backend = backend
         self.least = backend.least_borders
@@ -371,12 +371,17 @@ class Settlement(Search[tuple[int, int], Candidates]):
 
     def ladder(self, found: Candidates, rungs: Rungs, everywhere: bool, finer: bool) -> tuple[Ints, Callable[[int], Ints]]:
         """Combine the ladders over ranks; beyond 16 ranks by a sum, and each rank's share at the rung by another message."""
-        counts = self.backend.tail_counts(found.magnitude, rungs)
-        if self.gathers:
+        rows, self.told = self.told, None
+        if rows is None and self.gathers:
+            counts = self.backend.tail_counts(found.magnitude, rungs)
             message = self.message(rungs, everywhere, finer)
             rows = share_ladder(self.exchange, self.backend, self.notice, counts, message, self.n)
-            self.note(rungs, rows, everywhere)
-            return harmonic(rows[self.able]) if everywhere else rows.sum(axis=0), lambda rung: rows[:, rung]
+        if rows is not None:
+            at_rungs: Ints = rows
+            self.note(rungs, at_rungs, everywhere)
+            total = harmonic(at_rungs[self.able]) if everywhere else at_rungs.sum(axis=0)
+            return total, lambda rung: at_rungs[:, rung]
+        counts = self.backend.tail_counts(found.magnitude, rungs)
         share_counts(self.exchange, self.notice, counts[:0], self.n)
         total = self.exchange.allreduce_(counts.copy()) // (self.size if everywhere else 1)
         return total, lambda rung: self.exchange.allgather(counts[rung : rung + 1])[:, 0]

@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ SMOOTHING = 2  # it moves by 2^-2 of the difference at each step
 SWEEP = 64  # every so many steps partitions are held ones, so that each rank selects everywhere in turn
 DUE = 16  # every so many steps scores give way to magnitude
 ROTATION = 16  # up to so many ranks, borders that are not drawn in the step stay for a whole rotation
+BALANCED, STAYS = 0.1, 0.15  # borders that give at most this imbalance, chance aside, are kept; beyond the second dropped
+LEAST_CALM, MOST_CALM = 2, 64  # steps after which borders stay, the more the more often that was wrong
 READS_PER_SELECTED = 128  # elements that can be read in the time that handling one selected element takes
 
 SearchSorted = Callable[[Any, Ints], Ints]
@@ -38,7 +41,9 @@ SearchSorted = Callable[[Any, Ints], Ints]
 class ExclusiveSelector:
     """Partitions and threshold of one step; equal on all ranks, because they depend only on what all ranks saw.
 
-    `reads_region`: a rank selects by reading its own region only, so that the length of a region costs time too.
+    `reads_region`: a rank selects by reading its own region only, so that the length of a region costs time too. `calm`:
+    steps in a row that the borders of the step before balanced, up to judged() without this one; `needed`: after so many
+    they stay.
     """
 
     size: int
@@ -50,9 +55,12 @@ class ExclusiveSelector:
     work: Ints
     controller: Controller
     step: int = 0
+    calm: int = 0
+    needed: int = LEAST_CALM
     n: int = field(init=False)  # the length of the vector
     draws: bool = field(init=False)  # borders are drawn in the step, sweeps aside
     is_due: bool = field(init=False)  # this step looks after elements whose scores would let them wait for ever
+    keeps: bool = field(init=False)  # the borders of the last step stay although they might be drawn
     in_step: bool = field(init=False)  # the borders of this step are drawn in it
     cut: list[Region] = field(init=False)  # the regions of this step in ascending order
     region_of: dict[int, tuple[int, int]] = field(init=False)  # by rank
@@ -62,7 +70,8 @@ class ExclusiveSelector:
         keep("n", int(self.edges[-1]))
         keep("draws", best and not self.reads_region and self.size > 1)
         keep("is_due", best and self.step % DUE == DUE - 1)
-        keep("in_step", self.draws and not self.sweeps)
+        keep("keeps", self.draws and self.calm >= self.needed)
+        keep("in_step", self.draws and not self.sweeps and not self.keeps)
         bounds, turn, size = self.edges[self.borders].tolist(), self.turn, self.size
         keep("cut", [Region((p - turn) % size, bounds[p], bounds[p + 1]) for p in range(size)])
         keep("region_of", {rank: (lo, hi) for rank, lo, hi in self.cut})
@@ -132,6 +141,25 @@ class ExclusiveSelector:
             borders = borders[np.cumsum([0, *(owner in chosen for owner in owners)])]
         return replace(self, borders=borders)
 
+    def loads(self, counts: Sequence[Ints]) -> Ints:
+        """What each rank selects within the borders, by every rank's block counts; in rank order."""
+        ends = dict(zip((r.rank for r in self.cut), pairwise(self.borders.tolist()), strict=True))
+        return np.array([int(row[slice(*ends[rank])].sum()) for rank, row in enumerate(counts)])
+
+    def judged(self, loads: Ints) -> ExclusiveSelector:
+        """This step, with what its loads within the borders of the last one say of those of the next.
+
+        Where borders that stayed turn out unbalanced, the next ones have to prove themselves for twice as many steps.
+        """
+        total = int(loads.sum())
+        chance = math.sqrt(self.size / total) if total else math.inf  # a count of many independent ones varies by its root
+        bound = STAYS + 2 * chance if self.keeps else BALANCED + chance
+        fits = bool(total > 0 and partition.imbalance(loads) <= bound)
+        if not self.keeps:
+            return replace(self, calm=self.calm + 1 if fits else 0)
+        needed = max(LEAST_CALM, self.needed - 1) if fits else min(MOST_CALM, 2 * self.needed)
+        return replace(self, calm=self.needed if fits else 0, needed=needed)
+
     def after(self, union: Ints, controller: Controller, search: SearchSorted, pick: SearchSorted) -> ExclusiveSelector:
         """The selector of the next step, by what all ranks selected; `search` and `pick` are the backend's."""
         borders, work = self.borders, self.work
@@ -148,12 +176,15 @@ class ExclusiveSelector:
         n = self.n
         if self.sweeps:
             edges = partition.even_edges(n, self.blocks)
-            even = replace(self, edges=edges, borders=partition.even_borders(len(edges) - 1, self.size))
+            borders = partition.even_borders(len(edges) - 1, self.size)
+            even = replace(self, edges=edges, borders=borders, calm=0)
             return even._held(union, search) if self.draws else even
+        if self.draws and self.keeps:
+            return self
         if self.draws:
-            blocks = partition.enough_blocks(self.blocks, self.size, len(union))
-            edges = partition.worked_edges(n, blocks, union, pick)
-            return replace(self, edges=edges, borders=partition.even_borders(len(edges) - 1, self.size))
+            blocks, bounds = partition.enough_blocks(self.blocks, self.size, len(union)), self.edges[self.borders]
+            edges = partition.worked_edges(n, blocks, union, bounds, pick)
+            return replace(self, edges=edges, borders=np.searchsorted(edges, bounds))
         if not self.stays or self.step % self.size == 0:
             longest = -(-2 * n // self.size)
             return replace(self, borders=partition.best_borders([self._cost()] * self.size, self.edges, longest))
@@ -179,7 +210,8 @@ class ExclusiveSelector:
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on."""
         controller = {f"controller.{key}": value for key, value in self.controller.state().items()}
-        return {"step": self.step, "edges": self.edges, "borders": self.borders, "work": self.work, **controller}
+        cut = {"edges": self.edges, "borders": self.borders, "work": self.work, "calm": self.calm, "needed": self.needed}
+        return {"step": self.step, **cut, **controller}
 
     def check(self, state: dict[str, Any]) -> None:
         """Raise ConfigurationError unless edges and borders in a state cut this vector."""
@@ -188,6 +220,9 @@ class ExclusiveSelector:
             if not math.isfinite(type(value)(state[f"controller.{key}"])):
                 raise ConfigurationError(f"the controller's {key} in the state is {state[f'controller.{key}']!r}")
         int(state["step"])
+        calm, needed = _fitted(state)
+        if not (calm >= 0 and LEAST_CALM <= needed <= MOST_CALM):
+            raise ConfigurationError(f"the steps in the state for which borders fitted are {calm} of {needed}")
         self._try_controller({key: type(value)(state[f"controller.{key}"]) for key, value in known.items()})
         edges, borders = np.asarray(state["edges"]), np.asarray(state["borders"])
         n = self.n
@@ -216,8 +251,14 @@ class ExclusiveSelector:
         """The selector that state() was taken of; on another number of ranks it begins with even shares."""
         known = self.controller.state()
         fields = {key: type(value)(state[f"controller.{key}"]) for key, value in known.items()}
-        taken = replace(self, step=int(state["step"]), controller=type(self.controller)(**fields))
+        taken = replace(self, step=int(state["step"]), controller=type(self.controller)(**fields), calm=0)
         if len(state["borders"]) != self.size + 1:
             return taken
         edges, borders, work = (np.array(state[key], dtype=np.int64) for key in ("edges", "borders", "work"))
-        return replace(taken, edges=edges, borders=borders, work=work)
+        calm, needed = _fitted(state)
+        return replace(taken, edges=edges, borders=borders, work=work, calm=calm, needed=needed)
+
+
+def _fitted(state: dict[str, Any]) -> tuple[int, int]:
+    """For how many steps borders fitted, and for how many they must; states of earlier versions do not tell."""
+    return int(state.get("calm", 0)), int(state.get("needed", LEAST_CALM))

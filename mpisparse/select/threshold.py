@@ -43,11 +43,13 @@ class Controller(Protocol):
     """Density control, as data in and data out; `after` returns the controller of the next step.
 
     `holds`: it selects k in every step, so that ties beyond k are dropped and a shortage is topped up
-    (mpisparse.select.fill).
+    (mpisparse.select.fill). `at_least_one`: a rank that selects nothing in its region sends the region's first element.
     """
 
     @property
     def holds(self) -> bool: ...
+    @property
+    def at_least_one(self) -> bool: ...
     def ladder(self, k: int) -> Rungs: ...
     def choose(self, rungs: Rungs, counts: Counts, k: int) -> Choice: ...
     def locate(self, histogram: Counts, k: int) -> Rungs: ...
@@ -134,6 +136,7 @@ class TailAware:
     prior: float = FIRST_GROWTH
 
     holds: ClassVar[bool] = True
+    at_least_one: ClassVar[bool] = False
 
     def ladder(self, k: int) -> Rungs:
         if self.threshold <= 0.0:
@@ -187,6 +190,7 @@ class Paper:
     prior: float = 0.0
 
     holds: ClassVar[bool] = False
+    at_least_one: ClassVar[bool] = True
 
     def ladder(self, k: int) -> Rungs:
         start = 1.0 / (2.0 * math.sqrt(k))
@@ -222,6 +226,7 @@ class Fixed:
     prior: float = 0.0
 
     holds: ClassVar[bool] = False
+    at_least_one: ClassVar[bool] = False
 
     def ladder(self, k: int) -> Rungs:
         return np.array([self.threshold] if self.threshold > 0.0 else [], dtype=np.float32)

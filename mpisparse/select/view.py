@@ -40,6 +40,7 @@ class View(Protocol):
     """A rank's vector as deliver sees it.
 
     found: the candidates that prepare collected. leaving: what leaves the accumulator when a delivery in flight starts.
+    picked: how they were chosen, where each rank sends its own.
     """
 
     @property
@@ -47,6 +48,10 @@ class View(Protocol):
     def select(self, lo: int, hi: int, floor: float) -> Candidates: ...
     def histogram(self, lo: int, hi: int) -> Ints: ...
     def by_magnitude(self) -> View: ...
+    def carried(self, backend: Backend) -> View:
+        """The same for a delivery that uses these kernels."""
+        ...
+
     def largest(self, k: int) -> Candidates: ...
     def holds(self, index: Ints) -> Bools: ...
     @property
@@ -54,6 +59,8 @@ class View(Protocol):
     def tags(self) -> Bytes | None: ...
     @property
     def leaving(self) -> Ints: ...
+    @property
+    def picked(self) -> Any: ...
 
 
 NOTHING: Ints = np.empty(0, dtype=np.int64)
@@ -69,6 +76,7 @@ class Live(NamedTuple):
     found: Candidates = NONE
     scores: Bytes | None = None  # one byte per element that travels with its index, where a scorer wants that
     plain: bool = False  # whether the keys are magnitudes already
+    picked: Any = None
 
     def select(self, lo: int, hi: int, floor: float) -> Candidates:
         """The elements of [lo, hi) whose keys reach the floor."""
@@ -81,6 +89,10 @@ class Live(NamedTuple):
     def by_magnitude(self) -> Live:
         """The same with the accumulator's magnitudes as keys."""
         return self if self.plain else self._replace(keys=VectorKeys(self.backend, self.acc), plain=True)
+
+    def carried(self, backend: Backend) -> Live:
+        """The same for a delivery that uses these kernels, and reads nothing of the accumulator but what take() has."""
+        return self._replace(backend=backend)
 
     def largest(self, k: int) -> Candidates:
         """The k largest magnitudes of the accumulator, on the host."""
@@ -108,6 +120,7 @@ class Snapshot(NamedTuple):
     found: Candidates
     values: Floats
     leaving: Ints = NOTHING
+    picked: Any = None
 
     def select(self, lo: int, hi: int, floor: float) -> Candidates:
         """The candidates of [lo, hi) that reach the floor."""
@@ -121,6 +134,10 @@ class Snapshot(NamedTuple):
     def by_magnitude(self) -> Snapshot:
         """The same with the values' magnitudes as keys."""
         return self._replace(found=Candidates(self.found.index, np.abs(self.values)))
+
+    def carried(self, backend: Backend) -> Snapshot:
+        """The same for a delivery that uses these kernels."""
+        return self._replace(backend=backend)
 
     def largest(self, k: int) -> Candidates:
         """The candidates with the k largest values."""

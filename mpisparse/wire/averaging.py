@@ -21,23 +21,25 @@ class Averaging:
     residual: what this rank has given and not sent. error: what it remembers as the owner of its stretch [lo, hi).
     """
 
-    def __init__(self, n: int, exchange: Exchange) -> None:
+    def __init__(
+        self, n: int, exchange: Exchange, backend: Backend | None = None, device: torch.device | None = None
+    ) -> None:
         self.n = n
         self.exchange = exchange
-        self.backend: Backend = load_backend()
+        self.backend: Backend = load_backend() if backend is None else backend
         region = even_regions(n, exchange.size)[exchange.rank]
         self.lo, self.hi = region.lo, region.hi
-        self.work, self.residual = zeros(n, torch.float32), zeros(n, torch.float32)
-        self.error, self._spare = (zeros(self.hi - self.lo, torch.float32) for _ in range(2))
+        self.work, self.residual = zeros(n, torch.float32, device), zeros(n, torch.float32, device)
+        self.error, self._spare = (zeros(self.hi - self.lo, torch.float32, device) for _ in range(2))
 
     def average_(self, codec: str) -> None:
         """Average work and what waits; what is left waits for the next time. Collective."""
-        self.residual.add_(self.work)
+        residual: Any = self.backend.array_of(self.residual)
+        self.backend.add(residual, self.backend.array_of(self.work))
         reducer = self._reducer(codec, self.error, self._spare)
-        reduced = reducer.reduce(self.exchange, self.backend, range(self.n), self.residual.numpy(), [])
-        rest = self.residual.numpy()
-        for start, stop, sent in reduced.own.values(self.backend):
-            rest[start:stop] -= sent
+        everything: Any = range(self.n)
+        reduced = reducer.reduce(self.exchange, self.backend, everything, residual, [])
+        reduced.own.subtract_from(self.backend, residual)
         self.error, self._spare = self._spare, self.error
 
     def average_once_(self, codec: str, share: torch.Tensor) -> None:
@@ -45,10 +47,12 @@ class Averaging:
 
         share: a factor for each element.
         """
-        error, left = (torch.zeros(self.hi - self.lo) for _ in range(2))
+        error, left = (torch.zeros(self.hi - self.lo, device=self.work.device) for _ in range(2))
         self.residual.addcmul_(self.work, share)
-        reduced = self._reducer(codec, error, left).reduce(self.exchange, self.backend, range(self.n), self.work.numpy(), [])
-        sent = torch.from_numpy(reduced.own.decoded(self.backend))
+        everything, work = range(self.n), self.backend.array_of(self.work)
+        reduced = self._reducer(codec, error, left).reduce(self.exchange, self.backend, everything, work, [])
+        sent = torch.empty_like(self.work)
+        reduced.own.write(self.backend, self.backend.array_of(sent))
         self.residual.addcmul_(sent, share, value=-1)
         self.error.addcmul_(left, share[self.lo : self.hi])
 
@@ -56,7 +60,8 @@ class Averaging:
         """A reducer that writes the mean into work, and what it remembers into `left`."""
         self.backend.use_threads(torch.get_num_threads())
         target: Any = lambda: self.work  # noqa: E731
-        return WholeAtOwners(CODECS[codec], error.numpy(), self.n, spare=left.numpy(), target=target)
+        remembered, spare = (self.backend.array_of(each) for each in (error, left))
+        return WholeAtOwners(CODECS[codec], remembered, self.n, spare=spare, target=target)
 
     def scale_(self, factors: torch.Tensor) -> None:
         """What waits is in other units from now on."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from mpisparse.arrays import Bytes
 from mpisparse.backends.device import load_backend
 from mpisparse.wire.codecs.protocol import pack_values, settle, subtract_decoded
 
@@ -18,7 +19,21 @@ CHUNK = 1 << 16  # elements
 HEADER = 4  # bytes before a chunk of variable size, which say how many follow
 
 Span = tuple[int, int]
+Dense = tuple[Any, Any, Any]  # addresses, ends and kinds of gradients
 Chunk = tuple[int, int, Any]  # elements [start, stop), and their bytes or values
+
+
+class Rooms:
+    """Memory that is used again in every step, by name: the system clears fresh memory page by page. On the host."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[str, Bytes] = {}
+
+    def of(self, name: str, nbytes: int) -> Bytes:
+        """So many bytes, which hold anything."""
+        if name not in self._rooms or len(self._rooms[name]) < nbytes:
+            self._rooms[name] = np.empty(nbytes, dtype=np.uint8)
+        return self._rooms[name][:nbytes]
 
 
 class Encoded(NamedTuple):
@@ -49,6 +64,11 @@ class Encoded(NamedTuple):
 
     def write(self, backend: Backend, vector: Any) -> None:
         """Write the values where they belong in a vector."""
+        kernels = chunk_kernels(self.codec, backend)
+        if kernels is not None:
+            for (start, stop), at, size in zip(self.spans, self.starts, self.sizes, strict=True):
+                kernels.decode(self.payload[at : at + size], CHUNK, vector[start:stop])
+            return
         for start, stop, part in self.parts():
             self.codec.decode(backend, part, vector[start:stop])
 
@@ -64,6 +84,12 @@ class Encoded(NamedTuple):
             self.codec.decode(backend, part, out[at : at + stop - start])
             at += stop - start
         return out
+
+
+def chunk_kernels(codec: Codec, backend: Backend) -> Any:
+    """A codec's kernels for many chunks in one call, or None."""
+    find = getattr(codec, "chunks", None)
+    return None if find is None else find(backend)
 
 
 def check(encoded: Encoded) -> None:
@@ -111,10 +137,10 @@ def write_chunk(codec: Codec, backend: Backend, values: Any, payload: Any) -> in
 
 def settle_chunk(
     codec: Codec, backend: Backend, rows: Sequence[Any], by: float, error: Any, left: Any, payload: Any
-) -> tuple[int, int]:
+) -> tuple[int, Any]:
     """Encode left = sum of the rows' values / by + error at the start of a payload; `left` becomes what is not sent.
 
-    Returns the bytes written, and the first index that is not finite or -1.
+    Returns the bytes written, and the first index that is not finite or -1; of a device as a vector of one.
     """
     size, bad = settle(codec, backend, rows, by, error, left, _room(codec, payload, len(left)))
     return _with_header(codec, payload, size), bad
@@ -131,6 +157,53 @@ def _with_header(codec: Codec, payload: Any, size: int) -> int:
         return size
     payload[:HEADER] = np.array([size], dtype=np.uint32).view(np.uint8)
     return HEADER + size
+
+
+def settle_span(
+    codec: Codec, backend: Backend, rows: Sequence[Any], span: Span, by: float, error: Any, left: Any, payload: Any
+) -> tuple[int, int]:
+    """As settle_chunk, for a whole span, of which each row has all bytes; waits for a device once."""
+    at, lo, kernels = 0, span[0], chunk_kernels(codec, backend)
+    late: list[tuple[int, Any]] = []
+    if kernels is not None:
+        bad = kernels.settle(rows, CHUNK, by, error, left, payload)
+        return len(payload), bad if bad < 0 else lo + bad
+    for parts in zip(*(chunks(codec, row, span) for row in rows), strict=True):
+        start, stop, _ = parts[0]
+        place = slice(start - lo, stop - lo)
+        row_parts = [part for *_, part in parts]
+        written, bad = settle_chunk(codec, backend, row_parts, by, error[place], left[place], payload[at:])
+        at += written
+        if not isinstance(bad, int | np.integer):
+            late.append((start, bad))
+        elif bad >= 0:
+            return len(payload), start + bad
+    return at, _first_of(backend, late)
+
+
+def _first_of(backend: Any, late: Sequence[tuple[int, Any]]) -> int:
+    """The first index that is not finite in chunks that begin at some elements, or -1, where a device knows them."""
+    if not late:
+        return -1
+    bads = backend.empty(len(late), np.int64)
+    for i, (_, bad) in enumerate(late):
+        bads[i : i + 1] = bad
+    found = backend.to_host(bads).tolist()
+    return next((start + bad for (start, _), bad in zip(late, found, strict=True) if bad >= 0), -1)
+
+
+def encode_sum(
+    codec: Codec, kernels: Any, acc: Any, dense: Dense, spans: Sequence[Span], rooms: Rooms
+) -> tuple[Encoded, int]:
+    """Add gradients into acc and encode the sums, by kernels for many chunks; what is not sent stays in acc.
+
+    The spans lie one behind the other and cover acc. Returns the first index that is not finite, or -1.
+    """
+    sizes = [span_nbytes(codec, span) for span in spans]
+    payload = rooms.of("own", sum(sizes))
+    borders = np.array([0, *(stop for _, stop in spans)], dtype=np.int64)
+    bad = kernels.accumulate(acc, *dense, borders, CHUNK, payload)
+    return Encoded(codec, payload, spans, sizes), bad
 
 
 def encode(codec: Codec, backend: Backend, vector: Any, spans: Sequence[Span]) -> Encoded:

@@ -8,7 +8,7 @@ elements every rank has every size-th block of 64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,10 @@ import torch
 
 from mpisparse.arrays import Floats, Ints, State
 from mpisparse.comm.agreement import Overflow
-from mpisparse.comm.regions import Part, Subset, even_regions
+from mpisparse.comm.regions import Part, Subset, even_regions, index_on
 from mpisparse.errors import ConfigurationError
-from mpisparse.wire.encoded import Encoded, Span, check, chunks, encode, settle_chunk, span_nbytes
+from mpisparse.wire.encoded import Encoded, Rooms, Span, check, encode, settle_span, span_nbytes
+from mpisparse.wire.own import OwnByOwner
 from mpisparse.wire.reduction import NOT_A_NUMBER, Reduced, Reducer
 
 if TYPE_CHECKING:
@@ -33,12 +34,16 @@ BLOCK = 64  # neighbours with one owner, where elements are selected
 
 @dataclass(frozen=True)
 class AtFixedOwners(Reducer):
-    """What both kinds have in common. error: this rank's e; n: elements of the vector; rate: a factor on the mean."""
+    """What all kinds have in common. error: this rank's e; n: elements of the vector; rate: a factor on the mean.
+
+    rooms: memory for what is received, where nothing of it is kept.
+    """
 
     codec: Codec
     error: Any
     n: int
     rate: float = 1.0
+    rooms: Rooms | None = None
 
     def state(self) -> State:
         return {"error": self.error}
@@ -64,6 +69,14 @@ class AtFixedOwners(Reducer):
         """The elements whose e a rank of `size` keeps, in its order: a slice, or an ascending index."""
         raise NotImplementedError
 
+    def give(self, backend: Backend, vector: Any, rank: int, size: int) -> None:
+        """Add this rank's e to a vector, as one of `size` summands."""
+        owned, error = self.owned(rank, size), backend.from_host(self.error) * np.float32(size)
+        if isinstance(owned, slice):
+            backend.add(vector[owned], error)
+        else:
+            backend.add_at(vector, backend.from_host(owned), error)
+
     def regrouped(self, errors: Mapping[int, Floats], rank: int, size: int) -> Floats:
         """The e of one of `size` ranks, from those of all ranks of before."""
         every: Floats = np.zeros(self.n, dtype=np.float32)
@@ -71,6 +84,15 @@ class AtFixedOwners(Reducer):
             every[self.owned(old, len(errors))] = error
         mine: Floats = every[self.owned(rank, size)].copy()
         return mine
+
+    def moved(self, fresh: Reducer, exchange: Exchange, acc: Floats, rank: int, size: int) -> Callable[[], object]:
+        """The e of weights goes to the new owners: it belongs to what all ranks share, and to no rank's vector."""
+        assert isinstance(fresh, AtFixedOwners)
+        every: Floats = np.zeros(self.n, dtype=np.float32)
+        every[self.owned(rank, size)] = self.error
+        exchange.allreduce_(every)  # of each element one rank at most has an e
+        mine = every[self.owned(exchange.rank, exchange.size)]
+        return lambda: fresh.loaded({"error": mine})
 
     def recalled(self, state: State, residual: Floats) -> State | None:
         """Nothing: what was sent is still in the vector, and nothing of what came is in it."""
@@ -86,9 +108,10 @@ class AtFixedOwners(Reducer):
             table = exchange.allgather(np.array(out.sizes, dtype=np.int64))
             received, counts = exchange.route(out.payload, table), table[:, rank].tolist()
         else:
-            received, counts = exchange.alltoallv(out.payload, out.sizes, out.starts), [out.sizes[rank]] * size
+            into = self._room(backend, "received", size * out.sizes[rank])
+            received, counts = exchange.alltoallv(out.payload, out.sizes, out.starts, into), [out.sizes[rank]] * size
         ends = np.cumsum([0, *counts]).tolist()
-        rows = [chunks(self.codec, received[ends[r] : ends[r + 1]], spans[rank]) for r in range(size)]
+        rows = [received[ends[r] : ends[r + 1]] for r in range(size)]
         back, bad = self._reduce(backend, rows, spans[rank], size, error, left)
         sizes = [span_nbytes(self.codec, span) for span in spans]
         if self.codec.variable:
@@ -97,34 +120,35 @@ class AtFixedOwners(Reducer):
                 raise Overflow(int(told[:, 1].max()))
             sizes = told[:, 0].tolist()
         arrived = Encoded(self.codec, back, spans, sizes)
-        arrived = arrived._replace(payload=exchange.allgatherv(back, sizes, arrived.starts))
+        into = self._room(backend, "received", sum(sizes))
+        arrived = arrived._replace(payload=exchange.allgatherv(back, sizes, arrived.starts, into))
         self._check_finite(exchange, backend, arrived, bad)
         return arrived
 
     @np.errstate(over="ignore", invalid="ignore")
     def _reduce(
-        self, backend: Backend, rows: Sequence[Iterator[Any]], span: Span, size: int, error: Any, left: Any
+        self, backend: Backend, rows: Sequence[Any], span: Span, size: int, error: Any, left: Any
     ) -> tuple[Any, int]:
         """Sum the ranks' bytes of this rank's span in rank order; return u's bytes, and where it is not finite or -1."""
-        back, at, lo = backend.empty(span_nbytes(self.codec, span), np.uint8), 0, span[0]
-        for parts in zip(*rows, strict=True):
-            start, stop, _ = parts[0]
-            place = slice(start - lo, stop - lo)
-            written, bad = settle_chunk(
-                self.codec, backend, [part for *_, part in parts], size / self.rate, error[place], left[place], back[at:]
-            )
-            if bad >= 0:
-                backend.fill(back, NOT_A_NUMBER)
-                return back, start + bad
-            at += written
-        return back[:at], -1
+        back = self._room(backend, "back", span_nbytes(self.codec, span))
+        written, bad = settle_span(self.codec, backend, rows, span, size / self.rate, error, left, back)
+        if bad >= 0:
+            backend.fill(back, NOT_A_NUMBER)
+        return back[:written], bad
+
+    def _room(self, backend: Backend, name: str, nbytes: int) -> Any:
+        return backend.empty(nbytes, np.uint8) if self.rooms is None else self.rooms.of(name, nbytes)
 
     def _check_finite(self, exchange: Exchange, backend: Backend, arrived: Encoded, bad: int) -> None:
         """Raise Overflow on all ranks if an owner's sum is not finite: its bytes decode to NaN from the first on."""
-        for at, size, span in zip(arrived.starts, arrived.sizes, arrived.spans, strict=True):
-            head = backend.to_host(arrived.payload[at : at + 4])
-            if span[1] == span[0] or not (head == NOT_A_NUMBER).all():
-                continue
+        heads = backend.empty(4 * len(arrived.spans), np.uint8)
+        backend.fill(heads, 0)
+        for i, (at, span) in enumerate(zip(arrived.starts, arrived.spans, strict=True)):
+            if span[1] > span[0]:
+                heads[4 * i : 4 * i + 4] = arrived.payload[at : at + 4]
+        spoiled = (backend.to_host(heads).reshape(-1, 4) == NOT_A_NUMBER).all(axis=1)
+        for i in np.flatnonzero(spoiled).tolist():
+            at, size, span = arrived.starts[i], arrived.sizes[i], arrived.spans[i]
             first = arrived._replace(payload=arrived.payload[at : at + size], spans=[span], sizes=[size])
             *_, values = next(first.values(backend))
             if np.isnan(backend.to_host(values[:1])[0]):
@@ -135,7 +159,8 @@ class AtFixedOwners(Reducer):
 class WholeAtOwners(AtFixedOwners):
     """Every element of the vector in every exchange; each rank owns an even stretch.
 
-    spare: memory for the next e. target: where the mean is written, if anywhere; without it `Reduced.mean` stays encoded.
+    spare: memory for the next e. target: where the mean of gradients is written; without it the vector is one of weights,
+    and `Reduced.mean` stays encoded.
     """
 
     spare: Any = None
@@ -143,7 +168,7 @@ class WholeAtOwners(AtFixedOwners):
 
     def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
         spans = [(region.lo, region.hi) for region in even_regions(self.n, exchange.size)]
-        own = encode(self.codec, backend, values, spans)
+        own = values if isinstance(values, Encoded) else encode(self.codec, backend, values, spans)
         left = self.spare if self.spare is not None else backend.empty(len(self.error), np.float32)
         arrived = self._exchange(exchange, backend, own, self.error, left)
         if self.target is None:
@@ -169,6 +194,11 @@ class WholeAtOwners(AtFixedOwners):
         region = even_regions(self.n, size)[rank]
         return slice(region.lo, region.hi)
 
+    def moved(self, fresh: Reducer, exchange: Exchange, acc: Floats, rank: int, size: int) -> Callable[[], object]:
+        if self.target is None:
+            return super().moved(fresh, exchange, acc, rank, size)
+        return Reducer.moved(self, fresh, exchange, acc, rank, size)
+
     def at_rest(self, state: State, residual: Floats, rank: int, size: int) -> State:
         """What waits at the owner goes to its residual: there it is one of `size` summands."""
         residual[self.owned(rank, size)] += np.asarray(state["error"]) * np.float32(size)
@@ -185,18 +215,17 @@ class PartAtOwners(AtFixedOwners):
     def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
         spans = self._spans(index, exchange.size)
         own = encode(self.codec, backend, values, spans)
-        places = index.index(*spans[exchange.rank]) - self.owned(exchange.rank, exchange.size).start
-        left = np.empty(len(places), dtype=np.float32)
+        places = index_on(backend, index, *spans[exchange.rank]) - self.owned(exchange.rank, exchange.size).start
+        left = backend.empty(len(places), np.float32)
         try:
-            arrived = self._exchange(exchange, backend, own, self.error[places], left)
+            arrived = self._exchange(exchange, backend, own, backend.values_at(self.error, places), left)
         except Overflow as overflow:
             at = overflow.args[0]
             raise Overflow(int(index.index(at, at + 1)[0])) from None
         return Reduced(index, arrived, None, own=own, error=(places, left))
 
     def after(self, backend: Backend, reduced: Reduced) -> Reducer:
-        places, left = reduced.error
-        self.error[places] = left
+        backend.put(self.error, *reduced.error)
         return self
 
     def packed(self, reduced: Reduced) -> State:
@@ -234,12 +263,13 @@ class SelectedAtOwners(AtFixedOwners):
         ends = np.cumsum(counts).tolist()
         spans = list(zip([0, *ends[:-1]], ends, strict=True))
         own = encode(self.codec, backend, backend.values_at(values, order), spans)
-        left = np.empty(len(places), dtype=np.float32)
+        left = backend.empty(len(places), np.float32)
         try:
             arrived = self._exchange(exchange, backend, own, backend.values_at(self.error, places), left)
         except Overflow as overflow:
-            raise Overflow(int(index[order[overflow.args[0]]])) from None
-        mean, sent = np.empty((2, len(index)), dtype=np.float32)
+            at = int(backend.pick(order, np.array([overflow.args[0]]))[0])
+            raise Overflow(int(backend.pick(index, np.array([at]))[0])) from None
+        mean, sent = (backend.empty(len(index), np.float32) for _ in range(2))
         backend.put(mean, order, arrived.decoded(backend))
         backend.put(sent, order, own.decoded(backend))
         return Reduced(index, mean, None, own=sent, error=(places, left))
@@ -265,6 +295,40 @@ class SelectedAtOwners(AtFixedOwners):
         index: Ints = np.arange(self.n)
         mine: Ints = index[index // BLOCK % size == rank]
         return mine
+
+
+@dataclass(frozen=True)
+class OwnAtOwners(SelectedAtOwners):
+    """Each rank's own elements; every rank owns an even stretch of the vector, or rank 0 all of it (one_server).
+
+    received: the mean is over the ranks that sent an element, instead of over all. `Reduced.own` lies where the mean does.
+    """
+
+    received: bool = False
+    one_server: bool = False
+
+    def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
+        """The regions must be those of owned()."""
+        messages, start = OwnByOwner(self.codec), self.owned(exchange.rank, exchange.size).start
+
+        def answer(union: Ints, total: Floats, senders: Floats) -> Floats:
+            mean: Floats = np.float32(self.rate) * total / (senders if self.received else np.float32(exchange.size))
+            mean += self.error[union - start]
+            return mean
+
+        came = messages.travel(exchange, backend, index, values, regions, answer)
+        own = np.zeros(len(came.index), dtype=np.float32)
+        own[np.searchsorted(came.index, index)] = messages.arrived(backend, came, index, regions)
+        return Reduced(
+            came.index, came.values, None, nbytes=came.nbytes, index_nbytes=came.index_nbytes, own=own,
+            error=(came.mine - start, came.left),
+        )  # fmt: skip
+
+    def owned(self, rank: int, size: int) -> slice:  # type: ignore[override]  # a stretch
+        if self.one_server:
+            return slice(0, self.n) if rank == 0 else slice(self.n, self.n)
+        region = even_regions(self.n, size)[rank]
+        return slice(region.lo, region.hi)
 
 
 def encoded_in(state: State, name: str, codec: Codec, spans: Sequence[Span]) -> Encoded:

@@ -16,16 +16,19 @@ import numpy as np
 
 from mpisparse.arrays import Bytes, Ints
 from mpisparse.backends.gaps import most_nbytes
+from mpisparse.comm.agreement import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mpisparse.backends.protocol import HostBackend
+    from mpisparse.backends.protocol import DeviceBackend, HostBackend
+    from mpisparse.comm.agreement import Notice
     from mpisparse.comm.exchange import Exchange
     from mpisparse.comm.regions import Region
 
 ROW = 65_536
-FEW = 2048  # bytes of all ranks' indices that are padded, not preceded by their sizes
+FEW = 8192  # bytes of all ranks' indices that are padded, not preceded by their sizes
+STATUS = 16  # bytes of a rank's status and what it is about
 
 
 class United(NamedTuple):
@@ -49,21 +52,23 @@ def rooms_of(regions: Sequence[Region], workloads: Sequence[int]) -> list[int]:
 
 def unite(
     exchange: Exchange, backend: Any, index: Any, magnitude: Any, threshold: float, regions: Sequence[Region],
-    workloads: Sequence[int], tags: Bytes | None = None,
+    workloads: Sequence[int], tags: Bytes | None = None, news: Notice | None = None,
 ) -> United:  # fmt: skip
     """Gather what every rank selects in its region. Collective. Raises on all ranks if a message is damaged.
 
     `index` lies inside this rank's region; `workloads` are the counts that reach the threshold, in rank order. tags: one
-    byte per element of the vector; those of selected elements are sent along and returned too.
+    byte per element of the vector; those of selected elements are sent along and returned too. news: this rank's status,
+    of indices on the host, where the ranks do not know it yet; raises StepRefused on all ranks if any cannot go on.
     """
     if isinstance(index, np.ndarray):
-        return _unite_coded(exchange, backend, backend.reaching(index, magnitude, threshold), regions, workloads, tags)
+        chosen = backend.reaching(index, magnitude, threshold)
+        return _unite_coded(exchange, backend, chosen, regions, workloads, tags, news)
     return _unite_columns(exchange, backend, index, magnitude, threshold, regions, workloads)
 
 
 def _unite_coded(
     exchange: Exchange, backend: HostBackend, chosen: Ints, regions: Sequence[Region], workloads: Sequence[int],
-    tags: Bytes | None,
+    tags: Bytes | None, news: Notice | None,
 ) -> United:  # fmt: skip
     place = {r.rank: p for p, r in enumerate(regions)}
     rooms, shares = rooms_of(regions, workloads), [workloads[r.rank] for r in regions]
@@ -78,10 +83,19 @@ def _unite_coded(
         if any(not 0 <= size <= room for size, room in zip(sizes, rooms, strict=True)):
             raise RuntimeError(f"r{exchange.rank} | the sizes of indices are {told}: the message is damaged")
     tagged = [0] * len(regions) if tags is None else shares
-    nbytes = [size + extra for size, extra in zip(sizes, tagged, strict=True)]
+    told = 0 if news is None else STATUS
+    nbytes = [size + extra + told for size, extra in zip(sizes, tagged, strict=True)]
     starts, ends = np.cumsum([0, *nbytes]).tolist(), np.cumsum([0, *shares]).tolist()
-    payload = coded if tags is None else np.concatenate([coded, tags[chosen]])
+    parts = [coded] if tags is None else [coded, tags[chosen]]
+    if news is not None:
+        parts.append(np.array([news.status, news.detail], dtype=np.int64).view(np.uint8))
+    payload = parts[0] if len(parts) == 1 else np.concatenate(parts)
     gathered = exchange.allgatherv(payload, [nbytes[p] for p in order], [starts[p] for p in order])
+    if news is not None:
+        statuses = np.stack([gathered[starts[p + 1] - STATUS : starts[p + 1]].copy().view(np.int64) for p in order])
+        exchange.nbytes_control += STATUS * (len(regions) - 1)
+        if statuses[:, 0].any():
+            refuse(statuses, news)
     union: Ints = np.empty(ends[-1], dtype=np.int64)
     arrived = None if tags is None else np.empty(ends[-1], dtype=np.uint8)
     for p, region in enumerate(regions):
@@ -94,12 +108,12 @@ def _unite_coded(
         if used < 0 or not (few or used == sizes[p]):
             raise RuntimeError(f"r{exchange.rank} | the indices of rank {region.rank} do not decode: the message is damaged")
         if arrived is not None:
-            arrived[ends[p] : ends[p + 1]] = gathered[starts[p] + sizes[p] : starts[p + 1]]
+            arrived[ends[p] : ends[p + 1]] = gathered[starts[p] + sizes[p] : starts[p + 1] - told]
     return United(union, arrived, "padded" if few else "coded", sum(sizes) - sizes[mine])
 
 
 def _unite_columns(
-    exchange: Exchange, backend: Any, index: Any, magnitude: Any, threshold: float, regions: Sequence[Region],
+    exchange: Exchange, backend: DeviceBackend, index: Any, magnitude: Any, threshold: float, regions: Sequence[Region],
     workloads: Sequence[int],
 ) -> United:  # fmt: skip
     rows = [-(-(r.hi - r.lo) // ROW) for r in regions]
@@ -111,16 +125,19 @@ def _unite_columns(
     mine = place[exchange.rank]
     payload = backend.empty(nbytes[mine], np.uint8)
     payload[-4:] = 0  # what lies behind the last column
-    counts, columns = backend.compress_rows(index, magnitude, threshold, regions[mine].lo, ROW, rows[mine])
-    payload[: counts.nbytes] = backend.view_as(counts, np.uint8)
-    payload[counts.nbytes : counts.nbytes + columns.nbytes] = backend.view_as(columns, np.uint8)
-    gathered = exchange.allgatherv(payload, [nbytes[p] for p in order], [starts[p] for p in order])
+    parts = _columns_of(backend, payload, rows[mine], shares[mine])
+    backend.pack_rows(index, magnitude, threshold, regions[mine].lo, ROW, *parts)
+    room = backend.empty(starts[-1], np.uint8)
+    gathered = exchange.allgatherv(payload, [nbytes[p] for p in order], [starts[p] for p in order], room)
     ends = np.cumsum([0, *shares]).tolist()
     union = backend.empty(ends[-1], np.int64)
     for p, region in enumerate(regions):
-        block = gathered[starts[p] : starts[p + 1]]
-        row_counts, rest = backend.view_as(block[: 4 * rows[p]], np.uint32), block[4 * rows[p] :]
-        columns = backend.view_as(rest[: 2 * shares[p]], np.uint16)
-        if not backend.expand_rows(row_counts, columns, region.lo, ROW, union[ends[p] : ends[p + 1]]):
-            raise RuntimeError(f"r{exchange.rank} | the rows of rank {region.rank} do not add up: the message is damaged")
+        parts = _columns_of(backend, gathered[starts[p] : starts[p + 1]], rows[p], shares[p])
+        backend.unpack_rows(*parts, region.lo, region.hi, ROW, union[ends[p] : ends[p + 1]])
     return United(union, None, "columns", sum(nbytes) - nbytes[mine])
+
+
+def _columns_of(backend: Any, payload: Any, rows: int, count: int) -> tuple[Any, Any]:
+    """Row counts and columns in a payload."""
+    counts, rest = payload[: 4 * rows], payload[4 * rows :]
+    return backend.view_as(counts, np.uint32), backend.view_as(rest[: 2 * count], np.uint16)

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from mpisparse.arrays import Bytes, Floats, Ints, State
-from mpisparse.comm.agreement import BROKEN, FINE, Overflow, StepRefused
-from mpisparse.comm.regions import Region, spans_of
+from mpisparse.arrays import Floats, Ints, State
+from mpisparse.comm.agreement import Overflow
+from mpisparse.comm.regions import Region, even_spans
 from mpisparse.wire.codecs.protocol import add_decoded
-from mpisparse.wire.stretches import pack, unpack
 
 if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend
@@ -81,6 +80,13 @@ class Reducer:
         """Return the state on another number of ranks, from those taken over, which are at rest."""
         return self.state()
 
+    def moved(self, fresh: Reducer, exchange: Exchange, acc: Floats, rank: int, size: int) -> Callable[[], object]:
+        """Make ready to have what this remembers, as one of `size` ranks, in a reducer of fewer, or in the accumulator.
+
+        Collective; changes nothing. Returns what does it, which is local.
+        """
+        return lambda: self.at_rest(self.state(), acc, rank, size)
+
     def packed(self, reduced: Reduced) -> State:
         """What came of a delivery in flight, as plain values and arrays."""
         names = ("left", "index", "mean", "kept_index", "kept", "nbytes")
@@ -117,15 +123,16 @@ class ByMpi(Reducer):
 
 @dataclass(frozen=True)
 class ByOwner(Reducer):
-    """All ranks send the same elements, in regions, to the regions' owners."""
+    """All ranks send the same elements; each rank sums an equal part of them."""
 
     codec: Codec
 
     @np.errstate(over="ignore", invalid="ignore")
     def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
-        """Send each region to its owner, sum there in rank order, send the sum to all.
+        """Send each part to its owner, sum there in rank order, send the sum to all.
 
-        A region whose sum is beyond float32 is not a number on all ranks, and on its owner where it is not finite.
+        The owners of the parts follow the order of the regions. A part whose sum is beyond float32 is not a number on all
+        ranks, and on its owner where it is not finite.
         """
         codec, rank = self.codec, exchange.rank
         if exchange.size == 1 and codec.lossless:
@@ -133,7 +140,7 @@ class ByOwner(Reducer):
             backend.fill(left, 0.0)
             check_finite(exchange, backend, index, values)
             return Reduced(index, values, left)
-        spans = spans_of(backend.search, index, regions)
+        spans = even_spans(len(index), regions)
         nbytes = [codec.nbytes(stop - start) for start, stop in spans]
         places = _places(nbytes, spans)
         payload = backend.empty(sum(nbytes), np.uint8)
@@ -145,9 +152,12 @@ class ByOwner(Reducer):
         if codec.variable:
             received, sizes = _route(exchange, payload, places, written)
         else:
-            received, sizes = exchange.alltoallv(payload, nbytes, places), [nbytes[rank]] * exchange.size
+            room = backend.empty(nbytes[rank] * exchange.size, np.uint8)
+            received, sizes = exchange.alltoallv(payload, nbytes, places, room), [nbytes[rank]] * exchange.size
         total = _sum_rows(backend, codec, received, sizes, stop - start)
         back = backend.empty(nbytes[rank], np.uint8)
+        if hasattr(backend, "first_bad") and not codec.variable:
+            return self._returned_late(exchange, backend, index, values, total, back, spans, nbytes)
         *_, bad = backend.select(total, 0, len(total), float("inf"))
         if bad < 0:
             count = codec.encode(backend, total, back)
@@ -161,102 +171,38 @@ class ByOwner(Reducer):
             if (sizes_and_bads[:, 1] >= 0).any():
                 raise Overflow(int(sizes_and_bads[:, 1].max()))
             nbytes = sizes_and_bads[:, 0].tolist()
-            places = _places(nbytes, spans)
-        gathered = exchange.allgatherv(back[: nbytes[rank]], nbytes, places)
         mean: Floats = backend.empty(len(values), np.float32)
-        for (a, b), place, count in zip(spans, places, nbytes, strict=True):
-            codec.decode(backend, gathered[place : place + count], mean[a:b])
+        self._gather(exchange, backend, back[: nbytes[rank]], spans, nbytes, mean)
         if bad >= 0:
             mean[start:stop] = total
         backend.divide(mean, exchange.size)
         check_finite(exchange, backend, index, mean)
         return Reduced(index, mean, values)
 
+    def _gather(
+        self, exchange: Exchange, backend: Backend, back: Any, spans: list[Span], nbytes: list[int], sums: Any
+    ) -> None:
+        """Gather the sums of all owners; collective."""
+        places = _places(nbytes, spans)
+        gathered = exchange.allgatherv(back, nbytes, places, backend.empty(sum(nbytes), np.uint8))
+        for (a, b), place, count in zip(spans, places, nbytes, strict=True):
+            self.codec.decode(backend, gathered[place : place + count], sums[a:b])
 
-@dataclass(frozen=True)
-class OwnByOwner(Reducer):
-    """Each rank sends its own elements, with their indices, to the regions' owners; all receive the union.
-
-    received: divide by how many ranks sent an element instead of by all ranks.
-    """
-
-    codec: Codec
-    received: bool = False
-
-    def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
-        """Route to the owners, sum there in rank order, send union and sums to all."""
-        by_rank = sorted(regions)
-        spans = spans_of(backend.search, index, regions)
-        payloads = [
-            self._message(backend, region, index[a:b], values[a:b]) for region, (a, b) in zip(by_rank, spans, strict=True)
-        ]
-        rows = exchange.allgather(np.array([*(b - a for a, b in spans), *map(len, payloads)], dtype=np.int64))
-        counts, nbytes = rows[:, : exchange.size], rows[:, exchange.size :]
-        arrived = exchange.route(np.concatenate(payloads), nbytes)
-        rank, mine = exchange.rank, by_rank[exchange.rank]
-        cause: Exception | None = None
-        union, total, back, first_bad, failure, indices = NO_INDEX, NO_VALUES, np.empty(0, dtype=np.uint8), -1, "", 0
-        try:
-            union, total, indices = self._sum(backend, mine, arrived, counts[:, rank].tolist(), nbytes[:, rank].tolist())
-            bad = np.flatnonzero(~np.isfinite(total))[:1]
-            first_bad = int(union[bad[0]]) if len(bad) else -1
-            back = self._message(backend, mine, union, total) if first_bad < 0 else back
-        except Exception as error:  # the other ranks wait: they must hear of it
-            failure, cause = f"{type(error).__name__}: {error}", error
-        sizes = exchange.allgather(np.array([len(back), len(union), first_bad, bool(failure)], dtype=np.int64))
-        if sizes[:, 3].any():
-            raise StepRefused([(BROKEN if failed else FINE, 0) for failed in sizes[:, 3].tolist()], failure) from cause
-        if (sizes[:, 2] >= 0).any():
-            raise Overflow(int(sizes[:, 2].max()))
-        starts = np.cumsum([0, *sizes[:, 0]]).tolist()
-        gathered = exchange.allgatherv(back, sizes[:, 0].tolist(), starts[:-1])
-        parts = [
-            self._read(backend, region, gathered[a:b], count)
-            for region, a, b, count in zip(by_rank, starts[:-1], starts[1:], sizes[:, 1].tolist(), strict=True)
-        ]
-        mean = np.concatenate([part for _, part, _ in parts])
-        indices += sum(used for part_rank, (_, _, used) in enumerate(parts) if part_rank != rank)
-        if not self.received:
-            mean /= np.float32(exchange.size)
-        moved = int(nbytes.sum() + sizes[:, 0].sum() * (exchange.size - 1)) // exchange.size
-        joined = np.concatenate([part for part, _, _ in parts])
-        reduced = Reduced(joined, mean, values, nbytes=moved, index_nbytes=indices)
-        return reduced if self.codec.lossless else reduced._replace(kept_index=union, kept=total)
-
-    def _message(self, backend: Backend, region: Region, index: Ints, values: Floats) -> Bytes:
-        """Indices and values as bytes; `values` becomes what was not sent."""
-        encoded = np.empty(self.codec.nbytes(len(index)), dtype=np.uint8)
-        encoded = encoded[: self.codec.encode(backend, values, encoded)]
-        return np.concatenate([pack(backend, index, region.lo, region.hi), encoded]) if len(index) else encoded[:0]
-
-    def _read(self, backend: Backend, region: Region, payload: Bytes, count: int) -> tuple[Ints, Floats, int]:
-        """What a message holds, and the bytes of its indices."""
-        values = np.empty(count, dtype=np.float32)
-        if not count:
-            return NO_INDEX, values, 0
-        index, used = unpack(backend, payload, region.lo, region.hi, count)
-        self.codec.decode(backend, payload[used:], values)
-        return index, values, used
-
-    @np.errstate(over="ignore", invalid="ignore")
-    def _sum(
-        self, backend: Backend, region: Region, arrived: Bytes, counts: list[int], nbytes: list[int]
-    ) -> tuple[Ints, Floats, int]:
-        """Add up what the ranks sent of this rank's region; also return the bytes of the other ranks' indices."""
-        ends = np.cumsum([0, *nbytes]).tolist()
-        terms = [
-            self._read(backend, region, arrived[a:b], count) for a, b, count in zip(ends[:-1], ends[1:], counts, strict=True)
-        ]
-        union = np.sort(np.concatenate([index for index, _, _ in terms]), kind="stable")  # merges sorted runs
-        union = union[np.diff(union, prepend=-1) > 0]
-        total, senders = np.zeros((2, len(union)), dtype=np.float32)
-        for index, term, _ in terms:
-            places = np.searchsorted(union, index)
-            total[places] += term
-            senders[places] += 1
-        if self.received:
-            total /= senders
-        return union, total, sum(used for _, _, used in terms) - terms[region.rank][2]
+    def _returned_late(
+        self, exchange: Exchange, backend: Any, index: Any, values: Any, total: Any, back: Any, spans: list[Span],
+        nbytes: list[int],
+    ) -> Reduced:  # fmt: skip
+        """Send the owner's sum to all without asking the device whether it is finite; the mean tells. Collective."""
+        start, stop = spans[exchange.rank]
+        bad = backend.first_bad(total)
+        self.codec.encode(backend, total, back)
+        backend.add(values[start:stop], total)
+        backend.spoil(back, NOT_A_NUMBER, bad)
+        mean: Floats = backend.empty(len(values), np.float32)
+        self._gather(exchange, backend, back, spans, nbytes, mean)
+        backend.divide(mean, exchange.size)
+        check_finite(exchange, backend, index, mean, (start, stop, bad))
+        return Reduced(index, mean, values)
 
 
 class Divided(NamedTuple):
@@ -283,10 +229,18 @@ class Whole(Reducer):
         return Reduced(index, exchange.allreduce_(values.vector), None)
 
 
-def check_finite(exchange: Exchange, backend: Backend, index: Any, mean: Any) -> None:
-    """Raise Overflow on all ranks if the mean is not finite; its owner knows best where."""
+def check_finite(
+    exchange: Exchange, backend: Backend, index: Any, mean: Any, own: tuple[int, int, Any] | None = None
+) -> None:
+    """Raise Overflow on all ranks if the mean is not finite; its owner knows best where.
+
+    own: this rank's part of a mean in which a part is not finite as a whole, and where it really is not, as first_bad() has
+    found.
+    """
     *_, bad = backend.select(mean, 0, len(mean), float("inf"))
     if bad >= 0:
+        if own is not None and own[0] <= bad < own[1]:
+            bad = own[0] + max(0, int(backend.to_host(own[2])[0]))
         at = backend.to_host(index[bad : bad + 1]).copy()
         raise Overflow(int(exchange.allreduce_(at, "max")[0]))
 

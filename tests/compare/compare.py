@@ -8,13 +8,16 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
+
+from cases import Case, cases, name_of
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = Path(__file__).with_name("steps.py")
 PLACE = ROOT / "build" / "compare"
 LIMIT = 1.05
+NODE = 2  # ranks that play a node, so that three ranks are uneven nodes, and four are two nodes
+OF_NODES = 4  # ranks, on which cases of nodes alone are compared
 
 Digests = dict[tuple[str, int, int], dict[str, str]]
 
@@ -40,64 +43,84 @@ def build(commit: str) -> Path:
     return site
 
 
-def run(ranks: int, what: str, out: Path, site: Path | None, elements: int | None = None) -> None:
+def run(ranks: int, what: list[str], out: Path, site: Path | None) -> None:
     """Run steps.py on some ranks, with this tree or with the other build."""
     out.parent.mkdir(parents=True, exist_ok=True)
     where = [] if site is None else ["--site", str(site)]
-    size = [] if elements is None else ["--elements", str(elements)]
     mpirun = Path(sys.executable).with_name("mpirun")
-    subprocess.run([mpirun, "-n", str(ranks), sys.executable, STEPS, *where, *size, what, out], check=True, cwd=PLACE)
+    subprocess.run([mpirun, "-n", str(ranks), sys.executable, STEPS, *where, *what, out], check=True, cwd=PLACE)
 
 
-def read(path: Path) -> Digests:
-    """Read the output of steps.py, by case, rank and step."""
+def read(path: Path, names: list[str]) -> tuple[Digests, dict[str, str]]:
+    """Read the output of steps.py: digests by case, rank and step, and the cases that were refused, and why."""
     found: Digests = {}
+    refused: dict[str, str] = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
-        case = " ".join(str(value) for value in row.pop("case").values())
-        found[case, row.pop("rank"), row.pop("step")] = row
-    return found
+        case = names[row.pop("case")]
+        if "refused" in row:
+            refused[case] = row["refused"].removeprefix("r0 | ") if case not in refused else refused[case]
+        else:
+            found[case, row.pop("rank"), row.pop("step")] = row
+    return found, refused
 
 
 def differences(old: Digests, new: Digests) -> dict[str, str]:
-    """Return the first difference of every case that differs or exists in only one build."""
-    known = ({case for case, _, _ in digests} for digests in (old, new))
-    here, there = known
+    """Return what differs of every case that differs or exists in only one build, and from which step on."""
+    here, there = ({case for case, _, _ in digests} for digests in (old, new))
     found = {case: "is only in this tree" if case in there else "is only in the other commit" for case in here ^ there}
-    for key in sorted(old.keys() & new.keys(), key=lambda key: (key[0], key[2], key[1])):
-        case, rank, step = key
-        wrong = [name for name in old[key] if old[key][name] != new[key][name]]
-        if wrong:
-            found.setdefault(case, f"differs first in {', '.join(wrong)} at step {step} on rank {rank}")
+    first: dict[str, dict[str, int]] = {}
+    for (case, rank, step), before in old.items():
+        now = new.get((case, rank, step), before)
+        for name in (name for name in before if before[name] != now[name]):
+            steps = first.setdefault(case, {})
+            steps[name] = min(step, steps.get(name, step))
+    for case, steps in first.items():
+        found[case] = "differs in " + ", ".join(f"{name} from step {step}" for name, step in steps.items())
     return found
 
 
-def compare_bits(site: Path, ranks: Iterable[int], expected: list[str]) -> bool:
-    """Print the differences; tell whether all of them were expected."""
-    fine = True
-    for count in ranks:
-        old, new = PLACE / f"bits-{site.name}-{count}.jsonl", PLACE / f"bits-here-{count}.jsonl"
-        run(count, "bits", old, site)
-        run(count, "bits", new, None)
-        before, now = read(old), read(new)
-        found = differences(before, now)
-        cases = {case for case, _, _ in now}
-        print(f"bits | {count} ranks: {len(cases - found.keys())} of {len(cases)} cases are the same", flush=True)
-        for case, what in sorted(found.items()):
-            known = any(case.startswith(prefix) for prefix in expected)
-            fine &= known
-            print(f"bits | {count} ranks: {case} {what}{' (expected)' if known else ''}", flush=True)
+def compare_bits(site: Path, count: int, every: list[Case], expected: list[str], skipped: dict[str, str]) -> bool:
+    """Print the differences on some ranks; tell whether all of them were expected. Notes what both builds refuse."""
+    fine, names, listed = True, [name_of(case) for case in every], PLACE / f"cases-{count}.json"
+    listed.parent.mkdir(parents=True, exist_ok=True)
+    listed.write_text(json.dumps(every))
+    outs = PLACE / f"bits-{site.name}-{count}.jsonl", PLACE / f"bits-here-{count}.jsonl"
+    for out, where in zip(outs, (site, None), strict=True):
+        run(count, ["--cases", str(listed), "bits"], out, where)
+    (before, refused_before), (now, refused) = (read(out, names) for out in outs)
+    found = differences(before, now)
+    compared = {case for case, _, _ in now}
+    print(f"bits | {count} ranks: {len(compared - found.keys())} of {len(compared)} cases are the same", flush=True)
+    for case, what in sorted(found.items()):
+        known = any(case.startswith(prefix) for prefix in expected)
+        fine &= known
+        why = refused.get(case) or refused_before.get(case)
+        print(f"bits | {count} ranks: {case} {what}{f': {why}' if why else ''}{' (expected)' if known else ''}", flush=True)
+    for case in refused.keys() & refused_before.keys():
+        skipped[case] = refused[case]
     return fine
 
 
-def compare_times(site: Path, rounds: int, elements: int) -> bool:
+def print_skipped(skipped: dict[str, str]) -> None:
+    """Print the cases that both builds refuse, those with the same reason together."""
+    groups: dict[str, list[str]] = {}
+    for case, why in sorted(skipped.items()):
+        codec = case.split()[1]
+        words = why.replace(f"'{codec}'", "CODEC").replace(f"'{codec.removeprefix('momentum-')}'", "another")
+        groups.setdefault(words, []).append(case)
+    for why, cases_of in groups.items():
+        print(f"skipped | {len(cases_of)} cases, {', '.join(cases_of)}: {why}", flush=True)
+
+
+def compare_times(site: Path, rounds: int, elements: int, delay: float) -> bool:
     """Print medians of interleaved rounds and of their ratios; tell whether all ratios are within the limit."""
     every: list[tuple[dict[str, float], dict[str, float]]] = []
     for index in range(rounds):
         both = []
         for name, where in ((site.name, site), ("here", None))[:: 1 if index % 2 else -1]:
             out = PLACE / f"time-{name}.json"
-            run(2, "time", out, where, elements)
+            run(2, ["--elements", str(elements), "--delay", str(delay), "time"], out, where)
             both.append((name, json.loads(out.read_text())))
         pair = dict(both)
         every.append((pair[site.name], pair["here"]))
@@ -120,17 +143,33 @@ def compare_times(site: Path, rounds: int, elements: int) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bin/compare", description="Compare this tree with another commit.")
     parser.add_argument("commit")
-    parser.add_argument("--ranks", type=lambda text: [int(word) for word in text.split(",")], default=[1, 2, 3])
+    parser.add_argument("--ranks", type=lambda text: [int(word) for word in text.split(",")], default=[1, 2, 3, OF_NODES])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--elements", type=int, default=25_000_000)
+    parser.add_argument("--delay", type=float, default=0.0, help="time exdyna with each collective so many seconds longer")
     parser.add_argument("--no-bits", action="store_true")
     parser.add_argument("--no-time", action="store_true")
     parser.add_argument("--expect", action="append", default=[], metavar="CASE", help="a case, or how its name begins")
+    parser.add_argument("--only", action="append", default=[], metavar="CASE", help="compare these, or those that begin so")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases and end")
     args = parser.parse_args()
+    every = [case for case in cases() if not args.only or name_of(case).startswith(tuple(args.only))]
+    if args.list:
+        print("\n".join(map(name_of, every)))
+        return 0
+    if not every:
+        sys.exit(f"bin/compare: no case begins with {' or '.join(args.only)}; --list prints them")
     os.environ.setdefault("PYTHONDONTWRITEBYTECODE", "1")
-    site = build(args.commit)
-    fine = args.no_bits or compare_bits(site, args.ranks, args.expect)
-    quick = args.no_time or compare_times(site, args.rounds, args.elements)
+    os.environ["MPISPARSE_RANKS_PER_NODE"] = str(NODE)
+    site, fine = build(args.commit), True
+    skipped: dict[str, str] = {}
+    for count in [] if args.no_bits else args.ranks:
+        by_node = [case for case in every if "hierarchy" in case]
+        chosen = by_node if count == OF_NODES else every
+        if chosen:
+            fine &= compare_bits(site, count, chosen, args.expect, skipped)
+    print_skipped(skipped)
+    quick = args.no_time or compare_times(site, args.rounds, args.elements, args.delay)
     bits = "not compared" if args.no_bits else "the same" if fine else "different"
     times = "not compared" if args.no_time else "as fast" if quick else "slower"
     print(f"compare | bits: {bits}; times: {times}", flush=True)

@@ -17,7 +17,8 @@ from samples import FLOORS, NONFINITE, SPECIAL, TYPES, Flat, assert_same, gradie
 from mpisparse.backends import numpy_backend
 from mpisparse.backends.cuda.backend import CudaBackend
 from mpisparse.backends.kinds import BF16, FP16, FP32, FP64, STORED
-from mpisparse.backends.protocol import FEW_BITS
+from mpisparse.backends.protocol import FEW_BITS, GROUP_OF_WEIGHTS
+from mpisparse.comm.regions import Groups, Part
 from mpisparse.select.threshold import HUGE, TINY, spread
 
 FEW_BITS_KERNELS = ("encode", "pack", "decode", "add", "subtract")
@@ -28,6 +29,8 @@ ON_DEVICE = {
     "histogram": (0,), "tail_counts": (0,), "block_counts": (0, 1), "search": (0,), "pick": (0,),
     "compress_rows": (0, 1), "expand_rows": (0, 1, 4),
     "values_at": (0, 1), "take": (0, 1, 2), "put": (0, 1, 2), "add_at": (0, 1, 2), "add": (0, 1), "divide": (0,),
+    "select_apart": (3,), "group_norms": (3, 4), "histogram_apart": (3,), "subtract_apart": (3, 5), "values_apart": (3, 4),
+    "move_apart": (3, 4, 5, 6), "add_stretch": (4,), "by_owner": (0,),
     "blend": (0, 1, 2, 3), "drop_decayed": (0, 1, 2, 3, 4, 5),
     "encode_int8": (0, 1, 2), "decode_int8": (0, 1, 2), "encode_fp16": (0, 1, 2), "decode_fp16": (0, 1, 2),
     "encode_bf16": (0, 1), "decode_bf16": (0, 1), "add_int8": (0, 1, 2), "add_fp16": (0, 1, 2), "add_bf16": (0, 1),
@@ -114,8 +117,71 @@ def check_accumulate_select(device: Device, n: int) -> None:
             device.agrees("average_select", acc, average, rate, *flat, *last, expected=expected)
 
 
+def check_inner_tiles(device: Device, n: int) -> None:
+    """Tiles inside one parameter, of every type or without a gradient; vectors begin at multiples of their size or not."""
+    acc, average = draw(n), np.abs(draw(n, seed=2))
+    for nonfinite in (False, True):
+        for first, kind in ((8, FP32), (8, FP16), (8, BF16), (8, None), (5, FP32), (6, BF16)):
+            x = draw(n, seed=1)
+            if nonfinite and n > first:
+                x[[2 * n // 3, -1]] = np.nan, np.inf
+            flat, twin, _alive = device.gradients(x, [min(first, n)], [FP32, kind])
+            device.agrees("first_nonfinite", *flat, expected=twin)
+            for last in ((0, n, 0.02), (device.backend.tile, n, 0.01), (n // 3, n // 2, 0.0)):
+                device.agrees("accumulate_select", acc, *flat, *last, expected=(acc, *twin, *last))
+                device.agrees("average_select", acc, average, 0.9, *flat, *last, expected=(acc, average, 0.9, *twin, *last))
+
+
+def check_where_nothing_is_added(device: Device, n: int) -> None:
+    """A moving average reports what is not finite only where a gradient was added."""
+    if n < 2:
+        return
+    acc, average = draw(n), np.abs(draw(n, seed=2))
+    acc[n // 4] = np.inf
+    flat, twin, _alive = device.gradients(draw(n, seed=1), [n // 2], [None, FP32])
+    rest = (0, n, 0.02)
+    device.agrees("average_select", acc, average, 0.5, *flat, *rest, expected=(acc, average, 0.5, *twin, *rest))
+
+
+def check_scan(device: Device, n: int) -> None:
+    """Every offset is written, also the one behind the last count; the lowest of many values that are not finite is told."""
+    counts = np.random.default_rng(n).integers(0, 9000, n).astype(np.uint32)
+    on_device = device.backend.from_host(counts)
+    offsets, total, bad = device.backend._scan(on_device)
+    assert (total, bad) == (counts.sum(), -1)
+    assert_same(device.backend.to_host(offsets), np.cumsum([0, *counts.tolist()]))
+    for places in ([n - 1], [n // 3, n - 1]):
+        bads = np.full(n, np.iinfo(np.int64).max)
+        if n:
+            bads[places] = range(100, 100 - len(places), -1)
+        *_, bad = device.backend._scan(on_device, device.backend.from_host(bads))
+        assert bad == (bads.min() if n else -1)
+
+
+def check_group(device: Device, n: int) -> None:
+    """Small gradients are added together, large ones at once; of values that are not finite the lowest is told."""
+    backend, tile = device.backend, device.backend.tile
+    lengths = [3, n, 0, 1, 2 * tile + 5, 7, n // 3, *([2] * 40)]
+    kinds: list[int | None] = [(FP32, FP16, BF16)[i % 3] for i in range(len(lengths))]
+    ends = np.cumsum(lengths).tolist()
+    for place in (-1, 0, ends[1] - 1, ends[4] - 1, ends[-1] - 1):
+        x, expected = draw(ends[-1], seed=3), draw(ends[-1])
+        if 0 <= place < ends[-1]:
+            x[place], x[-1] = np.inf, np.nan
+        flat, twin, _alive = device.gradients(x, ends[:-1], kinds)
+        acc, sources = backend.from_host(expected), {a: t for t in _alive if (a := t.data_ptr())}
+        for end, length, kind, here, there in reversed(list(zip(ends, lengths, kinds, twin[0], flat[0], strict=True))):
+            part = slice(end - length, end)
+            assert backend.accumulate_soon(acc[part], sources.get(int(there), acc[:0]), kind) == -1
+            numpy_backend.accumulate(expected[part], int(here), kind)
+        bad = np.flatnonzero(~np.isfinite(expected))
+        assert backend.late_nonfinite(acc) == (bad[0] if len(bad) else -1)
+        assert backend.late_nonfinite(acc) == -1
+        assert_same(backend.to_host(acc), expected)
+
+
 def check_accumulate(device: Device, n: int) -> None:
-    """During backward a non-finite value is reported later, once, at the index where the first pass found it."""
+    """During backward a non-finite value is reported later, once, at the lowest index."""
     backend = device.backend
     for kind in (FP32, FP16, BF16):
         flat, twin, _alive = device.gradients(draw(n, seed=1), [], [kind])
@@ -128,15 +194,14 @@ def check_accumulate(device: Device, n: int) -> None:
         return
     clean, _, _alive = device.gradients(np.zeros(n, dtype=np.float32), [], [FP32])
     for value in NONFINITE:
-        whole = backend.from_host(np.zeros(2 * n, dtype=np.float32))
-        places = (n + n // 2, n - 1)
-        for at in places:
-            bad_one = backend.from_host(np.full(1, value, dtype=np.float32))
-            backend.put(whole, backend.from_host(np.array([at])), bad_one)
-        backend.accumulate(whole[n:], int(clean[0][0]), FP32)
-        backend.accumulate(whole[:n], int(clean[0][0]), FP32)
-        assert backend.late_nonfinite(whole) == places[0]
-        assert backend.late_nonfinite(whole) == -1
+        for first, second in ((slice(n, 2 * n), slice(n)), (slice(n), slice(n, 2 * n))):
+            spoiled = np.zeros(2 * n, dtype=np.float32)
+            spoiled[[n - 1, n + n // 2]] = value
+            whole = backend.from_host(spoiled)
+            backend.accumulate(whole[first], int(clean[0][0]), FP32)
+            backend.accumulate(whole[second], int(clean[0][0]), FP32)
+            assert backend.late_nonfinite(whole) == n - 1
+            assert backend.late_nonfinite(whole) == -1
 
 
 def check_tail_counts(device: Device, n: int) -> None:
@@ -174,6 +239,61 @@ def check_rows(device: Device, n: int) -> None:
                 damaged = counts.copy()
                 damaged[-1] += 1
                 device.agrees("expand_rows", damaged, columns, lo, row, np.zeros(len(columns), dtype=np.int64))
+
+
+def check_damaged_rows(device: Device, n: int) -> None:
+    """Indices stay inside of the region, the next summary raises once, and no more columns are written than fit."""
+    backend, lo = device.backend, 5
+    index, magnitude, _ = numpy_backend.select(draw(n), lo, n, 0.001)
+    if not len(index):
+        return
+    rows = -(-(n - lo) // 64)
+    counts, columns = numpy_backend.compress_rows(index, magnitude, 0.0, lo, 64, rows)
+    for room in (len(index), len(index) // 2):
+        here = backend.empty(rows, np.uint32), backend.empty(room, np.uint16)
+        backend.pack_rows(backend.from_host(index), backend.from_host(magnitude), 0.0, lo, 64, *here)
+        assert_same(tuple(map(backend.to_host, here)), (counts, columns[:room]))
+    more = counts.copy()
+    more[-1] += 1
+    for given, hi in ((counts, n), (more, n), (counts, int(index[-1]))):
+        out = backend.empty(len(index), np.int64)
+        backend.unpack_rows(backend.from_host(given), backend.from_host(columns), lo, hi, 64, out)
+        found, beyond = backend.to_host(out), index >= hi
+        assert_same(found, np.full(len(index), lo) if given is more else np.where(beyond, lo, index))
+        assert _is_damaged(backend) == (given is more or beyond.any())
+        assert not _is_damaged(backend)
+
+
+def _is_damaged(backend: CudaBackend) -> bool:
+    """Tell whether the next summary says so."""
+    try:
+        backend.select(backend.from_host(np.ones(3, dtype=np.float32)), 0, 3, 0.5)
+    except RuntimeError as error:
+        return "the message is damaged" in str(error)
+    return False
+
+
+def check_late_sum(device: Device, n: int) -> None:
+    """A payload is spoiled exactly where some value is not finite, and the first such is known afterwards."""
+    backend, values = device.backend, draw(n)
+    for place in [-1, *([n - 1, n // 2] if n else [])]:
+        if place >= 0:
+            values[place] = np.inf
+        bad = backend.first_bad(backend.from_host(values))
+        payload = backend.from_host(np.arange(n + 3, dtype=np.uint8))
+        backend.spoil(payload, 255, bad)
+        assert int(backend.to_host(bad)[0]) == place
+        assert_same(
+            backend.to_host(payload), np.full(n + 3, 255, np.uint8) if place >= 0 else np.arange(n + 3, dtype=np.uint8)
+        )
+
+
+def check_full_row(device: Device, n: int) -> None:
+    """A row that is selected whole has 65,536 elements, one more than 16 bits hold."""
+    if n < 3000:
+        return
+    index = np.arange(70_000)
+    device.agrees("compress_rows", index, np.ones(len(index), dtype=np.float32), 0.5, 0, 65_536, 2)
 
 
 def check_scattered(device: Device, n: int) -> None:
@@ -219,10 +339,21 @@ def check_codecs(device: Device, n: int) -> None:
         device.agrees(f"add_{name}", *scales, codes, total)
 
 
+def check_int8_edges(device: Device, n: int) -> None:
+    """Encode values half-way between two codes, and groups whose scale is a denormal: rounded, it is far too small."""
+    ties = np.append(np.arange(-127, 127) + 0.5, [127.0, -127.0]) * 0.25
+    tiny = [np.full(256, units * TINY) * np.resize([1, -1, 0.5], 256) for units in (63, 64, 127, 190, 191, 317, 445)]
+    x = np.concatenate([ties, *tiny]).astype(np.float32)
+    scales, codes = np.empty(len(x) // 256, dtype=np.float32), np.empty(len(x), dtype=np.int8)
+    device.agrees("encode_int8", x, scales, codes)
+
+
 def check_few_bits(device: Device, n: int) -> None:
-    """Encode groups of zeros, denormals, huge values, equal values and random values."""
+    """Encode groups of zeros, denormals, huge values, equal values, values half-way between levels, and random values."""
+    levels = np.sort(decoded_levels())
+    ties = np.resize(np.append((levels[1:] + levels[:-1]) / 2, 1.0), 256)
     pieces = [draw(256), np.zeros(256), np.full(256, 1e-40), draw(256, seed=3) * 1e-38, np.full(256, HUGE), draw(n)]
-    for x in (np.concatenate(pieces).astype(np.float32)[:n], draw(n, seed=6)):
+    for x in (np.concatenate(pieces).astype(np.float32)[:n], np.append(ties, draw(n)).astype(np.float32)[:n]):
         for name, form in FEW_BITS.items():
             scales = np.empty(-(-n // form.group), dtype=np.uint16)
             codes = np.empty(n // form.group * form.nbytes + min(n % form.group, form.nbytes), dtype=np.uint8)
@@ -236,13 +367,20 @@ def check_few_bits(device: Device, n: int) -> None:
             check_settle(device, name, (scales, codes), n)
 
 
+def decoded_levels() -> NDArray[np.float32]:
+    """The levels of int4 for a scale of 1."""
+    x, codes = np.empty(64, dtype=np.float32), np.resize(np.arange(16, dtype=np.uint8), 32)
+    numpy_backend.decode_int4(np.array([0x3F80], dtype=np.uint16), codes, x)
+    return np.unique(x)
+
+
 def check_settle(device: Device, codec: str, row: tuple[NDArray[np.uint16], NDArray[np.uint8]], n: int) -> None:
     """Sum a row with itself, and encode the sum, on the device and in NumPy."""
     backend = device.backend
     here = [draw(n, seed=7) / np.float32(4), np.zeros(n, np.float32), np.zeros_like(row[0]), np.zeros_like(row[1])]
     there = [backend.from_host(array) for array in here]
     rows = [tuple(backend.from_host(array) for array in row)] * 2
-    bad = getattr(backend, f"settle_{codec}")(rows, 3.0, *there)
+    (bad,) = backend.to_host(getattr(backend, f"settle_{codec}")(rows, 3.0, *there)).tolist()
     with np.errstate(all="ignore"):
         assert bad == getattr(numpy_backend, f"settle_{codec}")([row, row], 3.0, *here)
     for device_array, array in zip(there, here, strict=True):
@@ -267,8 +405,72 @@ def check_blend(device: Device, n: int) -> None:
             device.agrees("blend", index, new, carried, old, share)
         both, mixed, selected = numpy_backend.blend(index, new, carried, old, 0.7)
         mean = np.where(np.random.default_rng(n).random(len(both)) < 0.5, np.float32(0), mixed)
+        mean[::3][mean[::3] == 0] = -0.0  # is zero, too
         small = np.float32(0.25)
         device.agrees("drop_decayed", draw(n) * small, both, mixed, selected, mean, draw(len(both)) * small, 0.43)
+
+
+def check_weights(device: Device, n: int) -> None:
+    """Weights against a reference: some far from it, some equal, some missing, some not finite."""
+    rng = np.random.default_rng(n)
+    cuts = sorted([*rng.integers(0, n + 1, 3).tolist(), n // 2])
+    for nonfinite in (False, True):
+        weights = draw(n, nonfinite=nonfinite)
+        flat, twin, _alive = device.gradients(weights, cuts, [FP32, None, FP32, FP32, FP32])
+        with np.errstate(all="ignore"):
+            reference = weights * rng.choice(np.array([0.0, 0.5, 1.0, 2.0], dtype=np.float32), n)
+        norms = np.zeros(-(-n // GROUP_OF_WEIGHTS), dtype=np.float32)
+        device.agrees("group_norms", *flat, reference, norms, expected=(*twin, reference, norms.copy()))
+        for i, (lo, hi) in enumerate(stretches(n, device.backend.tile)[::2]):
+            device.agrees("histogram_apart", *flat, reference, lo, hi, expected=(*twin, reference, lo, hi))
+            last = (lo, hi, FLOORS[i % len(FLOORS)])
+            device.agrees("select_apart", *flat, reference, *last, expected=(*twin, reference, *last))
+            out = np.empty(hi - lo, dtype=np.float32)
+            device.agrees("subtract_apart", *flat, reference, lo, out, expected=(*twin, reference, lo, out.copy()))
+        index = some(n, 0.4)
+        device.agrees("values_apart", *flat, reference, index, expected=(*twin, reference, index))
+
+
+def check_moved_weights(device: Device, n: int) -> None:
+    """Weights and reference both move; a missing weight stays missing."""
+    index, cuts, kinds = some(n, 0.4), [n // 3, n // 2], list[int | None]([FP32, None, FP32])
+    moved = (draw(n, seed=4), index, draw(len(index), seed=1), draw(len(index), seed=2))
+    for name, args in (("move_apart", moved), ("add_stretch", (n // 5, draw(n - n // 5, seed=3)))):
+        flat, _, alive = device.gradients(draw(n), cuts, kinds)
+        twin, twins = gradients(draw(n), cuts, kinds)
+        copies = [a.copy() if isinstance(a, np.ndarray) else a for a in args]
+        _, after = device(name, *flat, *args)
+        with np.errstate(all="ignore"):
+            getattr(numpy_backend, name)(*twin, *copies)
+        for i, array in after.items():
+            assert_same(array, copies[i - len(flat)])
+        for here, there in zip(alive[-len(kinds) :], twins, strict=True):
+            assert_same(here.cpu().numpy(), there.numpy())
+
+
+def check_owners(device: Device, n: int) -> None:
+    """An index dealt out to owners."""
+    index = some(n, 0.4)
+    for size in (1, 2, 3, 8):
+        for rank in {0, size // 2, size - 1}:
+            device.agrees("by_owner", index, 64, size, rank)
+
+
+def check_copied(device: Device, n: int) -> None:
+    """A copy that nobody waits for has what was there when it began."""
+    backend, values = device.backend, draw(n)
+    there = backend.from_host(values)
+    arrived = backend.copied(there)
+    backend.fill(there, 1.0)
+    assert_same(arrived(), values)
+
+
+def check_neighbours(device: Device, n: int) -> None:
+    """Parts and groups of a vector as an index that is written out."""
+    for subset in (Part(3 * n, 3, 1), Groups(n, 16, some(-(-n // 16), 0.5))):
+        for start, stop in ((0, len(subset)), (len(subset) // 3, len(subset)), (0, 0)):
+            found = device.backend.neighbours(*subset.blocks(start, stop), stop - start)
+            assert_same(device.backend.to_host(found), subset.index(start, stop))
 
 
 CHECKS: dict[str, Callable[[Device, int], None]] = {

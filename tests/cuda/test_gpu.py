@@ -75,7 +75,8 @@ def test_staging_in_pinned_memory(backend: CudaBackend) -> None:
     tensor = backend.from_host(np.arange(1000, dtype=np.uint8))
     staged = device_memory.to_pinned(tensor)
     assert torch.from_numpy(staged).is_pinned()
-    back = device_memory.from_pinned(staged, tensor)
+    assert torch.from_numpy(device_memory.empty_pinned(7, tensor)).is_pinned()
+    back = device_memory.from_pinned(staged, torch.empty_like(tensor))
     assert back.device == tensor.device
     assert torch.equal(back, tensor)
     assert device_memory.empty_for_mpi(7, tensor).shape == (7,)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import faulthandler
-import os
-import signal
 from dataclasses import dataclass
 
 import pytest
 from checks import CHECKS, Device
-from emulator import ORDERS, DamageError, Emulator, available, build
+from emulator import ORDERS, Emulator, available, build
+from far import check_far
+from planted import survives
 
 from mpisparse.backends.cuda import source
 from mpisparse.backends.cuda.backend import CudaBackend
@@ -18,7 +17,8 @@ pytestmark = pytest.mark.skipif(not available(), reason="no C++ compiler to buil
 
 SIZES = (1025, 33, 10 * 2048 + 77)
 TILES = {"block": 64, "scan": 64}
-PATIENCE = 60  # seconds
+RACES = "races_"  # before the name of a check: with the race checker
+ALL = {**CHECKS, "far": check_far}
 
 
 @dataclass(frozen=True)
@@ -47,28 +47,42 @@ BUGS = [
     Bug("the lowest of a warp only", "common", "warps[w] < value) value = warps[w]", "false) value = 0", "select"),
     Bug("a search that stops early", "common", "data[middle] < x", "data[middle] <= x", "block_counts"),
     Bug("marks of the neighbouring word", "common", "+ 32 * threadIdx.x + __ffs", "+ 32 * threadIdx.x + 1 + __ffs", "rows"),
-    Bug("a block that ends one element early", "pass", "i >= lo && i < hi;\n            if (given",
-        "i >= lo && i < hi - 1;\n            if (given", "select"),
-    Bug("what equals the floor is left out", "pass", "magnitude >= floor", "magnitude > floor", "select"),
-    Bug("infinity is taken for a number", "pass", ">= INFINITE && i < bad", "> INFINITE && i < bad", "accumulate_select"),
-    Bug("the last value that is not finite", "pass", ">= INFINITE && i < bad", ">= INFINITE", "select"),
+    Bug("a block that ends one element early", "pass", "i >= p.lo && i < p.hi;\n            if (given",
+        "i >= p.lo && i < p.hi - 1;\n            if (given", "select"),
+    Bug("what equals the floor is left out", "pass", "magnitude >= p.floor", "magnitude > p.floor", "select"),
+    Bug("infinity is taken for a number", "pass", ">= INFINITE && i < seen.bad", "> INFINITE && i < seen.bad",
+        "accumulate_select"),
+    Bug("the last value that is not finite", "pass", ">= INFINITE && i < seen.bad", ">= INFINITE", "select"),
     Bug("a gradient read from the vector's begin", "pass", "place.kind, i - place.begin) : 0", "place.kind, i) : 0",
         "accumulate_select"),
     Bug("a parameter too late", "pass", "if (i >= place->end &&", "if (i > place->end &&", "accumulate_select"),
-    Bug("the average's product first", "pass", "__fmul_rn(rate, absolute(g[item]))", "__fmul_rn(rate, g[item])",
+    Bug("the average's product first", "pass", "__fmul_rn(p.rate, absolute(gradient))", "__fmul_rn(p.rate, gradient)",
         "accumulate_select"),
-    Bug("a parameter without gradient keeps its average", "pass", ": kept;", ": mean[item];", "accumulate_select"),
-    Bug("backward forgets who was first", "pass", "&& *noted == 0", "", "accumulate"),
+    Bug("a parameter without gradient keeps its average", "pass", ": kept;", ": mean;", "accumulate_select"),
+    Bug("backward forgets what was lower",
+        "pass", "atomicMin(noted, (u64)(own.acc + bad))", "*noted = (u64)(own.acc + bad)",
+        "accumulate"),
+    Bug("backward adds from another gradient's first tile on",
+        "pass", "(which ? added.at[which - 1].tiles : 0)", "0", "group"),
+    Bug("backward adds a tile too many", "pass", "added.at[which].tiles <= blockIdx.x", "added.at[which].tiles < blockIdx.x",
+        "group"),
     Bug("bins are not cleared", "tally", "own[b] = 0;", ";", "select"),
     Bug("no barrier after bins are cleared", "tally", "own[b] = 0;\n    __syncthreads();", "own[b] = 0;", "select"),
     Bug("no barrier before bins are added", "tally", "1u);\n    }\n    __syncthreads();", "1u);\n    }", "select"),
-    Bug("a histogram that reads one too far", "tally", "if (i < hi) atomicAdd", "if (i <= hi) atomicAdd", "select"),
+    Bug("a histogram that reads one too far", "tally", "item * BLOCK < hi", "item * BLOCK <= hi", "select"),
     Bug("a rung is reached by what lies above only", "tally", "ladder[middle] <= x", "ladder[middle] < x", "tail_counts"),
     Bug("NaN reaches all rungs", "tally", "x > INFINITE ? 0 : count", "count", "tail_counts"),
     Bug("a warp that counts lanes beyond its part", "tally", "i < last && magnitude", "i < n && magnitude", "block_counts"),
     Bug("a column of the neighbouring row", "rows", "& (row - 1)", "& row", "rows"),
     Bug("an empty row shifts the others", "rows", "upper_bound(offsets, 0, rows, i) - 1",
         "lower_bound(offsets, 0, rows, i)", "rows"),
+    Bug("more columns than there is room for", "rows", "if (place < room) ", "", "damaged_rows"),
+    Bug("rows that do not add up are not told", "rows", "if (!sound) atomicMin(flag, -1ll);", "", "damaged_rows"),
+    Bug("indices of damaged rows anywhere", "rows", "sound ? found : lo", "found", "damaged_rows"),
+    Bug("columns beyond the region", "rows", " && found < hi", "", "damaged_rows"),
+    Bug("the flag is not in the summary", "common", "summary[2] = *flag;", "summary[2] = 0;", "damaged_rows"),
+    Bug("what is not finite is sent", "scatter", "*bad >= 0", "*bad > 1 << 20", "late_sum"),
+    Bug("what is finite is spoiled", "scatter", "*bad >= 0", "*bad >= -1", "late_sum"),
     Bug("taken but not cleared", "scatter", "acc[index[i]] = 0.0f;", "", "scattered"),
     Bug("one thread too many", "scatter", "if (i >= n) return;\n    out", "if (i > n) return;\n    out", "scattered"),
     Bug("rounding error lost", "scatter", "__fsub_rn(x, kept)", "0.0f", "scattered"),
@@ -95,15 +109,91 @@ BUGS = [
     Bug("what is in both indices comes twice", "blend", "at == n || index[at] != carried[j]", "true", "blend"),
     Bug("momentum without its share", "blend", "__fmul_rn(rest, before)", "before", "blend"),
     Bug("what is selected comes to rest", "blend", "!selected[i] && mean", "mean", "blend"),
+    Bug("-0 does not count as zero", "blend", "mean[i] == 0.0f", "bits_of(mean[i]) == 0", "blend"),
+    Bug("the last offset is never written", "common", "offsets[n] = summary[0]", "summary[0]", "scan"),
+    Bug("ties of int8 away from even", "codec", "rintf(", "roundf(", "int8_edges"),
+    Bug("int8 is clamped at 128", "codec", "fminf(127.0f", "fminf(128.0f", "int8_edges"),
+    Bug("an average that reports what was not added", "pass", "!AVERAGE && inside", "inside", "where_nothing_is_added"),
+    Bug("only one round of tiles is read for what is not finite", "common", "&& bads[first + j] < bad",
+        "&& start == 0 && bads[first + j] < bad", "scan"),
+    Bug("16-bit row counts", "tally", "counts[r] = reached", "counts[r] = (u16)reached", "full_row"),
+    Bug("gradients of a tile that are watched from its begin", "pass", "(const Four<Number>*)source + threadIdx.x",
+        "(const Four<Number>*)source", "inner_tiles"),
+    Bug("one round of a tile's gradients is watched",
+        "pass", "start < 8; start += BATCH) {\n        Four<Number> g[BATCH];\n#",
+        "start < 4; start += BATCH) {\n        Four<Number> g[BATCH];\n#", "inner_tiles"),
+    Bug("32-bit threads", "common", "(i64)blockIdx.x * blockDim.x + threadIdx.x", "blockIdx.x * blockDim.x + threadIdx.x",
+        "far"),
+    Bug("32-bit tiles", "common", "#define TILE (32ll * BLOCK)", "#define TILE (32 * BLOCK)", "far"),
+    Bug("32-bit tiles of a pass", "pass", "const i64 i = tile * TILE", "const int i = (int)tile * TILE", "far"),
+    Bug("32-bit indices of what is selected", "pass", "const i64 i = first * TILE + element",
+        "const u32 i = first * TILE + element", "far"),
+    Bug("32-bit indices of what is marked", "common", "write(place++, blockIdx.x * TILE",
+        "write(place++, (u32)blockIdx.x * 32 * BLOCK", "far"),
+    Bug("bins that are added without an atomic, shared",
+        "tally", "atomicAdd(&own[(bits_of(x[item]) & MAGNITUDE) >> 20], 1u)",
+        "own[(bits_of(x[item]) & MAGNITUDE) >> 20] += 1u", "races_select"),
+    Bug("bins that are added without an atomic, global", "tally", "atomicAdd(&bins[b], (u64)own[b])", "bins[b] += own[b]",
+        "races_select"),
+    Bug("rungs that are added without an atomic, shared", "tally", "atomicAdd(&own[from], 1u)", "own[from] += 1u",
+        "races_tail_counts"),
+    Bug("rungs that are added without an atomic, global", "tally", "atomicAdd(&counts[r], (u64)own[r])",
+        "counts[r] += own[r]", "races_tail_counts"),
+    Bug("tiles that share a word", "pass", "atomicMin(noted, (u64)(own.acc + bad))",
+        "{ if ((u64)(own.acc + bad) < *noted) *noted = (u64)(own.acc + bad); }", "races_accumulate"),
+    Bug("marks of another round", "pass", "marked << (4 * (start + round))", "marked << (4 * start)", "inner_tiles"),
+    Bug("marks of a warp's other lanes", "pass", "8 * (lane % 4) + s", "8 * (lane % 4) + 7 - s", "inner_tiles"),
+    Bug("marks outside of the region", "pass", "if (outside) p.floor = ALL;", "", "inner_tiles"),
+    Bug("the index of what is not finite, a round too early", "pass", "first + item / 4 * 128", "first + item / 4 * 4",
+        "inner_tiles"),
+    Bug("a tile that ends in the next parameter", "pass", "end <= place.end ||", "begin <= place.end ||", "inner_tiles"),
+    Bug("vectors of gradients that begin anywhere", "pass", "(!given || source % (place.kind == FP32 ? 16 : 8) == 0)",
+        "true", "inner_tiles"),
+    Bug("a vector's second half read from the first", "pass", "g[round].at[k]", "g[round].at[k & 1]", "inner_tiles"),
+    Bug("32-bit tiles by vectors", "pass", "const i64 first = tile * TILE + threadIdx.x / 32",
+        "const i64 first = (i64)(int)(tile * TILE) + threadIdx.x / 32", "far"),
+    Bug("a 32-bit index of what is not finite", "pass", "seen.bad = first + item / 4 * 128 + item % 4",
+        "seen.bad = (int)(first + item / 4 * 128 + item % 4)", "far"),
+    Bug("a 32-bit index of a gradient that is not finite", "pass", "return tile * TILE + 4 * (item",
+        "return (int)(tile * TILE) + 4 * (item", "far"),
+    Bug("32-bit values of a group",
+        "few_bits", "const i64 i = at_thread(), group", "const int i = at_thread(), group", "far"),
+    Bug("a missing weight is a zero", "weights", "const bool given = i < end && move_to(&place, weights, i);",
+        "const bool given = i < end; move_to(&place, weights, i); if (given && !place.source) { own[item] = 0.0f; "
+        "other[item] = reference[i]; continue; }", "weights"),
+    Bug("a tile of weights read from its parameter's begin", "weights", "place.source + (first - place.begin);",
+        "place.source;", "weights"),
+    Bug("a tile that ends in the next weight", "weights", "&& last <= place.end", "", "weights"),
+    Bug("a difference the other way", "weights", "__fsub_rn(mean[i], own[i])", "__fsub_rn(own[i], mean[i])",
+        "moved_weights"),
+    Bug("what is not finite is watched where it may be selected only", "weights", "if (magnitude >= INFINITE && i < bad)",
+        "if (magnitude >= INFINITE && i < bad && i >= lo && i < hi)", "weights"),
+    Bug("the weights of the next parameter", "weights", "(i - place.begin);\n        *weight", "i;\n        *weight",
+        "moved_weights"),
+    Bug("a stretch that begins at the first weight", "weights", "values[i - lo]", "values[i]", "moved_weights"),
+    Bug("lanes of two groups are added", "weights", "step = 8; step > 0", "step = 16; step > 0", "weights"),
+    Bug("squares fused with their sum", "weights", "__fadd_rn(sum, __fmul_rn(x, x))", "fmaf(x, x, sum)", "weights"),
+    Bug("a norm that is infinite", "weights", "root > most ? most : root", "root", "weights"),
+    Bug("distances with a sign", "weights", "absolute(apart(&at, weights, reference, i))",
+        "apart(&at, weights, reference, i)", "weights"),
+    Bug("no barrier after bins of distances are cleared", "weights", "own[b] = 0;\n    __syncthreads();", "own[b] = 0;",
+        "weights"),
+    Bug("bins of distances without an atomic", "weights", "atomicAdd(&own[(bits_of(x) & MAGNITUDE) >> 20], 1u)",
+        "own[(bits_of(x) & MAGNITUDE) >> 20] += 1u", "races_weights"),
+    Bug("blocks from their begin", "weights", "(skip + i) % width", "i % width", "neighbours"),
+    Bug("blocks of an owner that are not in turn", "weights", "/ width % size == owner", "/ width / size == owner",
+        "owners"),
+    Bug("places of another owner", "weights", "if (owner == rank) places", "if (owner <= rank) places", "owners"),
+    Bug("places without their blocks", "weights", "/ (width * size) * width", "/ (width * size)", "owners"),
+    Bug("no barrier before the sums are used again, any order", "common", "__syncthreads();\n    *total",
+        "\n    *total", "races_scan"),
 ]  # fmt: skip
 
 
 def planted(bug: Bug) -> str:
-    """Return the source with the bug, only its file and the common ones, because fewer kernels compile faster."""
-    others = {"pass", "tally", "rows", "blend"} if bug.file == "common" else {bug.file}
-    texts = {
-        name: (source.directory() / f"{name}.cu").read_text() for name in ("common", *sorted(others | NEEDED[bug.check]))
-    }
+    """Return the source with the bug, of what its check needs only, because fewer kernels compile faster."""
+    names = ("common", *sorted(NEEDED[bug.check.removeprefix(RACES)]))
+    texts = {name: (source.directory() / f"{name}.cu").read_text() for name in names}
     assert bug.old in texts[bug.file], f"{bug.name}: the kernels have changed, plant this bug anew"
     texts[bug.file] = texts[bug.file].replace(bug.old, bug.new)
     return "\n".join(texts.values())
@@ -112,49 +202,33 @@ def planted(bug: Bug) -> str:
 NEEDED = {
     "select": {"pass", "tally"}, "accumulate_select": {"pass"}, "accumulate": {"pass", "scatter"}, "rows": {"rows", "tally"},
     "block_counts": {"tally"}, "tail_counts": {"tally"}, "scattered": {"scatter"}, "codecs": {"codec"}, "blend": {"blend"},
-    "few_bits": {"few_bits", "pass", "scatter"},
+    "few_bits": {"few_bits", "pass", "scatter"}, "scan": set(), "int8_edges": {"codec"}, "where_nothing_is_added": {"pass"},
+    "inner_tiles": {"pass"},
+    "damaged_rows": {"rows", "tally", "pass"}, "late_sum": {"pass", "scatter"},
+    "group": {"pass"}, "full_row": {"rows", "tally"},
+    **{key: {"pass", "weights"} for key in ("neighbours", "weights", "moved_weights", "owners")},
+    "far": {"pass", "weights", "tally", "rows", "scatter", "blend", "codec", "few_bits"},
 }  # fmt: skip
 
 
-def noticed(bug: Bug) -> bool:
-    """Tell whether the check fails or memory is damaged in some thread order and for some number of elements.
-
-    Runs in a separate process, since a bug may make a kernel write anywhere or never end.
-    """
-    text = planted(bug)
-    build(text, **TILES)
-    child = os.fork()
-    if child == 0:
-        faulthandler.disable()
-        signal.alarm(PATIENCE)
-        os._exit(0 if sound(text, bug.check) else 1)
-    _, status = os.waitpid(child, 0)
-    return status != 0
-
-
-def sound(text: str, check: str) -> bool:
-    """Tell whether the check passes in all orders and for all numbers of elements."""
+def check(text: str, name: str) -> None:
+    """Run a check in all orders of threads and for all numbers of elements."""
+    sanitize = "thread" if name.startswith(RACES) else ""
     for n in SIZES:
         for order in ORDERS:
-            emulator = Emulator(**TILES, order=order, text=text)
-            try:
-                CHECKS[check](Device(CudaBackend(emulator)), n)
-            except (AssertionError, DamageError, MemoryError, ValueError):
-                return False
-            if emulator.damaged:
-                return False
-    return True
+            emulator = Emulator(**TILES, order=order, text=text, sanitize=sanitize)
+            ALL[name.removeprefix(RACES)](Device(CudaBackend(emulator)), n)
+            assert not emulator.damaged
 
 
-SOME = [pytest.param(bug, marks=[pytest.mark.slow] if i % 4 else [], id=bug.name) for i, bug in enumerate(BUGS)]
-
-
-@pytest.mark.parametrize("bug", SOME)
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_is_noticed(bug: Bug) -> None:
-    assert noticed(bug)
+    text = planted(bug)
+    build(text, **TILES, sanitize="thread" if bug.check.startswith(RACES) else "")
+    assert not survives(lambda: check(text, bug.check))
 
 
-def test_without_bugs_all_is_well() -> None:
+@pytest.mark.parametrize("name", sorted({bug.check for bug in BUGS}))
+def test_without_bugs_all_is_well(name: str) -> None:
     """The same checks pass without bugs, so the failures above are due to the bugs."""
-    for check in sorted({bug.check for bug in BUGS}):
-        assert sound(source.joined(), check), check
+    check(source.joined(), name)

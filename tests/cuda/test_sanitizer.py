@@ -23,11 +23,11 @@ import numpy as np
 
 if "planted" in sys.argv:
     text = 'extern "C" __global__ void far(float* x) {{ if (x[8] == 1.5f) x[0] = 1.0f; }}'
-    emulator = Emulator(block=32, scan=32, text=text, sanitize=True)
+    emulator = Emulator(block=32, scan=32, text=text, sanitize="address")
     emulator.launch("far", 1, 32, [np.uint64(CudaBackend(emulator).empty(8, np.float32).data_ptr())])
 else:
     for order in ("forward", "shuffled"):
-        emulator = Emulator(block=64, scan=64, order=order, sanitize=True)
+        emulator = Emulator(block=64, scan=64, order=order, sanitize="address")
         for name, check in CHECKS.items():
             for n in (0, 1, 2047, 2049):
                 check(Device(CudaBackend(emulator)), n)

@@ -4,7 +4,7 @@
 // blocks go on in an order that the test chooses: forward, reversed, or shuffled anew in every round. So a missing barrier, or
 // a sum that depends on the order, gives another result in some order. Shared memory is filled with rubbish before each block. What
 // would hang on a GPU is an error: a barrier that not all threads of the block reach, a ballot that not all lanes of its mask reach.
-// It cannot show races between blocks that run at once, nor speed.
+// Blocks run one by one: races between them are found by races.cpp, from the accesses. Speed is not shown.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -23,10 +23,33 @@
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
 #endif
+#if defined(__SANITIZE_THREAD__)  // races.cpp has the hooks
+extern "C" {
+void race_memory(void*, size_t);
+void race_forget(void*);
+void race_launch(void*, void*);
+void race_block(unsigned);
+void race_thread(int);
+void race_barrier();
+void race_atomic(bool);
+const char* race_found();
+}
+#else
+inline void race_memory(void*, size_t) {}
+inline void race_forget(void*) {}
+inline void race_launch(void*, void*) {}
+inline void race_block(unsigned) {}
+inline void race_thread(int) {}
+inline void race_barrier() {}
+inline void race_atomic(bool) {}
+inline const char* race_found() { return ""; }
+#endif
 
 #define __global__
 #define __device__ static
 #define __launch_bounds__(threads)
+#define __grid_constant__
+#define __align__(nbytes) alignas(nbytes)
 #define __shared__ static __attribute__((section("cuda_shared")))
 static char none_at_all __attribute__((section("cuda_shared"), used));  // so that there is such a section
 extern char __start_cuda_shared[], __stop_cuda_shared[];
@@ -59,6 +82,7 @@ static int order = 0;  // 0 forward, 1 reversed, 2 shuffled
 static std::mt19937 generator;
 static std::string failure;
 static int any = 0, any_next = 0;
+static unsigned first_block = 0;  // the block that a launch begins with, to test large indices
 
 // ASan must be told of every change of stack, and knows swapcontext; elsewhere setjmp and longjmp are faster.
 #if defined(__SANITIZE_ADDRESS__)
@@ -134,6 +158,7 @@ inline bool release_warp(unsigned warp) {
 inline bool release_barrier(unsigned threads) {
     for (unsigned t = 0; t < threads; ++t)
         if (fibers[t]->state != AT_BARRIER) return false;
+    race_barrier();
     any = any_next;
     any_next = 0;
     for (unsigned t = 0; t < threads; ++t) fibers[t]->state = READY;
@@ -151,7 +176,9 @@ inline void run_ready(unsigned thread) {
     if (fibers[thread]->state != READY) return;
     current = fibers[thread];
     threadIdx.x = thread;
+    race_thread(int(thread));
     to_fiber(current);
+    race_thread(-1);
 }
 
 // Shuffled, all threads go on by turns; otherwise each warp runs ahead as far as it can, which a missing barrier does not survive.
@@ -173,6 +200,7 @@ inline bool run_round(unsigned threads) {
 inline bool run_block(unsigned threads) {
     std::memset(__start_cuda_shared, 0xA5, size_t(__stop_cuda_shared - __start_cuda_shared));
     any = any_next = 0;
+    race_block(blockIdx.x);
     for (unsigned t = 0; t < threads; ++t) fibers[t]->state = READY;
     while (run_round(threads)) {}
     for (unsigned t = 0; t < threads; ++t) {
@@ -222,16 +250,18 @@ int launch(void (*kernel)(A...), unsigned grid, unsigned block, void** args, con
     which = kernel;
     body = [](void* all) { call(which, static_cast<void**>(all), std::index_sequence_for<A...>()); };
     arguments = args;
-    gridDim.x = grid;
+    gridDim.x = first_block + grid;
     blockDim.x = block;
     failure.clear();
+    race_launch(__start_cuda_shared, __stop_cuda_shared);
     prepare(block);
     for (Fiber* f : fibers) f->meetings = 0;
     for (unsigned b : sequence(grid)) {
-        blockIdx.x = b;
+        blockIdx.x = first_block + b;
         if (!run_block(block)) return -1;
     }
-    return 0;
+    failure = race_found();
+    return failure.empty() ? 0 : -1;
 }
 
 // Memory with guards on both sides, full of rubbish at first.
@@ -251,6 +281,8 @@ extern "C" void set_order(int order, unsigned seed) {
     emulator::generator.seed(seed);
 }
 
+extern "C" void begin_with_block(unsigned first) { emulator::first_block = first; }
+
 extern "C" void* device_allocate(size_t nbytes) {
     using namespace emulator;
     char* block = static_cast<char*>(std::malloc(sizeof(Header) + nbytes + GUARD));
@@ -260,6 +292,7 @@ extern "C" void* device_allocate(size_t nbytes) {
     __asan_poison_memory_region(block, sizeof(Header));
     __asan_poison_memory_region(block + sizeof(Header) + nbytes, GUARD);
 #endif
+    race_memory(block + sizeof(Header), nbytes);
     return block + sizeof(Header);
 }
 
@@ -267,6 +300,7 @@ extern "C" void* device_allocate(size_t nbytes) {
 extern "C" bool device_free(void* memory) {
     using namespace emulator;
     char* block = static_cast<char*>(memory) - sizeof(Header);
+    race_forget(memory);
 #if defined(__SANITIZE_ADDRESS__)
     __asan_unpoison_memory_region(block, sizeof(Header));
     const size_t length = reinterpret_cast<Header*>(block)->nbytes;
@@ -306,9 +340,23 @@ T __shfl_down_sync(uint32_t mask, T value, unsigned step) {
     return lane + step < 32 ? values[lane + step] : value;
 }
 template <class T>
+T __shfl_sync(uint32_t mask, T value, unsigned lane) {
+    return emulator::meet(mask, value)[lane % 32];
+}
+template <class T>
 T atomicAdd(T* place, T value) {
+    race_atomic(true);
     const T before = *place;
     *place += value;
+    race_atomic(false);
+    return before;
+}
+template <class T>
+T atomicMin(T* place, T value) {
+    race_atomic(true);
+    const T before = *place;
+    if (value < before) *place = value;
+    race_atomic(false);
     return before;
 }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
@@ -319,3 +367,4 @@ inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __fsub_rn(float x, float y) { return x - y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fdiv_rn(float x, float y) { return x / y; }
+inline float __fsqrt_rn(float x) { return std::sqrt(x); }

@@ -1,4 +1,4 @@
-"""Under mpirun or torchrun: MPISparseTrainer. Arguments as of with_lightning.py."""
+"""Under mpirun or torchrun: MPISparseTrainer and MPISparseCallback. Arguments as of with_lightning.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shown import alike, apart, digest, refused
 from torch.nn.functional import mse_loss
 
 import mpisparse
-from mpisparse.integrations.huggingface import MPISparseTrainer
+from mpisparse.integrations.huggingface import MPISparseCallback, MPISparseTrainer
 from mpisparse.integrations.launch import communicator
 
 OUT, OTHER = Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None
@@ -48,15 +48,24 @@ class Tiny(transformers.PreTrainedModel):
         return {"loss": loss, "logits": labels}
 
 
-def trainer(options: dict[str, Any], name: str, **settings: Any) -> MPISparseTrainer:
+def arguments(name: str, **settings: Any) -> transformers.TrainingArguments:
     chosen: dict[str, Any] = {
         "output_dir": str(OUT / name), "use_cpu": True, "max_steps": 6, "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "learning_rate": 0.05, "optim": "sgd", "save_steps": 3,
         "eval_strategy": "steps", "eval_steps": 3, "logging_steps": 1, "report_to": [], "disable_tqdm": True,
         "data_seed": 5,
     }  # fmt: skip
-    args = transformers.TrainingArguments(**chosen | settings)
+    return transformers.TrainingArguments(**chosen | settings)
+
+
+def trainer(options: dict[str, Any], name: str, **settings: Any) -> MPISparseTrainer:
+    args = arguments(name, **settings)
     return MPISparseTrainer(Tiny(), args, train_dataset=DATA, eval_dataset=DATA[:12], exchange=options)
+
+
+def called_back(callback: MPISparseCallback, name: str, **settings: Any) -> transformers.Trainer:
+    args = arguments(name, **settings)
+    return transformers.Trainer(Tiny(), args, train_dataset=DATA, eval_dataset=DATA[:12], callbacks=[callback])
 
 
 def without_dropout(model: Any) -> Any:
@@ -142,6 +151,44 @@ def show_best() -> None:
     assert digest(best.model.parameters()) == best.model.evaluated[-1]
 
 
+def show_callback(name: str, **options: Any) -> None:
+    """A plain Trainer with the callback: equal replicas, residuals, and resumed is uninterrupted to the last bit."""
+    callback = MPISparseCallback(**options)
+    first = called_back(callback, name)
+    first.train()
+    if first.args.world_size == 1:
+        assert callback.state is None
+        return
+    assert isinstance(first.model_wrapped, torch.nn.parallel.DistributedDataParallel)
+    alike(digest(first.model.parameters()), "replicas")
+    apart(digest(callback.state.residuals.values()), "residuals")
+    place = OUT / name / "checkpoint-3"
+    again = MPISparseCallback(resume_from=place, **options)
+    second = called_back(again, f"{name}-again")
+    second.train(resume_from_checkpoint=str(place))
+    assert second.model.losses == first.model.losses[-len(second.model.losses) :]
+    assert len(second.model.losses) * 2 == len(first.model.losses)
+    assert digest(second.model.parameters()) == digest(first.model.parameters())
+    assert digest(again.state.residuals.values()) == digest(callback.state.residuals.values())
+    first.train()  # once more, with the wrapper of before
+    alike(digest(first.model.parameters()), "replicas after more training")
+    assert callback.state.state_dict()["steps"] == 12
+    lost = called_back(MPISparseCallback(**options), f"{name}-lost")
+    with refused("from another place than"):
+        lost.train(resume_from_checkpoint=str(place))
+    if OTHER is not None:
+        there = OTHER / name / "checkpoint-3"
+        taken = MPISparseCallback(resume_from=there, **options)
+        third = called_back(taken, f"{name}-other")
+        third.train(resume_from_checkpoint=str(there))
+        alike(digest(third.model.parameters()), "replicas of other ranks' state")
+        assert taken.state.state_dict()["steps"] == 12  # of which 6 + 3 were before: the callback had trained twice
+        empty = MPISparseCallback(resume_from=there, **options)
+        (there / "mpisparse-2-of-3.h5").write_bytes(b"")
+        with refused("cannot be read"):
+            called_back(empty, f"{name}-broken").train(resume_from_checkpoint=str(there))
+
+
 def show_refusals() -> None:
     """What is asked wrongly is refused on all ranks."""
     with refused("exchange must be a dict with options of GradientSync"):
@@ -158,6 +205,8 @@ def main() -> None:
     show_resuming("exdyna", EXDYNA)
     show_resuming("drift", DRIFT, optim="adamw_torch", learning_rate=0.01)
     show_best()
+    show_callback("callback", **EXDYNA)
+    show_callback("callback-int4", scheme="dense", codec="int4")
     show_refusals()
     print(f"rank {torch.distributed.get_rank()} of {torch.distributed.get_world_size()}: all shown", flush=True)
 

@@ -120,11 +120,21 @@ def held(sync: mpisparse.GradientSync, of: Callable[[torch.Tensor], torch.Tensor
     """Return what a rank has yet to send (or the sum of magnitudes): its residual, blended elements in flight, and as many
     times what it remembers as an owner as there are ranks."""
     state, kept = sync.state_dict(copy=False), of(sync.residual.double())
-    if "step.error" in state:
+    error = state.get("step.error", state.get("step.inner", {}).get("error"))  # of scheme auto, the exchange in use has it
+    if error is not None:
         reducer: Any = sync._aggregator.works.reducer
-        kept[reducer.owned(sync.rank, sync.size)] += of(sync.size * state["step.error"].double())
-    if "step.blend.index" in state:
-        kept[state["step.blend.index"]] += of(state["step.blend.pending"] * state["step.blend.value"].double())
+        kept[reducer.owned(sync.rank, sync.size)] += of(sync.size * torch.as_tensor(error).double())
+    return kept + of(carried(state, len(kept)))
+
+
+def carried(state: dict[str, Any], n: int, prefix: str = "step.") -> torch.Tensor:
+    """What a momentum codec has still to send of n elements: of what was settled last, and of what is in flight."""
+    kept = torch.zeros(n, dtype=torch.float64)
+    if f"{prefix}blend.index" in state:
+        sent = [(state[f"{prefix}blend.index"], state[f"{prefix}blend.value"])]
+        sent += [(d["sent"], d["note"][0]) for d in state.get(f"{prefix}flight", ()) if d.get("note") is not None]
+        for index, values in sent:
+            kept[torch.as_tensor(index)] += state[f"{prefix}blend.pending"] * torch.as_tensor(values).double()
     return kept
 
 

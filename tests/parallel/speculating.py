@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 from numpy.typing import NDArray
-from ranks import bits, loss_of, seeded, small
+from ranks import bits, carried, loss_of, seeded, small
 
 import mpisparse
 
@@ -74,8 +74,8 @@ class Run:
 
 
 def leftovers(state: dict[str, Any]) -> torch.Tensor:
-    """What this rank keeps of deliveries in flight: what the codec did not send, and did not return as an owner."""
-    left = torch.zeros(len(state["residual"]), dtype=torch.float64)
+    """What this rank keeps of deliveries in flight: what the codec did not send, did not return as an owner, and blends."""
+    left = carried(state, len(state["residual"]))
     for result in state["step.flight"]:
         for index, values in (("sent", "left"), ("kept_index", "kept")):
             left[torch.as_tensor(result[index])] += torch.as_tensor(result[values]).double()

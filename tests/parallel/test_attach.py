@@ -123,6 +123,21 @@ def test_what_cannot_be_attached_is_refused(comm: MPI.Intracomm) -> None:
     sync.close()
 
 
+def test_an_optimizer_is_attached_once_at_a_time(comm: MPI.Intracomm) -> None:
+    model = small()
+    sync = mpisparse.GradientSync(model, density=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attachment = mpisparse.attach(optimizer, sync)
+    text = raised(comm, mpisparse.ConfigurationError, lambda: mpisparse.attach(optimizer, sync))
+    assert "is attached already" in text
+    attachment.remove()
+    mpisparse.attach(optimizer, sync)
+    loss_of(model, comm.rank, 0).backward()
+    optimizer.step()
+    assert everywhere(comm, sync.stats.selected > 0)
+    sync.close()
+
+
 def test_frozen_parameters_and_a_part_of_the_model_may_be_optimized(comm: MPI.Intracomm) -> None:
     model = small()
     model[0].weight.requires_grad_(False)

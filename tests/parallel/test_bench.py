@@ -217,9 +217,28 @@ def test_scaling_of_another_density(directory: Path) -> None:
     assert all(r["same"] == "yes" for r in records if r["how"] == "real")
 
 
+def test_scaling_prices_few_bits_buckets_and_nodes(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of coded payloads are those of real steps; what overlaps is priced below what does not."""
+    monkeypatch.setenv("MPISPARSE_RANKS_PER_NODE", "2")
+    cases = ["dense:codec=int4", "dense:codec=int4,overlap=true,bucket_mb=0.02", "dense:codec=int4,hierarchy=node"]
+    records = bench(
+        "scaling", "--elements", 20000, "--steps", 4, "--workers", 8, "--backward", 0.05, "--ranks-a-node", 2,
+        "--bandwidth", 1e5, "--latency", 1e-6, "--cases", *cases, "exdyna:codec=int8,density=0.05", "--json",
+    )  # fmt: skip
+    real = {r["scheme"]: r for r in records if r["how"] == "real" and r["ranks"] == 2}
+    assert [real[case].get("same") for case in cases] == ["yes", "yes", None]
+    assert min(r["ms"] for r in real.values()) >= 50
+    virtual = {r["scheme"]: r for r in records if r["how"] == "simulated"}
+    whole, buckets, nodes = (virtual[case]["modelled_ms"] for case in cases)
+    assert 50 < buckets < whole
+    assert nodes < whole - 50  # 3/4 of the bytes of half the vector, over half a link, against 7/8 of all over a link
+    exdyna = virtual["exdyna:codec=int8,density=0.05"]
+    assert exdyna["received_MB"] < 0.01
+
+
 def test_what_cannot_be_simulated_is_told_first() -> None:
     with pytest.raises(AssertionError) as caught:
-        bench("scaling", "--elements", 1000, "--cases", "exdyna", "exdyna:codec=int8")
+        bench("scaling", "--elements", 1000, "--cases", "exdyna", "exdyna:scorer=average")
     assert str(caught.value).count("the simulator knows density, accumulate") == 1
     assert "ranks" not in str(caught.value)
 
@@ -239,6 +258,30 @@ def test_ablation(directory: Path) -> None:
     assert len(list((directory / "runs").iterdir())) == 4, "what is in two groups is trained once"
 
 
+def test_memory(directory: Path) -> None:
+    """Bytes of an element that follow from what a scheme is; each piece counts once."""
+    n, out = 200_000, directory / "memory.jsonl"
+    cases = ("dense", "exdyna", "momentum", "dense:codec=int8", "drift", "exdyna:codec=int8", "topk", "speculative")
+    records = bench("memory", "--elements", n, "--steps", 6, "--cases", *cases, "--json", "--out", out)
+    assert [r["case"] for r in records] == [*cases]
+    found = dict(zip(cases, records, strict=True))
+    assert all(r["residual"] == 4.0 for r in records)
+    assert all(4.0 <= r["published"] < 4.5 for r in records if r["case"] != "drift"), "the mean, and an index of it"
+    remembered = [found[case]["scorer"] for case in ("dense", "exdyna", "momentum", "topk")]
+    assert remembered == pytest.approx([0.0, 0.0, 4.0, 0.0], abs=0.01)
+    assert found["dense:codec=int8"]["owners"] >= 2 * 4 / 2, "e of an owner, and room for the next one"
+    assert found["drift"]["published"] == 0.0, "weights move, and no mean is published"
+    assert found["speculative"]["more"] >= 4.0, "the second set of weights"
+    for name in ("exdyna", "exdyna:codec=int8"):
+        assert 8 * 1024 / 1e3 < found[name]["blocks_kB"] < 100, "edges and work of 1,024 blocks"
+        assert 0 < found[name]["candidates_kB"] < 12 * n / 1e3
+        assert found[name]["messages_kB"] > 0
+        assert found[name]["ladder_kB"] > 0
+    assert found["exdyna:codec=int8"]["messages_kB"] <= found["exdyna"]["messages_kB"]
+    assert found["dense"]["messages_kB"] >= 4 * n / 1e3, "all elements in one message"
+    assert [json.loads(line)["bench"] for line in out.read_text().splitlines()] == ["memory"] * len(cases)
+
+
 def test_sparse_models(directory: Path) -> None:
     cases = ("dense", "exdyna:density=0.05")
     dense, sparse, tailored = bench(
@@ -256,11 +299,11 @@ def test_sparse_models(directory: Path) -> None:
 def test_ddp_refuses_what_it_would_pass_over(comm: MPI.Intracomm, directory: Path) -> None:
     config = directory / "ddp.toml"
     if comm.rank == 0:
-        config.write_text('model = "digits-cnn"\nsteps = 3\nbatch_size = 4\nclip = 1.0\n')
+        config.write_text('model = "digits-cnn"\nsteps = 4\nbatch_size = 4\nclip = 1.0\n')
     comm.Barrier()
     with pytest.raises(AssertionError, match="bench ddp does not support clip"):
         bench("ddp", "--config", config)
-    with pytest.raises(AssertionError, match="--steps must be at least 3, because the first 2 are warm-up, got 2"):
+    with pytest.raises(AssertionError, match="--steps must be at least 4, because the first 3 are warm-up, got 2"):
         bench("ddp", "--model", "digits-cnn", "--steps", 2)
 
 
@@ -269,17 +312,34 @@ def test_ddp(directory: Path) -> None:
         "ddp", "--model", "digits-cnn", "--batch-size", 4, "--steps", 4, "--cases", "dense", "exdyna:density=0.1",
         "speculative", "--json", "--out", directory / "ddp.jsonl",
     )  # fmt: skip
-    alone, ddp, fp16, power, dense, sparse, ahead = records
+    alone, ddp, fp16, bf16, power, dense, sparse, ahead = records
     assert [r["what"] for r in records[:2]] == ["computation alone", "DDP"]
     assert "loss" not in alone
-    assert [len(r["loss_by_step"]) for r in records[1:]] == [4] * 6
+    assert [len(r["loss_by_step"]) for r in records[1:]] == [4] * 7
     assert dense["loss_by_step"] == pytest.approx(ddp["loss_by_step"], rel=1e-4), "the same model, batches and mean"
-    assert fp16["loss_by_step"] == pytest.approx(ddp["loss_by_step"], rel=1e-2)
+    for halves in (fp16, bf16):
+        assert halves["loss_by_step"] == pytest.approx(ddp["loss_by_step"], rel=1e-2)
+    assert alone["of_alone"] == 1.0
     assert power["loss_by_step"][:2] == pytest.approx(ddp["loss_by_step"][:2], rel=1e-4)
     assert sparse["density"] == pytest.approx(0.1, rel=0.02)
     assert ahead["density"] > 0
     assert 0 < ahead["exchange_ms"] < ahead["ms"]
-    assert len((directory / "ddp.jsonl").read_text().splitlines()) == 7
+    assert len((directory / "ddp.jsonl").read_text().splitlines()) == 8
+
+
+def test_nodes_against_all_ranks(directory: Path, monkeypatch: pytest.MonkeyPatch, comm: MPI.Intracomm) -> None:
+    """On one node nothing leaves it; what the network devices count is that of the whole machine."""
+    monkeypatch.setenv("MPISPARSE_RANKS_PER_NODE", "2")
+    out = directory / "nodes.jsonl"
+    flat, node = bench("nodes", "--elements", 20000, "--steps", 5, "--cases", "dense:codec=int4", "--json", "--out", out)
+    assert [(r["hierarchy"], r["ranks_a_node"]) for r in (flat, node)] == [("flat", 1), ("node", 2)]
+    assert flat["times_flat"] == 1.0
+    assert node["times_flat"] > 0
+    assert node["node_MB"] > 0.07 > flat["node_MB"] == 0  # of 20,000 float32 each rank gets half as sums, and half as means
+    assert len(out.read_text().splitlines()) == 2
+    monkeypatch.setenv("MPISPARSE_RANKS_PER_NODE", "1")
+    with pytest.raises(AssertionError, match="needs hosts with the same number of ranks, at least 2"):
+        bench("nodes", "--elements", 20000, "--steps", 5)
 
 
 def test_converge_finds_the_same_on_ranks_and_on_virtual_workers(directory: Path, comm: MPI.Intracomm) -> None:

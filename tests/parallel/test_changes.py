@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from mpi4py import MPI
-from ranks import PATHS, alike, bits, everywhere, held, raised, seeded, total
+from ranks import PATHS, alike, bits, carried, everywhere, held, raised, seeded, total
 from torch import nn
 
 import mpisparse
@@ -280,13 +280,14 @@ def test_frozen_midway_and_set_free_again(comm: MPI.Intracomm, options: dict[str
     sync.close()
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize(("staleness", "codec"), [(0, "fp32"), (2, "fp32"), (1, "momentum-fp32"), (2, "momentum-fp32")])
 @pytest.mark.filterwarnings("ignore:an adaptive optimizer")
-def test_frozen_while_results_are_in_flight(comm: MPI.Intracomm, staleness: int) -> None:
+def test_frozen_while_results_are_in_flight(comm: MPI.Intracomm, staleness: int, codec: str) -> None:
     """Values in flight of a frozen parameter return to the residuals; a probe does not need its gradient."""
     model = images()
     x = torch.randn(4, 3, 5, 5, generator=seeded(9, 9))
-    options = {"density": 0.2, "staleness": staleness, "probe": lambda: model(x).square().mean(), "probe_every": 2}
+    probe = {"probe": lambda: model(x).square().mean(), "probe_every": 2}
+    options = {"density": 0.2, "staleness": staleness, "codec": codec, **probe}
     sync = mpisparse.GradientSync(model, scheme="speculative", **options)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.1)
     mpisparse.attach(optimizer, sync)
@@ -298,8 +299,9 @@ def test_frozen_while_results_are_in_flight(comm: MPI.Intracomm, staleness: int)
             return weight.detach().clone()
 
     def in_flight() -> torch.Tensor:
-        mean = torch.zeros(sync.residual.numel(), dtype=torch.float64)
-        for result in sync.state_dict().get("step.flight", ()):
+        state = sync.state_dict()
+        mean = carried(state, sync.residual.numel())
+        for result in state.get("step.flight", ()):
             mean[torch.as_tensor(result["index"])] += torch.as_tensor(result["mean"]).double()
         return mean[part]
 
@@ -318,6 +320,8 @@ def test_frozen_while_results_are_in_flight(comm: MPI.Intracomm, staleness: int)
             assert everywhere(comm, torch.equal(shared(), before) and torch.equal(weight, before))
             now = total(comm, sync.residual[part].double() + in_flight())
             assert torch.allclose(now, kept, rtol=1e-4, atol=1e-7)
+            blending = carried(sync.state_dict(), sync.residual.numel())[part]
+            assert everywhere(comm, step < 3 + staleness or not blending.any()), "it goes on being sent"
     sync.synchronize()
     assert alike(comm, model.parameters())
     assert not torch.equal(weight, before)

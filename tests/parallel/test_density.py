@@ -170,3 +170,50 @@ def test_convergence_on_digits_for_several_seeds(comm: MPI.Intracomm, path: str,
     sparse = [accuracy_after(comm, seed, 10, "exdyna", **options) for seed in seeds]
     assert dense >= 0.95
     assert np.mean(sparse) >= dense - 0.015, (dense, sparse)
+
+
+@pytest.mark.parametrize(("scheme", "options"), [("exdyna", {}), ("drift", {}), ("drift", {"by": "groups"})])
+def test_the_density_falls_and_a_resumed_one_goes_on_falling(
+    comm: MPI.Intracomm, directory: Path, scheme: str, options: dict[str, str]
+) -> None:
+    def begun() -> tuple[nn.Module, mpisparse.GradientSync, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        model = nn.Linear(256, 100)
+        falls = {"density": 0.05, "density_from": 0.8, "density_warmup": 4}
+        sync = mpisparse.GradientSync(model, scheme=scheme, comm=comm, **falls, **options)  # type: ignore[arg-type]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mpisparse.attach(optimizer, sync)
+        return model, sync, optimizer
+
+    def trained(first: int, last: int) -> list[float]:
+        told = []
+        for step in range(first, last):
+            optimizer.zero_grad()
+            model(torch.randn(4, 256, generator=seeded(comm.rank, step))).square().mean().backward()
+            optimizer.step()
+            told.append(sync.stats.set_density)
+        return told
+
+    expected = [0.8, 0.4, 0.2, 0.1, 0.05, 0.05]
+    model, sync, optimizer = begun()
+    assert trained(0, 6) == pytest.approx(expected, rel=0.05 if options else 1e-3)  # groups are not divided
+    sync.close()
+    model, sync, optimizer = begun()
+    trained(0, 3)
+    mpisparse.checkpoint.save(directory, step=3, model=model, optimizer=optimizer, sync=sync)
+    sync.close()
+    model, sync, optimizer = begun()
+    mpisparse.checkpoint.load(directory, model=model, optimizer=optimizer, sync=sync)
+    assert trained(3, 6) == pytest.approx(expected[3:], rel=0.05 if options else 1e-3)
+    sync.close()
+
+
+def test_the_density_of_a_vector_falls(comm: MPI.Intracomm) -> None:
+    made = mpisparse.aggregator(1000, density=0.1, density_from=0.4, density_warmup=2, comm=comm)
+    told = []
+    for step in range(3):
+        made.step(torch.randn(1000, generator=seeded(comm.rank, step)))
+        assert made.last is not None
+        told.append(made.last.set_density)
+    assert told == pytest.approx([0.4, 0.2, 0.1])
+    made.close()

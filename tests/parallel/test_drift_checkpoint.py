@@ -33,7 +33,10 @@ CASES: dict[str, dict[str, Any]] = {
     "in flight": {"density": 0.05, "staleness": 1},
     "whole in flight": {"density": 1.0, "staleness": 1},
     "in flight, every third": {"density": 0.05, "staleness": 1, "every": 3},
+    "own, in flight, rank 0": {"density": 0.05, "masks": "own", "staleness": 1, "server": "rank0"},
+    "own, by average": {"density": 0.05, "masks": "own", "scorer": "average", "every": 2},
 }
+SPARSE = ["sparse", "in flight, every third", "own, in flight, rank 0", "own, by average"]
 STEPS, MIDDLE = 9, 4
 
 
@@ -230,7 +233,7 @@ def test_malformed_objects_of_a_rank_are_found(
 # Another number of ranks
 
 
-@pytest.mark.parametrize("case", ["sparse", "whole in flight", "in flight, every third"])
+@pytest.mark.parametrize("case", [*SPARSE, "whole in flight"])
 @pytest.mark.parametrize("fewer", [pytest.param(n, marks=pytest.mark.mpi(min_size=n + 1)) for n in (1, 2, 3)])
 @pytest.mark.parametrize("grow", [False, True], ids=["shrink", "grow"])
 @pytest.mark.pairs

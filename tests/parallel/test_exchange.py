@@ -201,7 +201,7 @@ def test_the_bytes_of_one_step(comm: MPI.Intracomm) -> None:
     borders = sync.stats.borders
     lengths = np.diff(borders).tolist()
     mine = lengths[comm.rank]  # in the first step partition r is rank r's
-    header = others * (9 * 8 + 2 * 8 + 2 * 4)  # the roll call with status, k and so on; then status, detail, a ladder's ends
+    header = others * (9 * 8 + 256 + 2 * 8)  # the roll call with status, k, room for counts and so on; then status, detail
     rows = [1 + -(-length // 8) for length in lengths]  # one bit says that there is no gap before an element
     indices = sum(rows) - rows[comm.rank]
     values = others * 4 * mine  # the others' values of my partition

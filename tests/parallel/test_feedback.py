@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -112,4 +114,24 @@ def test_dense_float32_keeps_nothing_and_needs_no_accumulator(comm: MPI.Intracom
     torch.testing.assert_close(aggregator.step(mine).double(), 3 * expected, **close)
     assert everywhere(comm, not aggregator.residual.any())
     torch.testing.assert_close(aggregator.step(mine).double(), expected, **close)
+    aggregator.close()
+
+
+@pytest.mark.parametrize("codec", ["int4", "int2", "sign"])
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_fewer_elements_than_ranks(comm: MPI.Intracomm, codec: str, n: int) -> None:
+    """Owners of nothing take part, and nothing is lost."""
+    aggregator = mpisparse.aggregator(n, scheme="dense", codec=codec)
+    given, published = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
+    for step in range(4):
+        vector = torch.randn(n, generator=seeded(comm.rank, step))
+        mean = aggregator.step(vector)
+        assert alike(comm, [mean])
+        given, published = given + vector, published + mean
+    waits, state = aggregator.residual.double().clone(), aggregator.state()
+    if "error" in state:
+        reducer: Any = aggregator.works.reducer
+        waits[reducer.owned(comm.rank, comm.size)] += comm.size * torch.from_numpy(np.array(state["error"])).double()
+    off = (total(comm, given) - comm.size * published - total(comm, waits)).abs().max()
+    assert everywhere(comm, float(off) < 1e-4), float(off)
     aggregator.close()

@@ -58,20 +58,57 @@ def test_replicas_that_differ_are_named(comm: MPI.Intracomm, name: str) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_what_may_be_rounding_is_a_warning(comm: MPI.Intracomm) -> None:
-    model, sync, optimizer = make(comm, check_every=2)
+def test_a_comparison_in_a_skipped_step_is_made_in_the_next(comm: MPI.Intracomm) -> None:
+    model, sync, optimizer = make(comm, check_every=2, nonfinite="skip")
     mpisparse.attach(optimizer, sync)
-    step(model, optimizer, comm.rank, 0)
+    for number in range(2):
+        step(model, optimizer, comm.rank, number)
     with torch.no_grad():
-        model[0].weight[0, 0] *= 1 + 1e-6 * (comm.rank == 1)  # type: ignore[index, union-attr]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for number in range(1, 6):
-            step(model, optimizer, comm.rank, number)
-    texts = comm.bcast([str(w.message) for w in caught])
+        model[0].weight[0, 0] += 0.1 * (comm.rank == 1)  # type: ignore[index, union-attr]
+    optimizer.zero_grad()
+    (next(model.parameters()).sum() * torch.inf).backward()
+    optimizer.step()
+    assert sync.stats.skipped
+    text = raised(comm, mpisparse.GradientError, lambda: step(model, optimizer, comm.rank, 3))
+    assert "the replicas differ" in text
+
+
+def test_rates_without_a_number_and_rates_that_differ_in_the_last_bits(comm: MPI.Intracomm) -> None:
+    model, sync, optimizer = make(comm, check_every=1)
+    mpisparse.attach(optimizer, sync)
+    optimizer.param_groups[0]["lr"] = 0.1 * (1 + 1e-15 * comm.rank)
+    step(model, optimizer, comm.rank, 0)
+    optimizer.param_groups[0]["lr"] = None
+    assert sync._rates() == (0.0,)
+    sync.close()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_what_may_be_rounding_is_a_warning(comm: MPI.Intracomm, name: str) -> None:
+    """The training goes on, and moves the weights as if nothing had been found."""
+
+    def train(check_every: int) -> tuple[list[torch.Tensor], list[str]]:
+        model, sync, optimizer = make(comm, name, check_every=check_every)
+        mpisparse.attach(optimizer, sync)
+        step(model, optimizer, comm.rank, 0)
+        with torch.no_grad():
+            sync._replicated()[0].reshape(-1)[0] *= 1 + 1e-6 * (comm.rank == 1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for number in range(1, 6):
+                step(model, optimizer, comm.rank, number)
+        sync.synchronize()
+        weights = [p.detach().clone() for p in model.parameters()]
+        sync.close()
+        return weights, comm.bcast([str(w.message) for w in caught])
+
+    weights, texts = train(check_every=2)
     assert len(texts) == 1, texts
     assert "may be rounding" in texts[0]
-    sync.close()
+    unchecked, silence = train(check_every=0)
+    assert not silence
+    assert all(map(torch.equal, weights, unchecked))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -92,6 +129,9 @@ def test_a_scheduler_that_follows_a_ranks_own_loss(comm: MPI.Intracomm) -> None:
 
 
 def test_wrapped_models_are_refused(comm: MPI.Intracomm) -> None:
+    parameters: Any = nn.Linear(3, 2).parameters()
+    text = raised(comm, mpisparse.ConfigurationError, lambda: mpisparse.GradientSync(parameters, comm=comm))
+    assert "expected the model, a torch.nn.Module, got generator" in text
     wrapped = nn.DataParallel(nn.Linear(3, 2))
     assert "pass model.module" in raised(
         comm, mpisparse.ConfigurationError, lambda: mpisparse.GradientSync(wrapped, comm=comm)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
-from ranks import alike, everywhere, loss_of, seeded, small, total
+from ranks import alike, carried, everywhere, loss_of, seeded, small, total
 
 import mpisparse
 from mpisparse import names
 from mpisparse.core.flights import check_agreed, unpack_agreed
-from mpisparse.core.records import Parts
+from mpisparse.core.records import Delivered, Parts
 from mpisparse.errors import ConfigurationError, GradientError
 from mpisparse.schemes import register_scheme
 from mpisparse.schemes.companion import Scheme, Site
@@ -27,10 +27,10 @@ pytestmark = pytest.mark.mpi
 class LateExdyna(Exdyna):
     """exdyna with its deliveries in flight."""
 
-    staleness: int = 1
+    flight: int = 1
 
     def build(self, parts: Parts, site: Site | None = None) -> Scheme:
-        return Scheme(self.put_together(parts, self.make_scorer(parts), keep=self.compensate, staleness=self.staleness))
+        return Scheme(self.aggregated(parts, site, self.flight))
 
 
 if "late-exdyna" not in names.SCHEMES:
@@ -54,22 +54,28 @@ def train(comm: MPI.Intracomm, sync: mpisparse.GradientSync, model: torch.nn.Mod
         assert alike(comm, model.parameters())
 
 
-@pytest.mark.parametrize("codec", ["fp32", "int8"])
+@pytest.mark.parametrize("codec", ["fp32", "int8", "momentum-int8"])
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_nothing_is_lost_and_every_step_is_counted(comm: MPI.Intracomm, staleness: int, codec: str) -> None:
     model = small()
-    sync = mpisparse.GradientSync(model, scheme="late-exdyna", density=0.05, codec=codec, staleness=staleness)
+    sync = mpisparse.GradientSync(model, scheme="late-exdyna", density=0.05, codec=codec, flight=staleness)
     given, arrived = torch.zeros(2, sync.residual.numel(), dtype=torch.float64)
     for step, own in enumerate(train(comm, sync, model, 8)):
         given += own
         arrived += comm.size * flat(model).double()
         waiting, coming = sync.residual.double(), torch.zeros_like(arrived)
-        for delivery in sync.state_dict()["step.flight"]:
+        state = sync.state_dict()
+        waiting += carried(state, len(waiting))
+        for delivery in state["step.flight"]:
             waiting[delivery["sent"]] += torch.as_tensor(delivery["left"]).double()
             coming[delivery["index"]] += comm.size * torch.as_tensor(delivery["mean"]).double()
         off = (total(comm, given) - arrived - coming - total(comm, waiting)).abs().max()
         assert off < 1e-5
         assert everywhere(comm, sync._aggregator.number == step + 1)
+    for _ in sync._aggregator.arrivals():  # what one brings back to be blended is added to what the one before it brought
+        arrived += comm.size * flat(model).double()
+    waiting = sync.residual.double() + carried(sync.state_dict(), len(arrived))
+    assert (total(comm, given) - arrived - total(comm, waiting)).abs().max() < 1e-5
     sync.close()
 
 
@@ -105,9 +111,24 @@ def test_an_agreement_fits_another_number_of_ranks(comm: MPI.Intracomm) -> None:
     sync.close()
 
 
-def test_a_codec_that_blends_is_refused(comm: MPI.Intracomm) -> None:
-    with pytest.raises(ConfigurationError, match="in flight choose one that does not"):
-        mpisparse.GradientSync(small(), scheme="late-exdyna", codec="momentum-int8")
+@pytest.mark.parametrize("compensate", [True, False])
+def test_momentum_in_flight_is_that_at_once_a_step_later(comm: MPI.Intracomm, compensate: bool) -> None:
+    """Each rank's own elements leave when they are chosen, so that the same ones are blended with the same ones."""
+    options = {"scheme": "momentum", "masks": "own", "codec": "momentum-fp32", "compensate": compensate}
+    now, late = (mpisparse.aggregator(300, comm=comm, staleness=staleness, **options) for staleness in (0, 1))
+    means = []
+    for step in range(12):
+        given = torch.randn(300, generator=seeded(comm.rank, step)) ** 3
+        mean = late.step(given).clone()
+        assert everywhere(comm, torch.equal(mean, means[-1] if means else torch.zeros(300))), f"step {step}"
+        means.append(now.step(given).clone())
+    assert now.works.flight is None
+    assert late.works.flight is not None
+    (arrived,) = late.works.flight.results()
+    assert isinstance(arrived, Delivered)
+    assert everywhere(comm, len(arrived.sent.index) > late.k), "nothing was sent that was not chosen in the same step"
+    now.close()
+    late.close()
 
 
 def test_an_aggregator_whose_scorer_is_in_trouble_refuses_the_step(comm: MPI.Intracomm) -> None:

@@ -242,6 +242,12 @@ def test_what_cannot_be_joined_is_refused(comm: MPI.Intracomm) -> None:
         handle.remove()
     mpisparse.attach(optimizer, sync)
 
+    def ask() -> None:
+        with sync.join():
+            mpisparse.should_stop()
+
+    assert "should_stop(sync)" in raised(comm, mpisparse.ConfigurationError, ask)
+
     def train() -> None:
         with sync.join():
             if comm.rank == 0:

@@ -89,8 +89,8 @@ class Twin:
         self.acc = np.where(selected, np.float32(0), self.acc)
         self.momentum[:, sent] = (beta * masked + (one - beta) * self.momentum)[:, sent]
         mean = np.zeros(self.n, np.float32)
-        for rank, lo, hi in regions:
-            part = np.flatnonzero(sent[lo:hi]) + lo
+        parts = np.array_split(np.flatnonzero(sent), np.arange(1, self.size) * sent.sum() // self.size)
+        for (rank, _, _), part in zip(regions, parts, strict=True):  # equal parts, wherever they were selected
             arrived = [by_group(int8)(self.momentum[r, part]) for r in range(self.size)]
             summed = arrived[0].copy()
             for row in arrived[1:]:

@@ -458,6 +458,20 @@ def test_virtual_workers_compute_what_ranks_compute(comm: MPI.Intracomm) -> None
     assert everywhere(comm, run_virtual(comm.size, trained) == [real] * comm.size)
 
 
+@pytest.mark.mpi(min_size=2)
+def test_replicas_that_differ_are_named(comm: MPI.Intracomm, start: Start) -> None:
+    model = small()
+    optimizer = start(model.parameters(), check_every=4)
+    train(comm, model, optimizer, range(6))  # compared before step 4
+    if comm.rank == comm.size - 1:
+        with torch.no_grad():
+            next(model.parameters()).view(-1)[0] += 1.0
+    train(comm, model, optimizer, range(6, 8))
+    text = raised(comm, mpisparse.GradientError, lambda: train(comm, model, optimizer, range(8, 9)))
+    assert f"ranks 0 and {comm.size - 1} differ in 0 of group 0" in text
+    assert "check_every=0 turns this check off" in text
+
+
 def test_a_sync_is_not_attached(comm: MPI.Intracomm, start: Start) -> None:
     model = small()
     sync = mpisparse.GradientSync(model, scheme="dense")
@@ -473,3 +487,11 @@ def test_the_schedule() -> None:
     assert sum(schedule.turn(step).steps for step in range(70)) == pytest.approx(66)
     assert not any(Schedule(8, 0).turn(step).whole for step in range(8, 200))
     assert np.isclose(schedule.turn(16).steps, 5.0)
+
+
+def test_beside_a_sync_it_is_not_taken_for_an_optimizer_that_forgot_to_exchange(comm: MPI.Intracomm, start: Start) -> None:
+    model = small()
+    sync = mpisparse.GradientSync(model, comm=comm)  # to average metrics, say
+    train(comm, model, start(model.parameters()), range(3))  # a warning would be an error
+    assert everywhere(comm, sync._unexchanged.count == 0)
+    sync.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -38,14 +39,15 @@ best_and_paper = pytest.mark.parametrize("settings", [Settings(), PAPER], ids=["
 class Problem:
     """Gradients by seed: heavy-tailed, of another scale in every layer (rows, columns, scale) and on every rank.
 
-    types: of the parameters, None for float32. tied: all magnitudes equal one. absent: some layers lack a gradient on some
-    ranks. densities: for each step, empty for the density of the settings.
+    types: of the parameters, None for float32. even: all ranks and all steps have the same scale. tied: all magnitudes equal
+    one. absent: some layers lack a gradient on some ranks. densities: for each step, empty for the density of the settings.
     """
 
     layers: Layers = LAYERS
     types: tuple[str, ...] | None = None
     tied: bool = False
     absent: bool = False
+    even: bool = False
     densities: tuple[float, ...] = ()
 
     @property
@@ -72,7 +74,7 @@ def make_gradients(problem: Problem, rank: int, step: int) -> Gradients:
     draw = np.random.default_rng([rank, step])
     gradients: Gradients = []
     for i, ((rows, columns, scale), kind) in enumerate(zip(problem.layers, problem.kinds, strict=True)):
-        values = draw.standard_t(2.5, (rows, columns)) * scale * BOOST[step] * (1 + rank)
+        values = draw.standard_t(2.5, (rows, columns)) * scale * (1 if problem.even else BOOST[step] * (1 + rank))
         values = np.sign(values) if problem.tied else values
         absent = problem.absent and (i + rank // 2 + step) % 3 == 0
         gradients.append(None if absent else torch.from_numpy(values).to(getattr(torch, kind)))
@@ -169,6 +171,19 @@ def test_densities(check: Check, accumulate: str, density: float) -> None:
     check("native", Problem(), Settings(density=density, codec="int8", accumulate=accumulate))
 
 
+@pytest.mark.parametrize("partitioner", ["paper", "best"])
+def test_an_empty_selection_sends_one_index(check: Check, partitioner: str) -> None:
+    """With the published threshold, which small gradients never reach: one element per partition that is not empty."""
+    problem = Problem(layers=((100, 30, 1e-7), (37, 41, 1e-6)))
+    settings = Settings(controller="paper", partitioner=partitioner, density=0.01)
+    steps = oracle_steps(problem, settings, check.comm.size)
+    for result in steps:
+        filled = [hi > lo for lo, hi in itertools.pairwise(result.borders)]
+        assert result.workloads == tuple(map(int, filled))
+        assert 1 <= sum(result.workloads) <= check.comm.size
+    check("native", problem, settings)
+
+
 @both_paths
 @pytest.mark.parametrize(("controller", "partitioner"), [("tail", "paper"), ("paper", "best")])
 @pytest.mark.parametrize("blocks", [None, 7])
@@ -192,6 +207,18 @@ def test_mixed_settings(check: Check, accumulate: str, controller: str, partitio
 @pytest.mark.pairs
 def test_problems(check: Check, backend: str, accumulate: str, problem: Problem) -> None:
     check(backend, problem, Settings(0.03, "int8", accumulate))
+
+
+@both_backends
+@both_paths
+@pytest.mark.parametrize("density", [0.02, 0.2, 1.0])
+@pytest.mark.pairs
+def test_borders_that_stay(check: Check, backend: str, accumulate: str, density: float) -> None:
+    """Ranks that select alike: the borders of the last step balance this one."""
+    problem, settings = Problem(layers=((100, 300, 1.0),), even=True), Settings(density, "int8", accumulate)
+    borders = [result.borders for result in oracle_steps(problem, settings, check.comm.size)]
+    assert len(set(borders)) < len(borders)
+    check(backend, problem, settings)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 33])

@@ -63,8 +63,8 @@ def create_sparsity_mask(gradients: np.ndarray, importance_scores: np.ndarray, k
     return mask
 
 
-@pytest.mark.parametrize("compensate", ["none", "residual"])
-def test_the_mask_is_the_documents(comm: MPI.Intracomm, compensate: str) -> None:
+@pytest.mark.parametrize("compensate", [False, True])
+def test_the_mask_is_the_documents(comm: MPI.Intracomm, compensate: bool) -> None:
     """Scores have many ties; each element's score and gradient are those of its owner."""
     model = small()
     sync = make(model, rule="importance", percentile="exact", compensate=compensate, codec="fp32", publish_after=100)
@@ -366,7 +366,7 @@ def test_without_validation_the_coming_magnitude_is_learned(comm: MPI.Intracomm)
     """Gradients that keep their sign grow in the step of a lesson, others shrink: earlier magnitudes do not show which."""
     model = nn.Linear(80, 50, bias=False)
     with pytest.warns(UserWarning, match="without validation= learns to predict the accumulator's coming magnitude"):
-        sync = make(model, validation=None, compensate="none")
+        sync = make(model, validation=None, compensate=False)
     generator = seeded(comm.rank, 0)
     size, keeps = 1 + torch.rand(50, 80, generator=generator), torch.rand(50, 80, generator=generator) < 0.5
     for step in range(51):
@@ -383,9 +383,9 @@ def test_without_validation_the_coming_magnitude_is_learned(comm: MPI.Intracomm)
 
 
 def test_what_is_sent_stands_for_the_rest(comm: MPI.Intracomm) -> None:
-    """compensate="scale" multiplies each layer's values by accumulated / selected magnitude, capped; no residual."""
+    """rescale multiplies each layer's values by accumulated / selected magnitude, capped; no residual."""
     model = small()
-    sync = make(model, compensate="scale", scale_cap=3.0, codec="fp32")
+    sync = make(model, compensate=False, rescale=True, scale_cap=3.0, codec="fp32")
     for step in range(3):
         loss_of(model, seeded(comm.rank, step)).backward()
         own = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]).double()
@@ -416,7 +416,7 @@ def test_what_is_sent_stands_for_the_rest(comm: MPI.Intracomm) -> None:
         ({"validation": 3}, "validation must be a callable that returns a loss, got 3"),
         ({"rule": "magnitude"}, "rule"),
         ({"budget": 0}, "budget"),
-        ({"compensate": True}, "compensate"),
+        ({"compensate": "residual"}, "compensate"),
         ({"k_factor": 1.0}, "k_factor > 1"),
         ({"k_least": 2.0}, "k_least <= 1 <= k_most"),
         ({"publish_after": 0}, "publish_after"),

@@ -68,7 +68,11 @@ def test_a_nonfinite_gradient_on_one_rank(comm: MPI.Intracomm, path: str, value:
     assert f"rank {bad} has a non-finite gradient in 2.weight (flat index {20 * 30 + 30 + 7})" in text
     model.zero_grad()
     loss_of(model, comm.rank, 2).backward()
-    assert "damaged since an earlier error" in raised(comm, mpisparse.GradientError, sync.step)
+    if scheme == "exdyna" and path == "step" and comm.size > 1:  # seen before anything was added: the next step goes on
+        sync.step()
+        assert alike(comm, [p.grad for p in model.parameters()])
+    else:
+        assert "damaged since an earlier error" in raised(comm, mpisparse.GradientError, sync.step)
     sync.load_state_dict(saved)
     model.zero_grad()
     loss_of(model, comm.rank, 2).backward()

@@ -14,6 +14,7 @@ from ranks import alike, loss_of, raised, seeded, small
 from torch import nn
 
 import mpisparse
+from mpisparse.comm import roll_call
 from mpisparse.comm.roll_call import ENTRIES, in_words
 from mpisparse.errors import CollectiveError
 
@@ -184,3 +185,16 @@ def test_words() -> None:
     assert in_words([(step, 4)] * 12 + [(step, 5)]).startswith(
         "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more are in step 4, rank 12 in"
     )
+
+
+def test_a_connection_that_is_closed_says_in_which_call() -> None:
+    """Over a process group a rank that ends closes its connections; no roll call of it comes."""
+
+    class Closed:
+        def gathered(self, gathering: Any) -> Any:
+            raise ConnectionError("r0 | the exchange with the other ranks broke off")
+
+    row = np.array([roll_call.ENTRIES.index("checkpoint.save"), 6], dtype=np.int64)
+    call: Any = roll_call.Call(Closed(), row, gathering=object())  # type: ignore[arg-type]
+    with pytest.raises(ConnectionError, match=r"broke off. This rank was in checkpoint.save: .* make it on every rank"):
+        roll_call.answers(call)

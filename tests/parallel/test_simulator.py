@@ -66,8 +66,22 @@ def test_real_and_simulated_steps_are_equal(
     sync.close()
 
 
+def test_bytes_in_few_bits_are_those_of_a_real_step(comm: MPI.Intracomm) -> None:
+    """Of the first step: later ones select by what the codec has left, too."""
+    source = Synthetic(20_000, comm.size)
+    model = GivenModel.of(source, comm.rank)
+    sync = mpisparse.GradientSync(model, density=0.02, codec="int4", comm=comm)
+    model.backward()
+    sync.step()
+    log = simulator("exdyna", source, comm.size, 0.02, codec="int4").step().log
+    same = (sync.stats.bytes_sent, sync.stats.bytes_received) == (log.sent()[comm.rank], log.received()[comm.rank])
+    sync.close()
+    assert everywhere(comm, same)
+
+
 def test_what_it_does_not_know_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="leave the other options as they are"):
-        simulator("exdyna", Synthetic(100, 2), 2, 0.1, codec="int8")
+    for options in ({"scorer": "average"}, {"codec": "momentum-int8"}):
+        with pytest.raises(ConfigurationError, match="leave the other options as they are"):
+            simulator("exdyna", Synthetic(100, 2), 2, 0.1, **options)
     with pytest.raises(ConfigurationError, match='scheme "dgc" has no simulator'):
         simulator("dgc", Synthetic(100, 2), 2, 0.1)

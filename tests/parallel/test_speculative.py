@@ -20,6 +20,8 @@ from speculating import OPTIMIZERS, Run, leftovers
 from torch import nn
 
 import mpisparse
+from mpisparse.model.layout import Layout
+from mpisparse.schemes.speculative.influence import Probe
 
 Floats = NDArray[np.float32]
 
@@ -342,7 +344,7 @@ def test_a_reward_in_seconds(comm: MPI.Intracomm) -> None:
         time.sleep(0.002 * comm.rank)
         run.step(step)
         fine.append(run.sync.stats.speculation.fine)
-    policy = run.sync._companion.selection.policy
+    policy = run.sync._companion.chooser.policy
     assert everywhere(comm, policy.draws == 4 and policy.cost > 0.0 and comm.bcast(policy.cost) == policy.cost)
     assert everywhere(comm, comm.bcast(fine) == fine)
     with run.sync.global_weights():
@@ -415,4 +417,51 @@ def test_a_probe_in_training(comm: MPI.Intracomm) -> None:
     assert sync.stats.speculation.probe_loss < 1.0
     with sync.global_weights():
         assert alike(comm, model.parameters())
+    sync.close()
+
+
+def test_curvature_changes_little_of_the_choice_on_a_net(comm: MPI.Intracomm) -> None:
+    """Of the update's influence too: the diagonal of the Hessian is small against one over the learning rate."""
+    model = small()
+    steps = range(10)
+    probes = [Probe(model, Layout(model), lambda: loss_of(model, seeded(99, 0)), epsilon=1e-2, seed=seed) for seed in steps]
+    curvature = np.mean([probe.run(0, 0)[1] for probe in probes], axis=0)
+
+    def picks(*, bent: bool) -> list[set[int]]:
+        run, found = Run(comm, influence="update", density=0.05, tolerance=0.0), []
+        scorer: Any = run.sync._aggregator.works.scorer.inner
+        if bent:
+            scorer.influence.learn(curvature.copy())
+        for step in steps:
+            run.step(step)
+            found.append(set(run.sync._companion.selection.chosen.index.tolist()))
+        run.close()
+        return found
+
+    shares = [len(a & b) / len(a) for a, b in zip(picks(bent=True), picks(bent=False), strict=True)]
+    assert everywhere(comm, min(shares) < 1.0)
+    assert everywhere(comm, np.mean(shares) > 0.8)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_scored_after_a_step_goes_by_the_one_before(comm: MPI.Intracomm, staleness: int) -> None:
+    """As in the pseudo-code: the first scores are zero, and each step chooses by those that the last one left."""
+    run = Run(comm, scored="after", staleness=staleness, density=0.05)
+    scorer: Any = run.sync._aggregator.works.scorer.inner
+    for step in range(5):
+        left = scorer.influence.scores.copy()
+        run.step(step)
+        chosen = run.sync._companion.selection.chosen
+        assert everywhere(
+            comm, set(chosen.index.tolist()) == set(np.argsort(-left, kind="stable")[: run.sync.k if step else 0])
+        )
+        assert everywhere(comm, not np.array_equal(left, scorer.influence.scores))
+    run.close()
+
+
+def test_influence_of_updates_needs_an_optimizer(comm: MPI.Intracomm) -> None:
+    model = small()
+    sync = mpisparse.GradientSync(model, scheme="speculative", staleness=0, influence="update")
+    loss_of(model, seeded(comm.rank, 0)).backward()
+    assert "attach() it" in raised(comm, mpisparse.GradientError, sync.step)
     sync.close()

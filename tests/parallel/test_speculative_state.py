@@ -19,7 +19,7 @@ from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradien
 from mpisparse.runtime import train
 from mpisparse.runtime.settings import Settings
 from mpisparse.stopping import StopRequest
-from mpisparse.wire.reduction import OwnByOwner
+from mpisparse.wire.own import OwnByOwner
 
 # Checkpoints
 
@@ -35,9 +35,13 @@ def subjects(run: Run) -> dict[str, Any]:
     [
         ("sgd", {"granularity": "learned", "largest": 10_000}),
         ("adamw", {"staleness": 2, "codec": "int8"}),
+        ("sgd", {"staleness": 2, "codec": "momentum-int8"}),
         ("sgd", {"staleness": 2, "codec": "int8", "compensate": False}),
+        ("sgd", {"codec": "momentum-int8", "compensate": False}),
         ("adam", {"staleness": 0}),
         ("adam", {"granularity": "rule", "tolerance": math.inf}),
+        ("sgd", {"granularity": "learned", "learner": "state", "largest": 10_000}),
+        ("adam", {"influence": "update", "scored": "after"}),
     ],
 )  # fmt: skip
 def test_resume(comm: MPI.Intracomm, directory: Path, optimizer: str, options: dict[str, Any]) -> None:
@@ -54,15 +58,16 @@ def test_resume(comm: MPI.Intracomm, directory: Path, optimizer: str, options: d
         run.close()
 
 
-def test_a_checkpoint_holds_the_global_weights(comm: MPI.Intracomm, directory: Path) -> None:
+@pytest.mark.parametrize("codec", ["int8", "momentum-int8"])
+def test_a_checkpoint_holds_the_global_weights(comm: MPI.Intracomm, directory: Path, codec: str) -> None:
     """Loaded without the scheme or on another number of ranks, the model has the global weights and nothing is lost."""
-    run = Run(comm, "adamw", codec="int8").train(0, 6)
+    run = Run(comm, "adamw", codec=codec).train(0, 6)
     checkpoint.save(directory, step=6, **subjects(run))
     plain = small()
     checkpoint.load(directory, model=plain)
     with run.sync.global_weights():
         assert everywhere(comm, bits(plain.parameters()) == bits(run.model.parameters()))
-    alone = Run(MPI.COMM_SELF, "adamw", codec="int8")
+    alone = Run(MPI.COMM_SELF, "adamw", codec=codec)
     checkpoint.load(directory, **subjects(alone))
     with alone.sync.global_weights():
         assert everywhere(comm, bits(plain.parameters()) == bits(alone.model.parameters()))
@@ -142,9 +147,8 @@ def test_a_noted_loss_counts_once(comm: MPI.Intracomm, directory: Path, saved_at
         assert everywhere(comm, run.sync.state_dict()["step.flight"][-1]["figures"][0] == 7.0)
         train(run, saved_at + 1, 24)
     assert everywhere(comm, saved.bits() == resumed.bits())
-    assert everywhere(
-        comm, repr(saved.sync._companion.selection.policy.state()) == repr(resumed.sync._companion.selection.policy.state())
-    )
+    policies = [run.sync._companion.chooser.policy for run in (saved, resumed)]
+    assert everywhere(comm, repr(policies[0].state()) == repr(policies[1].state()))
     for run in (whole, saved, resumed):
         run.close()
 
@@ -232,7 +236,7 @@ def test_an_error_in_the_thread_is_raised_by_all(
 
     with monkeypatch.context() as patch:
         if comm.rank == comm.size - 1:
-            patch.setattr(OwnByOwner, "_sum", fail)
+            patch.setattr(OwnByOwner, "_terms", fail)
         said = raised(comm, GradientError, lambda: run.train(3, 4 + staleness))
         step = "" if staleness == 0 else f"step 3 failed on rank {comm.size - 1}: "
         assert f"{step}MemoryError: no room" in said
@@ -311,7 +315,7 @@ def test_a_refused_step_forgets_no_noted_loss(comm: MPI.Intracomm) -> None:
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_policy_without_losses(comm: MPI.Intracomm, staleness: int) -> None:
     run = Run(comm, granularity="learned", staleness=staleness, probe_every=1)
-    run.noting, run.sync._companion.selection.policy.patience = False, 12
+    run.noting, run.sync._companion.chooser.policy.patience = False, 12
     said = raised(comm, ConfigurationError, lambda: run.train(0, 20))
     assert "heard of no loss for 12 steps" in said
     must_be_loaded(run)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from torch import nn
 import mpisparse
 from mpisparse import checkpoint
 from mpisparse.checkpoint import store
-from mpisparse.comm import stop_together
+from mpisparse.comm import roll_call, stop_together
+from mpisparse.errors import CollectiveError
 
 pytestmark = pytest.mark.mpi
 
@@ -27,7 +29,11 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
     monkeypatch.setattr(stop_together, "_listener", None)
+    monkeypatch.setattr(roll_call, "_open", [])  # what other tests left open is none of the ranks' business here
     yield
+    listener = stop_together._listener
+    if listener is not None and listener.world is not None:
+        listener.world.close()  # else the next test's ranks would ask in it
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -38,6 +44,37 @@ def test_one_rank_is_asked_and_all_stop(comm: MPI.Intracomm) -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
     assert everywhere(comm, not before)
     assert everywhere(comm, mpisparse.should_stop())
+
+
+def raised_apart(comm: MPI.Intracomm, others: Callable[[], Any]) -> str:
+    """Return the error of all ranks when rank 0 alone asks whether to stop. Collective."""
+    return raised(comm, CollectiveError, mpisparse.should_stop if comm.rank == 0 else others)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("asked_before", [False, True])
+def test_a_rank_that_asks_alone_is_named(comm: MPI.Intracomm, *, asked_before: bool) -> None:
+    model = nn.Linear(6, 4)
+    if asked_before:  # of an exchange of its own, as there is none yet
+        assert everywhere(comm, not mpisparse.should_stop())
+    sync = mpisparse.GradientSync(model, density=0.3)
+    model(torch.randn(3, 6)).square().mean().backward()
+    for called, place in ((sync.step, "in step 0"), (lambda: sync.average(1.0), "in average")):
+        text = raised_apart(comm, called)
+        assert text.startswith("rank 0 is in should_stop, rank")
+        assert place in text
+    assert everywhere(comm, not mpisparse.should_stop())
+    sync.step()
+    sync.close()
+    assert everywhere(comm, not mpisparse.should_stop()), "of a sync that is closed no more"
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_asks_while_others_construct_is_named(comm: MPI.Intracomm) -> None:
+    model = nn.Linear(6, 4)
+    text = raised_apart(comm, lambda: mpisparse.GradientSync(model))
+    assert "rank 0 is in should_stop" in text
+    assert "in GradientSync" in text
 
 
 def test_all_leave_with_the_same_code_after_a_checkpoint(comm: MPI.Intracomm, directory: Path) -> None:

@@ -53,6 +53,34 @@ def test_what_one_rank_refuses_all_refuse(comm: MPI.Intracomm, directory: Path, 
     assert "Traceback" not in told
 
 
+def test_auto_writes_down_what_it_chose_and_goes_on_with_it(comm: MPI.Intracomm, directory: Path) -> None:
+    out = directory / "auto"
+    options = ["--model", "tiny:model", "--data", "tiny:data", "--batch-size", "8", "--scheme", "auto"]
+    code, told = train(comm, out, *options, "--option", "slowdown=1e9", "--steps", "7")
+    assert code == 0, told
+    assert "r0 | auto: dense fp32 from step 5 on: predicted step" in told
+    chosen = (out / "choices.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in chosen[1:]] == [
+        {"step": 0, "candidate": "dense int4"}, {"step": 5, "candidate": "dense fp32"}
+    ]  # fmt: skip
+    code, told = train(comm, out, *options, "--option", "slowdown=1.5", "--steps", "9")
+    assert code == 0, told
+    assert "from step 7" in told
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    details = [line["details"] for line in lines if line["kind"] == "step"]
+    assert [each["choice"] for each in details] == [*5 * [3.0], *4 * [0.0]]
+    assert details[6]["predicted_dense int8"] > details[6]["computing_seconds"] > 0
+    assert (out / "choices.jsonl").read_text().splitlines()[1:] == chosen[1:]
+
+    again = directory / "again"
+    log = f"deterministic={out / 'choices.jsonl'}"
+    code, told = train(comm, again, *options, "--option", log, "--steps", "9")
+    assert code == 0, told
+    losses = [line["loss"] for line in lines if line["kind"] == "step"]
+    told = (again / "metrics.jsonl").read_text()
+    assert [line["loss"] for line in map(json.loads, told.splitlines()) if line["kind"] == "step"] == losses
+
+
 def test_prediction_on_two_ranks_and_what_its_metrics_tell(comm: MPI.Intracomm, directory: Path) -> None:
     """Before the first lesson there is no ranking; accuracies move k, which the metrics show."""
     out = directory / "predictive"

@@ -26,7 +26,7 @@ from tests.parallel.ranks import bits
 pytestmark = pytest.mark.mpi
 STEPS = 8
 CASES: dict[str, dict[str, Any]] = {
-    **{name: {"scheme": name, "density": 0.05} for name in SCHEMES},
+    **{name: {"scheme": name, "density": 0.05} for name in SCHEMES if name != "auto"},  # it chooses by times
     "dense": {"scheme": "dense"},
     "diloco": {"scheme": "diloco", "every": 2, "codec": "int4"},
     "sparseloco": {"scheme": "sparseloco", "every": 2, "density": 0.05},

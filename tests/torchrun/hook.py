@@ -37,7 +37,7 @@ class Net(nn.Module):
 
 def wrapped(dtype: torch.dtype = torch.float32, **options: Any) -> DistributedDataParallel:
     torch.manual_seed(0)
-    return DistributedDataParallel(Net().to(dtype), bucket_cap_mb=SMALL, **options)
+    return DistributedDataParallel(Net().to(dtype), **{"bucket_cap_mb": SMALL, **options})
 
 
 def batch(step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -88,7 +88,7 @@ def check_law(name: str, scheme: str, steps: int = 5, tolerance: float = 1e-5, *
             assert torch.allclose(expected, left, rtol=tolerance, atol=tolerance), (name, step, key)
             assert torch.equal(total(grad), size * grad.double()), (name, "replicas differ")
             sent += int((grad != 0).sum())
-        groups.append(len(state._buckets))
+        groups.append(len(state.stats))
         optimizer.step()
     assert sent, name
     assert groups[-1] > 1, "one bucket only: nothing is shown of several"
@@ -142,6 +142,20 @@ def unused() -> None:
             expected = before[key] + total(own[key].reshape(-1))
             left = dist.get_world_size() * grad.reshape(-1).double() + after[key]
             assert torch.allclose(expected, left, rtol=1e-5, atol=1e-6), (step, key)
+    state.close()
+
+
+def falling() -> None:
+    """The density falls in the first steps."""
+    model = wrapped()
+    state = ddp.State(model, density=0.02, density_from=0.8, density_warmup=3)
+    model.register_comm_hook(state, ddp.hook)
+    sent = []
+    for step in range(5):
+        model.zero_grad()
+        model(batch(step)).square().mean().backward()
+        sent.append(sum(int((grad != 0).sum()) for grad in grads(model.module).values()))
+    assert sent[0] > 2 * sent[1] > 4 * sent[2] > 8 * sent[3] > 0, sent
     state.close()
 
 
@@ -216,7 +230,12 @@ def refused(call: Callable[[], Any], kind: type[Exception], *words: str) -> None
 def refusals() -> None:
     model, wrong = wrapped(), mpisparse.ConfigurationError
     for scheme in ("drift", "speculative", "diloco", "sparseloco"):
-        refused(lambda scheme=scheme: ddp.State(model, scheme=scheme), wrong, f'scheme "{scheme}" moves a model\'s weights')
+        refused(
+            lambda scheme=scheme: ddp.State(model, scheme=scheme),
+            wrong,
+            f'scheme "{scheme}" moves a model\'s weights',
+            "use GradientSync",
+        )
     refused(lambda: ddp.State(model.module), wrong, "wrapped in DistributedDataParallel")
     refused(lambda: ddp.State(model, density=3), wrong, "density must be in (0, 1]")
     refused(lambda: ddp.State(model, nonfinite="skip"), wrong, "nonfinite")
@@ -225,12 +244,77 @@ def refusals() -> None:
     refused(lambda: ddp.State(model, density=0.1 * (1 + dist.get_rank())), wrong, "the ranks differ")
 
 
-def train(model: DistributedDataParallel, steps: range) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train(model: DistributedDataParallel, steps: range, optimizer: torch.optim.Optimizer | None = None) -> None:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     for step in steps:
         optimizer.zero_grad()
         model(batch(step)).square().mean().backward()
         optimizer.step()
+
+
+def continued(scheme: str, **options: Any) -> None:
+    """A resumed run has the bits of an uninterrupted one, wherever it was interrupted."""
+    straight = wrapped()
+    state = ddp.State(straight, scheme=scheme, **options)
+    straight.register_comm_hook(state, ddp.hook)
+    optimizer = torch.optim.SGD(straight.parameters(), lr=0.1)
+    kept: dict[int, io.BytesIO] = {}
+    for step in range(7):
+        train(straight, range(step, step + 1), optimizer)
+        if step in (0, 3):
+            kept[step + 1] = io.BytesIO()
+            torch.save([straight.module.state_dict(), state.state_dict()], kept[step + 1])
+    for step, file in kept.items():
+        file.seek(0)
+        weights, saved = torch.load(file, weights_only=True)
+        again = wrapped(bucket_cap_mb=SMALL / 100)
+        again.module.load_state_dict(weights)
+        resumed = Noting(again, scheme=scheme, **options)
+        again.register_comm_hook(resumed, ddp.hook)
+        resumed.load_state_dict(saved)
+        train(again, range(step, 7), torch.optim.SGD(again.parameters(), lr=0.1))
+        assert len(resumed.arranged) > 1, "DDP's buckets stayed as they were: nothing is shown of others"
+        assert any(resumed.waited), "no bucket of DDP's had to wait for another"
+        assert same(again.module.state_dict(), straight.module.state_dict()), (scheme, step)
+        assert same(resumed.state_dict(), state.state_dict()), (scheme, step)
+        resumed.close()
+    state.close()
+
+
+class Noting(ddp.State):
+    """Notes how DDP arranges its buckets, and which of them wait for others."""
+
+    def __init__(self, model: DistributedDataParallel, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.arranged: set[tuple[str, ...]] = set()
+        self.waited: list[bool] = []
+
+    def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        done = super().average(bucket)
+        self.arranged.add(tuple(self._names[id(p)] for p in bucket.parameters()))
+        self.waited.append(not done.done())
+        return done
+
+
+def same(one: Any, other: Any) -> bool:
+    """Tell whether two states are equal, bit by bit."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype is other.dtype and one.numpy().tobytes() == other.numpy().tobytes()
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def interrupted() -> None:
+    continued("exdyna", density=0.1)
+    continued("exdyna", density=0.1, codec="momentum-int8")
+    continued("momentum", density=0.1, codec="int8")
+    continued("predictive", density=0.1)
+    continued("randomk", density=0.1)
+    continued("demo", density=0.1)
+    continued("dense", codec="int4")
 
 
 def saved(directory: Path) -> None:
@@ -265,6 +349,15 @@ def resumed(directory: Path) -> None:
     refused(lambda: state.load_state_dict(states[0]), wrong, f"the states are of {old} ranks")
     refused(lambda: state.load_state_dict(states[::-1]), wrong, "in their order")
     refused(lambda: state.load_state_dict({"format": 1}), wrong, "not one that state_dict() gave")
+    refused(
+        lambda: state.load_state_dict([{**each, "buckets": each["buckets"][1:]} for each in states]), wrong, "other param"
+    )
+    broken = [{**one, "residual": one["residual"] * torch.nan} for one in states[0]["buckets"]]
+    refused(lambda: state.load_state_dict([{**each, "buckets": broken} for each in states]), wrong, "is not finite")
+    options = {**json.loads(states[0]["options"]), "alpha": 0.5}
+    refused(
+        lambda: state.load_state_dict([{**each, "options": json.dumps(options)} for each in states]), wrong, "saved with"
+    )
     state.load_state_dict(states)
     for name, each in waiting(state, model).items():
         assert abs(each.sum().item() / dist.get_world_size() - sums[name] / old) < 1e-4, name
@@ -282,9 +375,11 @@ if __name__ == "__main__":
         schemes()
         like_plain_ddp()
         unused()
+        falling()
         half_precision()
         nonfinite()
         refusals()
+        interrupted()
         saved(Path(sys.argv[2]))
     assert "mpi4py.MPI" not in sys.modules
     dist.barrier()

@@ -77,7 +77,7 @@ def with_mpi() -> None:
     refused(lambda: mpisparse.GradientSync(model), *words)
     refused(lambda: mpisparse.aggregator(10), *words)
     refused(lambda: mpisparse.optim.OneBitAdamW(model.parameters()), *words)
-    refused(lambda: checkpoint.save("/nowhere", step=1, model=model), *words)
+    refused(lambda: checkpoint.save("/nowhere", step=1, model=model), *words, "need the GradientSync, as sync=")
     if dist.get_rank() == 0:  # the others would wait for torchrun to end them
         assert main(["train", "--out", "/nowhere/run", "--steps", "1"]) == 2
     alone = __import__("mpi4py.MPI").MPI.COMM_SELF

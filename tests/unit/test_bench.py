@@ -119,6 +119,6 @@ def test_groups_of_the_ablation_are_those_of_the_command_line() -> None:
 
 def test_ddp_whose_records_cannot_be_written_ends(tmp_path: Path) -> None:
     config = tmp_path / "ddp.toml"
-    config.write_text('model = "digits-cnn"\nsteps = 3\nbatch_size = 4\n')
+    config.write_text('model = "digits-cnn"\nsteps = 4\nbatch_size = 4\n')
     with pytest.raises(AssertionError, match="expected a file that can be written"):
         job("bench", "ddp", "--config", config, "--cases", "dense", "--out", config / "no")

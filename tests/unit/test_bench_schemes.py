@@ -72,7 +72,7 @@ def test_sparse_models_run_every_scheme(
 
 
 def test_ddp_runs_every_scheme(capsys: pytest.CaptureFixture[str]) -> None:
-    records = bench(capsys, "ddp", "--model", "digits-cnn", "--steps", 3, "--batch-size", 4, "--cases", *SCHEMES)
+    records = bench(capsys, "ddp", "--model", "digits-cnn", "--steps", 4, "--batch-size", 4, "--cases", *SCHEMES)
     ours = [r for r in records if "density" in r]
     assert [r["what"] for r in ours] == list(SCHEMES)
     assert all(0 < r["exchange_ms"] < r["ms"] for r in ours if r["what"] not in ("diloco", "sparseloco"))  # not due yet
@@ -95,12 +95,15 @@ def test_scaling_runs_what_it_can_simulate_and_refuses_the_others(scheme: str, c
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("sync --scheme speculative --codec momentum-int8", "cannot blend"),
+        ("sync --scheme drift --codec momentum-int8", "cannot blend"),
         ("sync --scheme exdyan", "unknown scheme 'exdyan'; did you mean 'exdyna'?"),
         ("scaling --cases exdyan --latency 1 --bandwidth 1", "unknown scheme 'exdyan'; did you mean 'exdyna'?"),
-        ("scaling --cases dense:accumulate=backward --latency 1 --bandwidth 1", "dense without options"),
+        (
+            "scaling --cases topk:codec=int8 --latency 1 --bandwidth 1",
+            "the simulator knows no options of scheme topk, got codec",
+        ),
         ("train --cases exdyan", "unknown scheme 'exdyan'; did you mean 'exdyna'?"),
-        ("ddp --model digits-cnn --steps 3 --cases exdyan", "unknown scheme 'exdyan'; did you mean 'exdyna'?"),
+        ("ddp --model digits-cnn --steps 4 --cases exdyan", "unknown scheme 'exdyan'; did you mean 'exdyna'?"),
         ("sparse-models --cases exdyan", "unknown scheme 'exdyan'; did you mean 'exdyna'?"),
     ],
 )

@@ -59,6 +59,8 @@ def test_examples_are_printed_and_valid(command: str, capsys: pytest.CaptureFixt
         ("slurm --node 3 --partion x -- train", "mpisparse slurm", "did you mean --partition?"),
         ("bench sync --elemnts 3", "mpisparse bench sync", "did you mean --elements?"),
         ("export RUN model.pt --overwite", "mpisparse export", "did you mean --overwrite?"),
+        ("--versoin", "mpisparse [-h]", "required: COMMAND; instead of --versoin, did you mean --version?"),
+        ("inspect --verfy", "mpisparse inspect", "required: directory; instead of --verfy, did you mean --verify?"),
         ("trian", "mpisparse [-h]", "did you mean 'train'?"),
         ("bench snyc", "mpisparse bench", "did you mean 'sync'?"),
         ("train --dry-run none", "mpisparse train", "expected a whole number >= 1"),
@@ -134,7 +136,10 @@ def test_only_the_first_process_prints(capsys: pytest.CaptureFixture[str], monke
     assert capsys.readouterr().out == ""
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     assert main(["train", "--batch-size", "2", "--dry-run"]) == 0
-    assert "# 3 ranks" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "# 3 ranks" in told
+    assert "scheme auto" in told
+    assert dry_run.CHOSEN in told
 
 
 def test_bad_input_of_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,3 +158,39 @@ def test_choices_are_those_that_settings_take() -> None:
         assert choices_of(name)
         for choice in choices_of(name):
             assert getattr(Settings(**{name: choice}), name) == choice
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="huge pages are asked for on Linux only")
+@pytest.mark.parametrize(("set_to", "asked"), [(None, True), ("0", False)])
+def test_gradients_are_in_memory_with_huge_pages(set_to: str | None, asked: bool) -> None:
+    """The kernel notes `hg` for memory of which it was asked; what a user has set stays."""
+    program = """
+import contextlib, re
+from mpisparse.runtime.cli import main
+with contextlib.suppress(SystemExit):
+    main(["--version"])
+import torch
+gradient = torch.zeros(1 << 24)
+at = gradient.data_ptr() + (1 << 24)
+flags, inside = "", False
+for line in open("/proc/self/smaps"):
+    if span := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+        inside = int(span[1], 16) <= at < int(span[2], 16)
+    elif inside and line.startswith("VmFlags"):
+        flags = line.split()
+print("hg" in flags)
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "THP_MEM_ALLOC_ENABLE"}
+    environment |= {} if set_to is None else {"THP_MEM_ALLOC_ENABLE": set_to}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == str(asked)
+
+
+def test_a_reader_who_has_left_sees_no_traceback() -> None:
+    """As `| head` leaves."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-u", "-m", "mpisparse", "doctor"]
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (1, "")

@@ -38,7 +38,8 @@ def test_a_case_is_parsed() -> None:
 
 
 def test_density_warm_up_is_the_loops_where_the_scheme_has_none() -> None:
-    assert parse_case("a: scheme=exdyna density_warmup=3 density=0.1").loop == {"density_warmup": 3}
+    assert parse_case("a: scheme=topk density_warmup=3 density=0.1").loop == {"density_warmup": 3}
+    assert parse_case("a: scheme=exdyna density_warmup=3 density=0.1").loop == {}
 
 
 @pytest.mark.parametrize(
@@ -390,6 +391,7 @@ def test_a_process_ends_with_the_one_that_started_it() -> None:
         ),
         (["--cases", "nowhere.toml"], "cannot read the cases in nowhere.toml"),
         (["--batch-size", "1000"], "a step needs 1000 examples, the data has 379; lower --batch-size"),
+        (["--lr", "0"], "--lr must be above 0, got 0"),
         (["--validation", "0"], "learning rates are picked by validation data, but --validation 0 holds out none"),
         (["--case", "a: scheme=dense optimizer.fast=1"], "case 'a': SGD has no option 'fast'; choose from: dampening"),
     ],
@@ -430,3 +432,11 @@ def test_a_validation_loss_that_rises_for_a_while_ends_no_training(home: Path, m
     record = perform(Run(settings, Case(ALONE, {"scheme": "dense"}), 1, 64))
     assert not record["diverged"]
     assert record["steps"] == 12
+
+
+def test_the_cases_of_the_pages_are_cases() -> None:
+    """Options that a scheme takes no more would be found by a run of hours only."""
+    pages = sorted((Path(__file__).parents[2] / "docs" / "results").rglob("*.toml"))
+    assert pages
+    for page in pages:
+        assert len({case.name for case in read_cases(page)}) == len(read_cases(page)) > 0, page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import mpisparse
 from mpisparse.backends import device, numpy_backend
 from mpisparse.errors import ConfigurationError
+from mpisparse.schemes import SCHEMES
 
 # Prints the backend or the error, then warnings. Torch is slow to load and hardly needed to choose: a module stands in.
 SCRIPT = """
@@ -139,3 +141,12 @@ def test_production_code_does_not_import_the_oracle() -> None:
             if f"mpisparse.backends.{module}" in imported(file):
                 found.add(file.relative_to(root).as_posix())
     assert importers == {"numpy_backend": {"backends/device.py"}, "numpy_nets": {"backends/numpy_backend.py"}}
+
+
+def test_the_documented_lists_of_schemes_are_those_of_the_code() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "howto" / "gpu.md").read_text()
+    section = text.split("## Which schemes")[1].split("\n## ")[0]
+    on_device, on_host = (set(re.findall(r"`([a-z]+)`", part)) for part in section.split("These run on the host only"))
+    own = {name: SCHEMES[name] for name in SCHEMES if SCHEMES[name].__module__.startswith("mpisparse.")}
+    assert on_device == {name for name, options in own.items() if options.on_device}
+    assert on_host == {name for name, options in own.items() if not options.on_device}

@@ -69,18 +69,20 @@ NOT_RUN = {
     "mpirun -n 2 mpisparse bench checkpoint": BIG,
     "mpirun -n 4 mpisparse bench train": LONG,
     "mpirun -n 4 mpisparse bench ablation": LONG,
+    "mpirun -n 4 mpisparse bench memory": BIG,
     "mpisparse bench converge": HOURS,
     "mpisparse bench converge --model gpt-nano --data corpus.txt --case 'few: scheme=exdyna density=0.01' --jobs 2 "
     "--out runs/converge": HOURS,
     "mpisparse bench converge --model gpt-nano --data tinyshakespeare.txt:alphabet --cases docs/results/gpt-nano.toml "
     "--lr 0.010125 --give-up 0.03": HOURS,
     "mpisparse bench converge --model resnet20 --data fashion_mnist.npz --cases docs/results/resnet20.toml --steps 200 "
-    "--warmup 20 --batch-size 16 --lr 0.1 --lr-factor 2 --seeds 1 --eval-examples 2048": HOURS,
+    "--warmup 20 --batch-size 16 --lr 0.4 --lr-factor 2 --seeds 3 --tuning-seeds 1 --eval-examples 2048": HOURS,
     "mpirun -n 2 mpisparse bench sparse-models": LONG,
     "mpirun -n 8 mpisparse bench scaling": LONG,
     "bin/netlab with 2 1gbit -- mpisparse bench sync": LAB,
     "bin/netlab with 2 16mbit -- mpisparse bench overlap --density 0.5 --batch-size 96": LAB,
     "bin/netlab with 2 1gbit -- mpisparse bench ddp": LAB,
+    "bin/netlab with --per-host 2 2 100mbit -- mpisparse bench nodes": LAB,
 }
 STANDS_FOR = {"RANKS": "2", "RATE": "1gbit", "B": "64", "[settings]": ""}  # in commands within the text
 

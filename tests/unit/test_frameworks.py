@@ -66,9 +66,18 @@ def show(launcher: list[str], script: str, ranks: int, *words: str) -> subproces
     return done
 
 
-@pytest.mark.parametrize("script", ["with_lightning", "with_trainer", "with_accelerate"])
-def test_under_mpirun_and_torchrun(script: str, tmp_path: Path) -> None:
-    show(mpirun(3), script, 3, str(tmp_path / "mpi"))
+@pytest.mark.parametrize(
+    ("script", "ranks"),
+    [
+        ("with_accelerate", 3),
+        ("with_trainer", 3),
+        ("with_lightning", 2),
+        pytest.param("with_lightning", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_under_mpirun_and_torchrun(script: str, ranks: int, tmp_path: Path) -> None:
+    """Some go on with what another number of ranks has saved."""
+    show(mpirun(ranks), script, ranks, str(tmp_path / "mpi"))
     show(torchrun(2), script, 2, str(tmp_path / "torch"), str(tmp_path / "mpi"))
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from mpisparse.backends import device
 from mpisparse.backends.gaps import most_nbytes
+from mpisparse.comm.agreement import FINE, NONFINITE, Notice, StepRefused
 from mpisparse.comm.regions import Region, spans_of
 from mpisparse.select.candidates import Candidates
 from mpisparse.wire.indices import ROW, unite
@@ -45,6 +46,7 @@ class Wire:
     rank: int
     payloads: list[Bytes] | None = None
     sizes: list[int] = field(default_factory=list)
+    nbytes_control: int = 0
 
     def allgather(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
         sizes = self.sizes if self.payloads is None else list(map(len, self.payloads))
@@ -135,7 +137,7 @@ def split(n: int, size: int, step: int) -> list[Region]:
 def test_unite(backend: Any, n: int, step: int) -> None:
     """Three ranks with candidates below and above the threshold get the same sorted union and their own span."""
     rng = np.random.default_rng(n)
-    chosen = np.sort(rng.permutation(n)[: max(3, n // 50)])
+    chosen = np.sort(rng.permutation(n)[: max(3, n // 10)])
     magnitude = (0.5 + rng.random(len(chosen))).astype(np.float32)
     regions = split(n, 3, step)
     selected: list[Candidates] = [found(chosen[:0])] * 3
@@ -189,16 +191,38 @@ def test_unite_reports_the_damaged_rank(backend: Any) -> None:
 
 def test_unite_reports_damaged_sizes(backend: Any) -> None:
     """A size beyond the bound is no size; and a code must fill its size."""
-    n = 100_000
+    n = 500_000
     regions, chosen = [Region(0, 0, n), Region(1, n, 2 * n)], np.arange(0, n, 37)
     selected = [found(chosen), found(chosen + n)]
     workloads = [len(chosen)] * 2
     payloads = send(backend, selected, regions, workloads, 0.5)
-    for size, words in ((3000, "the sizes of indices are"), (len(payloads[1]) + 1, "the indices of rank 1 do not decode")):
+    for size, words in ((20_000, "the sizes of indices are"), (len(payloads[1]) + 1, "the indices of rank 1 do not decode")):
         longer = np.zeros(size, dtype=np.uint8)
         longer[: len(payloads[1])] = payloads[1][:size]
         with pytest.raises(RuntimeError, match=words):
             unite(Wire(0, [payloads[0], longer]), backend, *selected[0][:2], 0.5, regions, workloads)  # type: ignore[arg-type]
+
+
+def test_a_status_travels_with_the_indices(backend: Any) -> None:
+    """All ranks learn which one cannot go on; it takes nothing from the indices and the tags."""
+    regions = [Region(1, 0, 100), Region(0, 100, 200)]
+    selected, tags = [found(np.array([150])), found(np.array([3, 7]))], np.arange(200, dtype=np.uint8)
+    for status in (FINE, NONFINITE):
+        news = [Notice(3, np.zeros(0, dtype=bool)), Notice(3, np.zeros(0, dtype=bool), status, 17)]
+        payloads = []
+        for rank, mine in enumerate(selected):
+            with pytest.raises(Sent) as sent:
+                unite(Wire(rank), backend, *mine[:2], 0.5, regions, [1, 2], tags, news[rank])  # type: ignore[arg-type]
+            payloads.append(sent.value.args[0])
+        for rank, mine in enumerate(selected):
+            given = (Wire(rank, payloads), backend, *mine[:2], 0.5, regions, [1, 2], tags, news[rank])
+            if status == FINE:
+                union, arrived, *_ = unite(*given)  # type: ignore[arg-type]
+                assert union.tolist() == arrived.tolist() == [3, 7, 150]
+            else:
+                with pytest.raises(StepRefused) as refused:
+                    unite(*given)  # type: ignore[arg-type]
+                assert refused.value.statuses == [(FINE, 0), (NONFINITE, 17)]
 
 
 # The code

@@ -237,6 +237,9 @@ def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Launche
     return Launcher(python, tmp_path)
 
 
+long = pytest.mark.parametrize("launcher", ["own", pytest.param("mpich", marks=pytest.mark.slow)], indirect=True)
+
+
 def test_training_ends_well_with_equal_replicas(launcher: Launcher) -> None:
     job = launcher.run(TRAINS, 2)
     assert job.code == 0, job.output
@@ -281,6 +284,7 @@ def test_a_checkpoint_of_rank_0_alone_at_the_end(launcher: Launcher) -> None:
         assert f"r{rank} | {found}" in job.output, job.output
 
 
+@long
 def test_a_rank_that_leaves_its_loop_ends_the_job_and_one_in_an_exempt_phase_does_not(launcher: Launcher) -> None:
     job = launcher.run(LEAVES, 3)
     assert job.code == 87, job.output
@@ -295,6 +299,7 @@ def test_a_rank_that_leaves_its_loop_ends_the_job_and_one_in_an_exempt_phase_doe
     assert "ending all ranks with exit code 87" in job.output, job.output
 
 
+@long
 def test_a_rank_that_is_stopped_ends_the_job_though_results_are_in_flight(launcher: Launcher) -> None:
     job = launcher.run(STOPS, 3)
     assert job.code == 87, job.output

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,15 +16,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import FLOORS, NONFINITE, SPECIAL, TYPES, assert_same, gradients, halfway, values
 
-from mpisparse.backends import numpy_apart, numpy_backend, numpy_few_bits, numpy_indices, numpy_nets, numpy_tallies
+from mpisparse.backends import (
+    numpy_apart,
+    numpy_backend,
+    numpy_chunks,
+    numpy_few_bits,
+    numpy_indices,
+    numpy_nets,
+    numpy_tallies,
+)
 from mpisparse.backends.keys import PRODUCTS, SCORES, keys_of
 from mpisparse.backends.kinds import BF16, FP16, FP32, FP64, STORED, round_to
+from mpisparse.backends.payloads import places_of
 from mpisparse.backends.protocol import FEW_BITS, HIDDEN
 from mpisparse.select.threshold import HUGE, TINY, spread
+from mpisparse.wire.codecs import CODECS
 
 cpu = pytest.importorskip("mpisparse._cpu", exc_type=ImportError)
 
-ROOMS = (numpy_apart, numpy_backend, numpy_few_bits, numpy_indices, numpy_nets, numpy_tallies)
+ROOMS = (numpy_apart, numpy_backend, numpy_chunks, numpy_few_bits, numpy_indices, numpy_nets, numpy_tallies)
 MODULES = [module.__name__ for module in ROOMS]
 KERNELS = sorted(
     name for name, f in inspect.getmembers(numpy_backend, inspect.isfunction) if f.__module__ in MODULES and name[0] != "_"
@@ -92,6 +104,12 @@ def test_accumulate_select(native: Any, n: int, nonfinite: bool) -> None:
     for lo, hi in regions(n)[::2]:
         for floor in FLOORS[::2]:
             assert_agree(native, "accumulate_select", acc, *flat, lo, hi, floor, writes=(0,))
+            assert_agree(native, "peek_select", acc, *flat, lo, hi, floor)
+            ahead, found = (
+                getattr(native, name)(acc.copy(), *flat, lo, hi, floor) for name in ("peek_select", "accumulate_select")
+            )
+            assert_same(ahead[0], found[0])
+            assert_same(ahead[1], found[1])
 
 
 @pytest.mark.parametrize("nonfinite", [False, True])
@@ -556,3 +574,111 @@ def test_indices_beyond_2_24(native: Any) -> None:
     native.zero_at(acc.ctypes.data, FP32, n, union[:1])
     native.put(acc, union[1:2], np.array([8], dtype=np.float32))
     assert acc[expected].tolist() == [1, 0, 8, 4, -9, -9, -9]
+
+
+CHUNK = 4096
+LENGTHS = (0, 1, 65, CHUNK, CHUNK + 63, 3 * CHUNK + 2049, SPLIT)
+
+
+def quarters(rng: np.random.Generator, n: int) -> Any:
+    """Values whose sums are finite, three or four of them."""
+    return np.float32(0.25) * np.clip(values(rng, n, nonfinite=False), -6e4, 6e4)
+
+
+def payload_of(codec: str, borders: list[int]) -> Any:
+    """Room for the payloads of all chunks between borders, filled with what must be overwritten."""
+    form, lengths = FEW_BITS[codec], [hi - lo for lo, hi in pairwise(borders)]
+    sizes = [n // CHUNK * places_of(form, CHUNK).end + places_of(form, n % CHUNK).end for n in lengths]
+    return np.full(sum(sizes), 0xAA, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("codec", FEW_BITS)
+@pytest.mark.parametrize("n", LENGTHS)
+def test_chunks_of_few_bits(native: Any, codec: str, n: int) -> None:
+    rng = np.random.default_rng(n)
+    cuts = sorted(rng.integers(0, n + 1, 3).tolist())
+    flat, _alive = gradients(quarters(rng, n), cuts, [FP32, FP16, None, BF16])
+    borders, acc = [0, n // 3, n], quarters(rng, n)
+    added = (codec, acc, *flat, np.array(borders), CHUNK, payload_of(codec, borders))
+    assert_agree(native, "accumulate_chunks", *added, writes=(1, 7))
+    rows = [payload_of(codec, [0, n]) for _ in range(3)]
+    none = np.zeros(1, np.uint64), np.array([n]), np.zeros(1, np.uint8)
+    for row in rows:
+        assert native.accumulate_chunks(codec, quarters(rng, n), *none, np.array([0, n]), CHUNK, row) == -1
+    error = quarters(rng, n)
+    settled = (codec, rows, CHUNK, 3.0, error, np.empty(n, np.float32), payload_of(codec, [0, n]))
+    assert_agree(native, "settle_chunks", *settled, writes=(5, 6))
+    assert_agree(native, "decode_chunks", codec, rows[0], CHUNK, np.empty(n, np.float32), writes=(3,))
+
+
+@pytest.mark.parametrize("codec", FEW_BITS)
+def test_chunks_have_the_bits_of_their_payloads(native: Any, codec: str) -> None:
+    n = 2 * CHUNK + 100
+    rng = np.random.default_rng(n)
+    acc, grad = quarters(rng, n), quarters(rng, n)
+    flat, _alive = gradients(grad, [], [FP32])
+    left, payload = acc.copy(), payload_of(codec, [0, n])
+    assert native.accumulate_chunks(codec, left, *flat, np.array([0, n]), CHUNK, payload) == -1
+    plain, at, form = acc + grad, 0, CODECS[codec]
+    for start in range(0, n, CHUNK):
+        part = plain[start : start + CHUNK]
+        whole, size = part.copy(), form.nbytes(len(part))
+        alone = np.empty(size, np.uint8)
+        form.encode(native_kernels(native), part, alone)
+        assert_same(payload[at : at + size], alone)
+        form.decode(native_kernels(native), alone, whole)
+        out = np.empty(len(part), np.float32)
+        native.decode_chunks(codec, payload[at : at + size], CHUNK, out)
+        assert_same(out, whole)
+        at += size
+    assert at == len(payload)
+    assert_same(left, plain)
+
+
+def native_kernels(native: Any) -> Any:
+    """What codecs call of the native kernels on the instruction set that a test chose."""
+    return SimpleNamespace(view_as=np.ndarray.view, **{name: getattr(native, name) for name in KERNELS})
+
+
+@pytest.mark.parametrize("at", [0, CHUNK - 1, CHUNK, 2 * CHUNK + 77])
+def test_chunks_tell_the_first_nonfinite_index(native: Any, at: int) -> None:
+    n = 2 * CHUNK + 100
+    grad = np.ones(n, np.float32)
+    grad[[at, n - 1]] = np.inf, np.nan
+    flat, _alive = gradients(grad, [70], [FP32, FP32])
+    payload, borders = payload_of("int4", [0, n // 2, n]), np.array([0, n // 2, n])
+    for backend in (native, numpy_backend):
+        assert backend.accumulate_chunks("int4", np.zeros(n, np.float32), *flat, borders, CHUNK, payload) == at
+        row, out = payload_of("int4", [0, n]), np.empty(n, np.float32)
+        row[:] = 0
+        assert backend.settle_chunks("int4", [row], CHUNK, 1.0, grad, out, payload_of("int4", [0, n])) == at
+
+
+def test_decoding_past_the_caches_gives_the_same_bits(native: Any) -> None:
+    n = (1 << 22) + 4096 + 5
+    acc, payload = np.resize(values(np.random.default_rng(2), 4099, nonfinite=False), n), payload_of("int2", [0, n])
+    none = np.zeros(1, np.uint64), np.array([n]), np.zeros(1, np.uint8)
+    assert native.accumulate_chunks("int2", acc, *none, np.array([0, n]), CHUNK, payload) == -1
+    room = np.empty(n + 1, np.float32)
+    for shift in (0, 1):  # aligned to what is written at once, and not
+        out = room[shift : shift + n]
+        out[:] = np.nan
+        native.decode_chunks("int2", payload, CHUNK, out)
+        expected = np.empty(n, np.float32)
+        numpy_backend.decode_chunks("int2", payload, CHUNK, expected)
+        assert_same(out, expected)
+
+
+def test_payloads_that_do_not_fit_are_refused(native: Any) -> None:
+    x, none = np.zeros(100, np.float32), (np.zeros(1, np.uint64), np.array([100]), np.zeros(1, np.uint8))
+    room, short = payload_of("int4", [0, 100]), payload_of("int4", [0, 64])
+    with pytest.raises(ValueError, match="does not fit the number of values"):
+        native.decode_chunks("int4", short, CHUNK, x)
+    with pytest.raises(ValueError, match="a multiple of 2048"):
+        native.decode_chunks("int4", room, 100, x)
+    with pytest.raises(ValueError, match="no codec of few bits named int8"):
+        native.decode_chunks("int8", room, CHUNK, x)
+    with pytest.raises(ValueError, match="the error does not fit"):
+        native.settle_chunks("int4", [room], CHUNK, 1.0, x[1:], x, room.copy())
+    with pytest.raises(ValueError, match="borders and payload do not fit"):
+        native.accumulate_chunks("int4", x, *none, np.array([0, 64]), CHUNK, short)

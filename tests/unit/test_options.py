@@ -13,7 +13,7 @@ import pytest
 
 import mpisparse
 from mpisparse.errors import ConfigurationError, GradientError, NonFiniteGradientError, suggest
-from mpisparse.schemes import SCHEMES, configure
+from mpisparse.schemes import SCHEMES, configure, takes
 from mpisparse.schemes.dense import Dense
 from mpisparse.schemes.partitioned import Exdyna
 
@@ -57,7 +57,7 @@ BAD_EXDYNA = [
     ),
     (
         {"zzz": 1},
-        ["unknown option 'zzz' for scheme \"exdyna\"; choose from: accumulate, alpha, beta, blocks, buffers, codec"],
+        ["unknown option 'zzz' for scheme \"exdyna\"; choose from: accumulate, alpha, beta, blocks, bucket_mb, buffers"],
     ),
 ]
 BAD_DENSE = [
@@ -93,6 +93,26 @@ def test_unknown_schemes(scheme: Any, said: str) -> None:
         configure(scheme)
     assert said in str(caught.value)
     assert f"choose from: {', '.join(sorted(SCHEMES))}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "said"),
+    [
+        ("exdyna", {"every": 3}, "option 'every' is not for scheme \"exdyna\": gradients are exchanged in every step"),
+        ("predictive", {"staleness": 1}, 'in flight it is scheme "exdyna" with scorer="predicted"'),
+        ("momentum", {"staleness": 1}, 'in flight it is scheme "exdyna" with scorer="average"'),
+        ("speculative", {"masks": "owners"}, "a rank moves ahead by what it has chosen itself"),
+        ("drift", {"tolerance": 0.1}, "ranks train on weights of their own and so are ahead at all times"),
+        ("exdyna", {"scorer": "predicted", "hierarchy": "node"}, "it learns from whole parameters"),
+        ("drift", {"masks": "own", "hierarchy": "node"}, "they send other elements"),
+        ("drift", {"scorer": "average", "hierarchy": "node"}, "fits no other layout of nodes"),
+        ("drift", {"by": "groups", "masks": "own"}, "the groups that their owners select for all ranks"),
+        ("drift", {"by": "groups", "scorer": "average"}, "has a score for each element"),
+    ],
+)
+def test_options_of_other_schemes_and_pairs_that_cannot_be(scheme: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(said)):
+        configure(scheme, **options)
 
 
 def test_only_shares_in_percent_get_a_hint() -> None:
@@ -133,12 +153,29 @@ IDLE: list[
     ("exdyna", {"alpha": 0.5}, {"scorer": "average"}, 'it is the rate of scorer "average"; choose that, or leave it out'),
     ("momentum", {"percentile": "exact", "controller": "paper"}, {"percentile": "estimate"}, "without a controller"),
     ("predictive", {"percentile": "exact", "controller": "tail"}, {"percentile": "estimate"}, "without a controller"),
-    ("predictive", {"scale_cap": 2.0}, {"compensate": "scale"}, 'it limits compensate="scale"'),
-    ("predictive", {"compensate": "none", "scale_cap": 2.0}, {"compensate": "scale"}, "scale_cap has no effect"),
+    ("predictive", {"scale_cap": 2.0}, {"compensate": False, "rescale": True}, "it limits the factors of rescale=True"),
+    ("predictive", {"compensate": False, "scale_cap": 2.0}, {"rescale": True}, "scale_cap has no effect"),
+    ("predictive", {"refresh": "step", "budget": 0.5}, {"refresh": "slices"}, 'budget has no effect: refresh="step" waits'),
+    ("predictive", {"refresh": "step", "publish_after": 2}, {"refresh": "slices"}, "publish_after has no effect"),
+    *[
+        (scheme, {"masks": "own", name: value}, {"masks": "owners"}, f'{name} has no effect: masks="own" sorts')
+        for scheme in ("exdyna", "momentum", "predictive")
+        for name, value in {"controller": "paper", "partitioner": "paper", "blocks": 7, "reduce": "owner"}.items()
+    ],
+    ("momentum", {"masks": "own", "percentile": "exact"}, {"masks": "owners"}, 'percentile has no effect: masks="own"'),
     *[
         ("predictive", {"adapt_k": False, f"k_{name}": value}, {"adapt_k": True}, f"k_{name} has no effect: adapt_k=False")
         for name, value in {"patience": 3, "factor": 2, "least": 0.5, "most": 2, "slow": 0.01, "fast": 0.1}.items()
     ],
+    ("exdyna", {"history": 3}, {"scorer": "predicted"}, 'history has no effect: it is for the nets of scorer "predicted"'),
+    ("exdyna", {"probe": float}, {"scorer": "influence"}, 'probe has no effect: it is for scorer "influence"'),
+    ("drift", {"scorer": "influence", "probe_every": 3}, {"probe": float}, "probe_every has no effect: there is no probe"),
+    ("drift", {"validate_every": 8}, {"scorer": "predicted"}, "validate_every has no effect"),
+    ("drift", {"masks": "own", "granularity": "fine"}, {"masks": "granular"}, 'it says how masks="granular" selects'),
+    ("drift", {"masks": "granular", "blocks": 3}, {"masks": "owners"}, 'blocks has no effect: masks="granular" sorts'),
+    ("drift", {"server": "rank0"}, {"masks": "own"}, "server has no effect: all ranks send the same elements"),
+    ("drift", {"density": 1.0, "scorer": "average"}, {"density": 0.1}, "scorer has no effect: density 1 selects nothing"),
+    ("speculative", {"scorer": "average", "scored": "after"}, {"scorer": "influence"}, "scored has no effect"),
     ("threshold", {"threshold": 0.1, "density": 0.01}, {"threshold": None}, "density has no effect: a given threshold"),
     ("speculative", {"granularity": "fine", "horizon": 9}, {"granularity": "schedule"}, 'granularity "schedule" or "rule"'),
     ("speculative", {"granularity": "learned", "horizon": 9}, {"granularity": "rule"}, "horizon has no effect"),
@@ -180,7 +217,7 @@ def test_what_would_have_no_effect_is_refused(
     configure(scheme, **{**options, **needed})
 
 
-@pytest.mark.parametrize("scheme", ["dense", "speculative"])
+@pytest.mark.parametrize("scheme", ["dense", "drift"])
 def test_no_codec_that_the_scheme_does_not_take_is_named(scheme: str) -> None:
     with pytest.raises(ConfigurationError, match="beta has no effect") as caught:
         configure(scheme, beta=0.5)
@@ -205,10 +242,25 @@ def test_options_without_effect_are_options() -> None:
         assert set(made.without_effect()) <= {field.name for field in dataclasses.fields(made)}
 
 
-@pytest.mark.parametrize(("value", "name"), [(False, "none"), (True, "residual"), ("False", "none"), ("true", "residual")])
-def test_compensation_by_a_word(value: Any, name: str) -> None:
-    with pytest.raises(ConfigurationError, match=f'"residual", "scale" or "none" .* got {value!r}; pass "{name}"'):
-        configure("predictive", compensate=value)
+WITH_COMPENSATE = [scheme for scheme in SCHEMES if takes(scheme, "compensate")]
+
+
+@pytest.mark.parametrize("scheme", WITH_COMPENSATE)
+def test_compensate_has_one_type(scheme: str) -> None:
+    assert [type(configure(scheme, compensate=value).compensate) for value in (True, False)] == [bool, bool]  # type: ignore[attr-defined]
+    for word, value in {"none": False, "residual": True}.items():
+        with pytest.raises(ConfigurationError, match=f"compensate must be True or False, got {word!r}; pass {value}"):
+            configure(scheme, compensate=word)
+
+
+def test_what_an_earlier_version_called_compensate() -> None:
+    for word, now in {"residual": (True, False), "scale": (False, True), "none": (False, False)}.items():
+        values = SCHEMES["predictive"].upgraded({"compensate": word})
+        assert (values["compensate"], values["rescale"]) == now
+    with pytest.raises(ConfigurationError, match="got 'scale'; pass compensate=False, rescale=True"):
+        configure("predictive", compensate="scale")
+    with pytest.raises(ConfigurationError, match="rescale=True lets what is sent stand for the rest"):
+        configure("predictive", rescale=True)
 
 
 @pytest.mark.parametrize(
@@ -216,8 +268,7 @@ def test_compensation_by_a_word(value: Any, name: str) -> None:
     [
         ("exdyna", {"compensat": False}, "did you mean 'compensate'? "),
         ("exdyna", {"compensat": "none"}, ""),  # compensate could not be that
-        ("predictive", {"compensat": "none"}, "did you mean 'compensate'? "),
-        ("predictive", {"compensat": False}, ""),
+        ("predictive", {"compensat": False}, "did you mean 'compensate'? "),
         ("exdyna", {"tolerence": 0.1}, ""),  # an option of another scheme
         ("speculative", {"tolerence": 0.1}, "did you mean 'tolerance'? "),
         ("speculative", {"averag": "received", "compensate": False}, "did you mean 'average'? "),  # which needs the other
@@ -247,7 +298,7 @@ def test_no_scorer_that_the_scheme_does_not_take_is_suggested() -> None:
 
 def test_schemes_without_momentum_take_plain_codecs() -> None:
     plain = ["fp32", "fp16", "bf16", "int8", "int4", "int2", "sign"]
-    expected = dict.fromkeys(("dense", "drift", "speculative", "diloco", "sparseloco", "demo"), plain)
+    expected = dict.fromkeys(("dense", "drift", "diloco", "sparseloco", "demo", "auto"), plain)
     for scheme in SCHEMES:
         assert configure(scheme).codecs() == expected.get(scheme, plain + [f"momentum-{name}" for name in plain])
 

@@ -76,16 +76,18 @@ def test_paper_edges(n: int, blocks: int, length: int, last: int) -> None:
 def test_worked_edges(n: int, blocks: int, share: float, seed: int) -> None:
     """No block is longer than twice an even one, and none holds more than its share of the union."""
     selected = np.sort(np.random.default_rng(seed).permutation(n)[: int(share * n)])
-    edges = partition.worked_edges(n, blocks, selected)
+    bounds = np.array([0, n // 3, n])
+    edges = partition.worked_edges(n, blocks, selected, bounds)
     assert_covers(edges, n)
     assert np.diff(edges).max() <= -(-n // min(n, blocks - blocks // 2))
     assert partition.block_counts(selected, edges).max() <= max(1, len(selected) // max(1, blocks // 2))
-    assert len(edges) - 1 <= 2 * blocks + 1
+    assert len(edges) - 1 <= 2 * blocks + 2
+    assert np.isin(bounds, edges).all()
 
 
 def test_worked_edges_follow_the_work() -> None:
-    assert partition.worked_edges(100, 4, ints(80, 81, 82, 83)).tolist() == [0, 50, 81, 83, 100]
-    assert partition.worked_edges(100, 4, ints()).tolist() == [0, 50, 100]
+    assert partition.worked_edges(100, 4, ints(80, 81, 82, 83), ints(0, 70, 100)).tolist() == [0, 50, 70, 81, 83, 100]
+    assert partition.worked_edges(100, 4, ints(), ints(0, 50, 100)).tolist() == [0, 50, 100]
 
 
 @pytest.mark.parametrize(

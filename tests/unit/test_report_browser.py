@@ -241,6 +241,19 @@ def ink(tab: Tab, mark: str) -> list[int]:
     return found
 
 
+@pytest.mark.parametrize("width", [1200, 1800])
+def test_tables_of_two_runs_are_whole(tab: Tab, tmp_path: Path, width: int) -> None:
+    """Nothing must be scrolled to, though some notes are long."""
+    much = {"min": 9e6, "mean": 9e6, "max": 9e6}
+    more = make_run(tmp_path / "more", [by_hand(i, bytes_received=much) for i in (1, 2)])
+    show(tab, [whole_run(tmp_path / "few", 5), more], width=width)
+    settle(tab)
+    assert "too small" in tab.run("document.querySelector('.tables').innerText")
+    hidden = tab.run("[...document.querySelectorAll('.tables .wide')].map((w) => w.scrollWidth - w.clientWidth)")
+    assert hidden
+    assert not any(hidden)
+
+
 def test_labels_are_whole(tab: Tab, tmp_path: Path) -> None:
     """Axes make room for their longest label, also for numbers that are long in every unit."""
     near = {"set_density": 0.01, "details": {"large": 2e9, "small": -3e-9}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -177,3 +178,17 @@ def test_a_launcher_that_started_more_is_not_silent(monkeypatch: pytest.MonkeyPa
         shard(Numbers(10))
     monkeypatch.delenv("WORLD_SIZE")
     assert (ranks.rank(), ranks.size()) == (0, 1)
+
+
+def test_without_mpi_and_before_a_process_group_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks._in_mpi.cache_clear()
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    monkeypatch.delitem(sys.modules, "mpisparse.comm.mpi", raising=False)
+    monkeypatch.delattr("mpisparse.comm.mpi", raising=False)
+    for call in (ranks.rank, ranks.size, ranks.local_rank, lambda: shard(Numbers(9))):
+        with pytest.raises(ConfigurationError, match="MPI cannot be used here"):
+            call()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigurationError, match=r"torch.distributed.init_process_group\(\) first"):
+        ranks.rank()

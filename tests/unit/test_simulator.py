@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from oracle import Oracle, Settings
 
-from mpisparse.bench.costs import Log, Machine, between
 from mpisparse.bench.simulator import Accumulators, simulator
 from mpisparse.bench.synthetic import Synthetic, worker_gradient
+from mpisparse.comm.regions import Region, even_spans
+from mpisparse.plan.costs import Log, Machine, Nodes, between, overlapped
 from mpisparse.select import selector
 
 WORKERS = 20
@@ -77,3 +78,39 @@ def test_what_a_machine_takes() -> None:
     assert Machine({1: 1.0}, {1: 1.0}, {1: 1.0}).seconds(Log(1), 2.0) == 2.0
     assert between({2: 1.0, 8: 4.0}, 4) == pytest.approx(2.0)
     assert between({2: 1.0, 8: 4.0}, 100) == 4.0
+
+
+def test_buckets_wait_for_each_other_and_for_their_gradients() -> None:
+    assert overlapped([1.0, 2.0, 3.0], [0.5, 0.5, 0.5], 3.0) == 3.5, "the last bucket sticks out"
+    assert overlapped([1.0, 2.0, 3.0], [2.0, 2.0, 2.0], 3.0) == 7.0, "the wire is the bound"
+    assert overlapped([], [], 3.0) == 3.0
+    log = Log(2)
+    log.add_reduction([100, 200])
+    assert log.sent().tolist() == [200 + 100, 100 + 200]
+    nodes = Nodes(2, Machine({2: 1.0}, {2: 100.0}, {2: 1.0}), inside=0.5)
+    assert nodes.seconds(log, 10, 3.0) == pytest.approx(3 + 2 + 2 + 2 + 5)
+
+
+def test_a_thousand_ranks_sum_and_receive_as_much_as_each_other() -> None:
+    """Of 100 elements a rank, the busiest has at most 1.3 times the mean, although it selects more than that."""
+    size, n = 1024, 204_800
+    virtual = simulator("exdyna", Synthetic(n, 4), size, 100 * size / n)
+    steps = [virtual.step() for _ in range(2)]
+    assert max(step.workloads.max() / step.workloads.mean() for step in steps) > 1.3, "nothing to balance"
+    for step in steps:
+        assert len(step.union) >= 99 * size
+        sums = next(message.nbytes for message in step.log.messages if message.kind == "alltoallv")
+        for load in (sums, step.log.received()):
+            assert load.max() <= 1.3 * load.mean()
+
+
+def test_sums_are_balanced_where_selection_is_not() -> None:
+    regions = [Region((p + 5) % 1024, 0, 0) for p in range(1024)]
+    sums = sorted(even_spans(100 * 1024 + 7, regions))
+    assert [b for _, b in sums[:-1]] == [a for a, _ in sums[1:]]
+    assert (sums[0][0], sums[-1][1]) == (0, 100 * 1024 + 7)
+    assert {b - a for a, b in sums} == {100, 101}
+    virtual = simulator("exdyna", Synthetic(20_000, 4), 64, 0.32)
+    for step in [virtual.step() for _ in range(3)]:
+        received = step.log.received() - step.log.received().min()
+        assert received.max() <= 0.3 * 4 * 63 * len(step.union) / 64, "bytes beyond those of the idlest owner"

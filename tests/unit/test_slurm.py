@@ -137,6 +137,7 @@ def test_whether_a_job_waits_for_the_lock_can_be_said(capsys: pytest.CaptureFixt
     ("words", "says"),
     [
         ("-- bench sync", "a job trains: end with -- train"),
+        ("-- trian --seed 1", "there is no program 'trian' here; did you mean 'train'?"),
         ("--time tomorrow -- train", "--time is MINUTES"),
         ("--time 0:30 -- train", "at least one minute"),
         ("--gpus-per-node 4 --ranks-per-node 2 -- train", "each rank needs one GPU: got 2 ranks and 4 GPUs"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -20,7 +21,7 @@ from mpisparse.schemes import configure
 from mpisparse.schemes.speculative.granularity import Filter
 from mpisparse.schemes.speculative.influence import Influence, Probe
 from mpisparse.schemes.speculative.local import LocalUpdate, check_elementwise
-from mpisparse.schemes.speculative.policy import Learned, Policy, Rule, Schedule, Seen
+from mpisparse.schemes.speculative.policy import Informed, Learned, Policy, Rule, Schedule, Seen
 from mpisparse.schemes.speculative.weights import Tolerance, TwoSets
 from mpisparse.wire.stretches import pack, unpack
 
@@ -88,6 +89,56 @@ def test_rolling_average() -> None:
     influence.learn(np.array([0, 0, -1e9], dtype=np.float32))
     influence.update(np.zeros(3, dtype=np.float32))
     assert influence.scores[2] == 0.0  # never below
+
+
+def of_updates(gradient: np.ndarray, moves: np.ndarray, curvature: np.ndarray | None) -> np.ndarray:
+    """Influence by the coming updates, with the curvature or without."""
+    influence = Influence(len(gradient), rate=1.0, epsilon=1e-3)
+    if curvature is not None:
+        influence.learn(curvature.astype(np.float32))
+    influence.update(gradient.astype(np.float32), moves.astype(np.float32))
+    return influence.scores
+
+
+def test_influence_of_an_update_is_what_the_loss_falls_by() -> None:
+    """-(g u + h u^2 / 2), weight by weight; an update after which the loss is higher is worth nothing."""
+    model, rate = Quadratic(), 0.45
+    gradient = (model.hessian @ model.w).detach()
+    moves, worse = -rate * gradient, 0
+    scores = of_updates(gradient.numpy(), moves.numpy(), torch.diag(model.hessian).numpy())
+    with torch.no_grad():
+        for i in range(24):
+            before, kept = model().double(), model.w[i].clone()
+            model.w[i] += moves[i]
+            fell = float(before - model().double())
+            assert scores[i] == pytest.approx(max(0.0, fell), abs=2e-5)
+            worse += fell < 0
+            model.w[i] = kept
+    assert worse
+
+
+@pytest.mark.parametrize(("rate", "least", "most"), [(0.01, 0.9, 1.0), (0.3, 0.0, 0.8), (0.45, 0.0, 0.7)])
+def test_curvature_changes_the_choice_on_a_quadratic(rate: float, least: float, most: float) -> None:
+    """Where steps are not small against 1 / h other weights are chosen, and the loss falls more; small steps do not care."""
+    draw = np.random.default_rng(0)
+    n, k = 2000, 200
+    hessian, weights = draw.uniform(0.1, 6.0, n), draw.standard_normal(n)
+    gradient = hessian * weights
+    moves = -rate * gradient
+    chosen = [set(np.argsort(-of_updates(gradient, moves, h), kind="stable")[:k].tolist()) for h in (hessian, None)]
+    with_it, without = (
+        sum(0.5 * hessian[i] * (weights[i] ** 2 - (weights[i] + moves[i]) ** 2) for i in each) for each in chosen
+    )
+    assert least <= len(chosen[0] & chosen[1]) / k <= most
+    assert with_it >= without
+    if rate > 0.1:
+        assert with_it > 1.05 * without
+    plain = [Influence(n, rate=1.0, epsilon=1e-3) for _ in range(2)]  # the perturbation of 1e-3, beside it
+    plain[0].learn(hessian.astype(np.float32))
+    for each in plain:
+        each.update(gradient.astype(np.float32))
+    alike = [set(np.argsort(-each.scores, kind="stable")[:k].tolist()) for each in plain]
+    assert len(alike[0] & alike[1]) >= 0.98 * k
 
 
 def test_a_probe_leaves_no_trace() -> None:
@@ -239,6 +290,54 @@ def test_the_learned_policy_goes_on_where_it_was() -> None:
     assert begun + play(second, 68, 87, loss)[0] == whole
 
 
+def play_by_confidence(policy: Policy, steps: int) -> tuple[list[float], list[float], float]:
+    """Fine shares pay while confidence is high, coarse ones while it is low; it changes every 100 steps."""
+    loss, shares = 1000.0, {0.0: list[float](), 1.0: list[float]()}
+    for step in range(steps):
+        confidence = float(step // 100 % 2)
+        share = policy.share(step)
+        shares[confidence].append(share)
+        loss -= 0.01 + 0.1 * (share if confidence else 1.0 - share)
+        policy.learn(seen(step, loss=loss, confidence=confidence, nbytes=1000))
+    return shares[1.0], shares[0.0], loss
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_policy_that_sees_its_state_beats_the_bandit_where_that_counts(seed: int) -> None:
+    falls = {}
+    for name, policy in {
+        "state": Informed(seed=seed, per_second=False, patience=100, horizon=1000),
+        "bandit": Learned(seed=seed, per_second=False, patience=100),
+    }.items():
+        high, low, loss = play_by_confidence(policy, 12_000)
+        falls[name] = 1000.0 - loss, np.mean(high[-3000:]) - np.mean(low[-3000:])
+    assert falls["state"][1] > 0.2
+    assert abs(falls["bandit"][1]) < 0.1
+    assert falls["state"][0] > 1.1 * falls["bandit"][0]
+
+
+def test_a_policy_that_sees_its_state_also_finds_what_always_pays() -> None:
+    shares, _ = play(Informed(seed=1, per_second=False, patience=100, horizon=1000), 4000)
+    assert np.mean(shares[-1000:]) > 0.7
+    shares, _ = play(Informed(seed=1, per_second=True, patience=100, horizon=1000), 4000)
+    assert np.mean(shares[-1000:]) < 0.3
+
+
+def test_a_policy_that_sees_its_state_goes_on_where_it_was() -> None:
+    def fresh() -> Informed:
+        return Informed(seed=1, per_second=False, patience=100, horizon=50)
+
+    whole, _ = play(fresh(), 255)
+    first, second = fresh(), fresh()
+    begun, loss = play(first, 187)
+    second.check(first.state())
+    second.load(first.state())
+    assert begun + play(second, 68, 187, loss)[0] == whole
+    for name, bad in {"weights": np.zeros(3), "view": np.full(5, np.nan), "most": math.inf}.items():
+        with pytest.raises(ConfigurationError, match="the policy"):
+            second.check({**first.state(), name: bad})
+
+
 def test_the_learned_policy_needs_a_loss() -> None:
     policy = Learned(seed=0, per_second=False, patience=20)
     for step in range(19):
@@ -310,6 +409,25 @@ def test_only_the_filtered_weights_move(name: str) -> None:
     for key, value in states_of(twin, whole).items():
         assert torch.allclose(states[key][index], value[index], rtol=1e-6, atol=1e-9), key
         assert not states[key][rest].any(), key
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_preview_is_the_coming_update(name: str) -> None:
+    """It tells what the optimizer then does, and moves neither weights nor state, counters included."""
+    layout = Layout(make_parameters())
+    optimizer = OPTIMIZERS[name](layout.params)
+    local = LocalUpdate(layout, optimizer)
+    for step in range(3):
+        gradient = torch.randn(layout.size, generator=torch.Generator().manual_seed(step))
+        before, states = flat_of(layout, layout.params), copy.deepcopy(optimizer.state_dict()["state"])
+        moves = local.preview(gradient.numpy())
+        assert torch.equal(flat_of(layout, layout.params), before)
+        assert repr(states) == repr(optimizer.state_dict()["state"])
+        for slot, p in zip(layout.slots, layout.params, strict=True):
+            p.grad = slot.view(gradient)
+        optimizer.step()
+        assert np.allclose(moves, flat_of(layout, layout.params) - before, rtol=1e-5, atol=1e-7)
+        assert np.abs(moves).max() > 1e-3
 
 
 def test_optimizers_that_are_not_elementwise_are_refused() -> None:
@@ -448,7 +566,6 @@ def test_a_whole_layer_takes_few_bytes() -> None:
         ({"granularity": "medium"}, "unknown granularity 'medium'"),
         ({"average": "received"}, "needs compensate=False"),
         ({"probe": 3}, "probe must be a function without arguments, got 3"),
-        ({"codec": "momentum-int8"}, "cannot blend"),
         ({"nonfinite": "skip"}, "needs staleness=0"),
         ({"average_rate": 0.0}, "average_rate must be a number in"),
         ({"rate": 0.5}, "is called .average_rate. now"),

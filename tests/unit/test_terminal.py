@@ -122,6 +122,7 @@ def test_the_variable_overrides_what_is_found(monkeypatch: pytest.MonkeyPatch, t
 
 def test_more_bytes_than_dense_are_said_in_words() -> None:
     assert compared_with_dense(25.0, 100.0) == "75.0 % less than a dense all-reduce"
+    assert compared_with_dense(100.5, 100.0) == "as much as a dense all-reduce", "as scheme dense does, and its messages"
     assert compared_with_dense(156.0, 100.0) == (
         "1.6 times the bytes of a dense all-reduce (more than dense: this model is too small, or the density too high)"
     )

@@ -29,10 +29,14 @@ from mpisparse.runtime.cli import main, parser
 from mpisparse.runtime.flags import resolve
 from mpisparse.runtime.metrics import MetricsFile, spread, write_whole
 from mpisparse.runtime.output import SteadyOutput
-from mpisparse.runtime.schedule import Order, Position, density_at, lr_factor
-from mpisparse.runtime.settings import OPTIMIZERS, SCHEDULES, Settings
+from mpisparse.runtime.run_state import RunState
+from mpisparse.runtime.schedule import Order, Position, lr_factor
+from mpisparse.runtime.scheme_losses import SchemeLosses
+from mpisparse.runtime.settings import FOR_AUTO, OPTIMIZERS, SCHEDULES, Settings
 from mpisparse.runtime.settings_file import read_file, to_toml
-from mpisparse.runtime.workloads import MODELS
+from mpisparse.runtime.workloads import MODELS, build, hold_out
+from mpisparse.schemes import configure, find_scheme
+from mpisparse.schemes.falling import density_at
 
 COUNTS = ("epochs", "steps", "batch_size", "accumulation", "eval_every", "log_every", "checkpoint_every", "keep")
 
@@ -53,6 +57,32 @@ def write(tmp_path: Path, text: str) -> str:
 
 def test_defaults_are_the_defaults() -> None:
     assert parse() == Settings()
+
+
+@pytest.mark.parametrize(
+    ("words", "scheme"),
+    [
+        ("", "auto"), ("--option slowdown=1.3 --clip 1", "auto"), ("--option weights=false", "auto"),
+        ("--density 0.01", "exdyna"), ("--codec int8", "exdyna"),
+        ("--density-warmup 5", "exdyna"), ("--option overlap=true", "exdyna"), ("--device cuda", "exdyna"),
+        ("--on-failure shrink", "exdyna"), ("--scheme drift", "drift"), ("--scheme auto --density 0.01", "auto"),
+    ],
+)  # fmt: skip
+def test_auto_is_the_default_unless_something_is_set_that_it_would_choose(words: str, scheme: str) -> None:
+    settings = parse(*words.split())
+    assert settings.scheme == scheme
+    assert Settings(**dataclasses.asdict(settings)) == settings
+    names = set(FOR_AUTO)
+    assert names < {field.name for field in dataclasses.fields(find_scheme("auto"))}
+
+
+def test_a_file_of_settings_leaves_the_default_to_the_flags_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(parse("--lr", "0.3")), encoding="utf-8")
+    assert parse("--config", str(path)).scheme == "auto"
+    assert parse("--config", str(path), "--density", "0.01").scheme == "exdyna", "as without the file"
+    path.write_text(to_toml(parse("--scheme", "auto", "--density", "0.01")), encoding="utf-8")
+    assert parse("--config", str(path)).scheme == "auto", "chosen there"
 
 
 def test_every_setting_has_a_flag_and_a_line_of_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -637,3 +667,25 @@ def test_bad_options_need_no_mpi(words: list[str], told: str) -> None:
     assert told in ended.stderr
     assert "Traceback" not in ended.stderr
     assert ended.stdout == "loaded:\n"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "losses"),
+    [
+        ("exdyna", {}, set()),
+        ("exdyna", {"scorer": "influence"}, {"probe"}),
+        ("exdyna", {"scorer": "influence", "probe": False}, set()),
+        ("drift", {"scorer": "predicted"}, {"validation"}),
+        ("drift", {"scorer": "average"}, set()),
+        ("speculative", {}, {"probe"}),
+        ("speculative", {"scorer": "predicted"}, {"validation"}),
+        ("predictive", {}, {"validation"}),
+    ],
+)
+def test_a_scorer_gets_the_loss_that_it_learns_from(scheme: str, options: dict[str, Any], losses: set[str]) -> None:
+    settings = Settings(scheme=scheme, options=options, model="digits-cnn")
+    model, data, task = build(settings.model, settings.data, seed=0)
+    data = hold_out(data, 0.1, seed=0)
+    chosen = SchemeLosses(settings, model, data, task, RunState()).options()
+    assert {name for name in ("probe", "validation") if chosen.get(name) is not None} == losses
+    configure(scheme, **chosen)

@@ -7,74 +7,80 @@ launches (mark, scan, write); between them the host learns only how many element
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from mpisparse.arrays import Bytes, Floats, Ints
 from mpisparse.backends import numpy_tallies
 from mpisparse.backends.cuda.launcher import Launcher
+from mpisparse.backends.cuda.launches import DTYPES, Found, Marks, bits_of
+from mpisparse.backends.cuda.weights import Weights
 from mpisparse.backends.protocol import GROUP, Rows
 
-Found = tuple[Tensor, Tensor, int]
-
-DTYPES: dict[Any, torch.dtype] = {
-    np.dtype(dtype): getattr(torch, dtype)
-    for dtype in ("float32", "float64", "int64", "uint64", "uint32", "int32", "uint16", "int8", "uint8")
-}
 RUNGS = 1024  # limit of one launch of tail_counts
 
-
-class Marks(NamedTuple):
-    """Per tile: bits of the elements to collect, their count, and the index of the first non-finite value."""
-
-    masks: Tensor
-    counts: Tensor
-    bads: Tensor
+ADDED = 32  # gradients that one launch of `accumulate` adds
+ADDITION = np.dtype([("acc", "u8"), ("source", "u8"), ("size", "i8"), ("tiles", "i8"), ("kind", "u8")])
+ADDITIONS = np.dtype([("at", ADDITION, ADDED)])
 
 
-class CudaBackend:
+class Additions:
+    """What backward adds to one vector: small gradients that wait for others, to be added by one launch.
+
+    lowest: a word of the device, the lowest address at which a sum was not finite, or the largest number.
+    """
+
+    def __init__(self, lowest: Tensor) -> None:
+        self.lowest = lowest.fill_(-1)
+        self.waiting: list[tuple[Tensor, Tensor, int]] = []
+        self.elements = 0
+
+    def append(self, acc: Tensor, source: Tensor, kind: int) -> None:
+        """Note a gradient, which lives until it is added."""
+        self.waiting.append((acc, source, kind))
+        self.elements += len(acc)
+
+    def take(self) -> list[tuple[Tensor, Tensor, int]]:
+        """All that wait; from now on none do."""
+        taken, self.waiting, self.elements = self.waiting, [], 0
+        return taken
+
+
+class CudaBackend(Weights):
     """The CUDA backend on one device; mpisparse.backends.protocol documents its operations."""
 
     name = "cuda"
 
-    def __init__(self, launcher: Launcher, host: Any = numpy_tallies) -> None:
-        """`host` codes indices and counts that are on the host."""
-        self.launcher = launcher
+    def __init__(self, launcher: Launcher, host: Any = numpy_tallies, *, pooled: bool = False) -> None:
+        """`host` codes indices and counts that are on the host. pooled: vectors are in memory that earlier ones had."""
+        super().__init__(launcher, pooled=pooled)
         self.encode_indices, self.decode_indices = host.encode_indices, host.decode_indices
         self.encode_counts, self.decode_counts = host.encode_counts, host.decode_counts
         self.encode_falling, self.decode_falling = host.encode_falling, host.decode_falling
         self.least_borders = host.least_borders
-        self.tile = 32 * launcher.block
-        self._notes: dict[int, Tensor] = {}  # by the address of the storage added to, as backends are shared
+        self._additions: dict[int, Additions] = {}  # by the address of the storage added to, as backends are shared
 
     def use_threads(self, count: int) -> None:
         """Do nothing: only host kernels use threads."""
 
-    # Arrays
+    def hindrance(self) -> str:
+        if not self.launcher.capturing:
+            return ""
+        return (
+            "a CUDA graph cannot hold an exchange: ranks agree on the host, and each step sends other elements; capture "
+            "forward and backward alone, and call step() outside"
+        )
 
-    def empty(self, count: int, dtype: Any) -> Tensor:
-        return self.launcher.empty(count, DTYPES[np.dtype(dtype)])
+    # Arrays
 
     def array_of(self, tensor: Tensor) -> Tensor:
         return self.launcher.adopt(tensor)
 
-    def from_host(self, values: NDArray[Any] | Tensor) -> Tensor:
-        """Copy to the device; a tensor is there already and is returned unchanged."""
-        if isinstance(values, Tensor):
-            return values
-        array = self.empty(len(values), values.dtype)
-        return array.copy_(torch.from_numpy(np.require(values, requirements=("C", "W"))))
-
-    def to_host(self, array: Tensor | NDArray[Any]) -> NDArray[Any]:
-        """Wait for earlier launches and copy to the host; a NumPy array is there already and is returned unchanged."""
-        return array.cpu().numpy() if isinstance(array, Tensor) else array
-
     def copy(self, array: Tensor) -> Tensor:
-        return array.clone()
+        return self._allocate(len(array), array.dtype).copy_(array)
 
     def fill(self, array: Tensor, value: float) -> None:
         array.fill_(value)
@@ -90,7 +96,7 @@ class CudaBackend:
     ) -> Found:  # fmt: skip
         marks = self._marks(len(acc))
         gradients = self._gradients(pointers, ends, kinds)
-        region = (np.int64(lo), np.int64(hi), _bits(floor), np.int64(0))
+        region = (np.int64(lo), np.int64(hi), bits_of(floor), np.int64(0))
         self._over_tiles("accumulate_select", len(acc), acc, np.int64(len(acc)), *gradients, *region, *marks)
         return self._selected(acc, 0, marks)
 
@@ -101,7 +107,7 @@ class CudaBackend:
         marks = self._marks(len(acc))
         gradients = self._gradients(pointers, ends, kinds)
         rates = (np.float32(rate), np.float32(1) - np.float32(rate), np.int64(len(acc)))
-        region = (np.int64(lo), np.int64(hi), _bits(floor))
+        region = (np.int64(lo), np.int64(hi), bits_of(floor))
         self._over_tiles("average_select", len(acc), acc, average, *rates, *gradients, *region, *marks)
         return self._selected(average, 0, marks)
 
@@ -109,27 +115,51 @@ class CudaBackend:
         first = lo // self.tile
         length = max(0, hi - first * self.tile) if hi > lo else 0
         marks = self._marks(length)
-        region = (np.int64(lo), np.int64(hi), _bits(floor), np.int64(first))
+        region = (np.int64(lo), np.int64(hi), bits_of(floor), np.int64(first))
         self._over_tiles("accumulate_select", length, acc, np.int64(hi), *_NO_GRADIENTS, *region, *marks)
         return self._selected(acc, first, marks)
 
     def accumulate(self, acc: Tensor, pointer: int, kind: int) -> int:
         """Launch and return -1, since backward must not wait; late_nonfinite() reports later."""
-        if not pointer or not len(acc):
-            return -1
-        bads = self.empty(self._tiles(len(acc)), np.int64)
-        self._over_tiles("accumulate", len(acc), acc, np.int64(len(acc)), np.uint64(pointer), np.uint32(kind), bads)
-        self._launch("note_bad", 1, self.launcher.block, acc, bads, np.int64(len(bads)), self._note_of(acc))
+        if pointer and len(acc):
+            self._add(self._additions_to(acc), [(acc, pointer, kind)])
         return -1
 
+    def accumulate_soon(self, acc: Tensor, source: Tensor, kind: int) -> int:
+        """As accumulate(), of a tensor; small ones wait for others until they fill a tile, or until flush()."""
+        if len(acc):
+            added = self._additions_to(acc)
+            added.append(acc, source, kind)
+            if added.elements >= self.tile or len(added.waiting) == ADDED:
+                self.flush(acc)
+        return -1
+
+    def flush(self, acc: Tensor) -> None:
+        """Add the gradients that wait to be added to acc, or to any part of its memory."""
+        added = self._additions_to(acc)
+        waiting = added.take()
+        self._add(added, [(part, source.data_ptr(), kind) for part, source, kind in waiting])
+
+    def first_bad(self, values: Tensor) -> Tensor:
+        n, marks = len(values), self._marks(len(values))
+        region = (np.int64(0), np.int64(n), bits_of(float("inf")), np.int64(0))
+        self._over_tiles("accumulate_select", n, values, np.int64(n), *_NO_GRADIENTS, *region, *marks)
+        return self._sums(marks.counts, marks.bads)[1][1:2]
+
+    def spoil(self, payload: Tensor, value: int, bad: Tensor) -> None:
+        self._for_each("spoil", len(payload), payload, np.int64(len(payload)), np.uint8(value), bad)
+
     def late_nonfinite(self, acc: Tensor) -> int:
-        """Wait for the device and return the first non-finite index since the last call, or -1."""
-        note = self._notes.get(acc.untyped_storage().data_ptr())
-        if note is None:
+        """Wait for the device and return the lowest non-finite index since the last call, or -1."""
+        added = self._additions.get(acc.untyped_storage().data_ptr())
+        if added is None:
             return -1
-        address = int(self.to_host(note)[0])
-        note.zero_()
-        return (address - acc.data_ptr()) // acc.itemsize if address else -1
+        self.flush(acc)
+        address = int(self.to_host(added.lowest)[0])
+        if address < 0:
+            return -1
+        added.lowest.fill_(-1)
+        return (address - acc.data_ptr()) // acc.itemsize
 
     def first_nonfinite(self, pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes) -> int:
         size = int(ends[-1]) if len(ends) else 0
@@ -180,23 +210,32 @@ class CudaBackend:
     def compress_rows(
         self, index: Tensor, magnitude: Tensor, threshold: float, lo: int, row: int, rows: int
     ) -> tuple[Tensor, Tensor]:
-        row_counts, n, least = self.empty(rows, np.uint32), np.int64(len(index)), np.float32(threshold)
-        shape = (np.int64(lo), np.int64(row))
-        self._for_each("row_counts", 32 * rows, index, magnitude, n, least, *shape, np.int64(rows), row_counts)
-        masks, counts, _ = self._marks(len(index))
-        self._over_tiles("mark_reached", len(index), magnitude, n, least, masks, counts)
-        offsets, total, _ = self._scan(counts)
-        columns = self.empty(total, np.uint16)
-        self._over_tiles("write_columns", len(index), index, *shape, masks, offsets, columns)
-        return row_counts, columns
+        counts, columns = self.empty(rows, np.uint32), self.empty(len(index), np.uint16)
+        self.pack_rows(index, magnitude, threshold, lo, row, counts, columns)
+        return counts, columns[: int(self.to_host(counts).sum())]
+
+    def pack_rows(
+        self, index: Tensor, magnitude: Tensor, threshold: float, lo: int, row: int, counts: Tensor, columns: Tensor
+    ) -> None:
+        n, least, shape, rows = np.int64(len(index)), np.float32(threshold), (np.int64(lo), np.int64(row)), len(counts)
+        self._for_each("row_counts", 32 * rows, index, magnitude, n, least, *shape, np.int64(rows), counts)
+        marks = self._marks(len(index))
+        self._over_tiles("mark_reached", len(index), magnitude, n, least, marks.masks, marks.counts)
+        offsets, _ = self._sums(marks.counts)
+        room = np.int64(len(columns))
+        self._over_tiles("write_columns", len(index), index, *shape, marks.masks, offsets, columns, room)
 
     def expand_rows(self, counts: Tensor, columns: Tensor, lo: int, row: int, out: Tensor) -> bool:
-        offsets, total, _ = self._scan(counts)
-        if total != len(out) or len(columns) != len(out):
+        if len(columns) != len(out) or int(self.to_host(counts).sum()) != len(out):
             return False
-        sizes = (np.int64(len(out)), np.int64(lo), np.int64(row))
-        self._for_each("expand_rows", len(out), offsets, np.int64(len(counts)), columns, *sizes, out)
+        self.unpack_rows(counts, columns, lo, lo + row * len(counts), row, out)
         return True
+
+    def unpack_rows(self, counts: Tensor, columns: Tensor, lo: int, hi: int, row: int, out: Tensor) -> None:
+        offsets, _ = self._sums(counts)
+        sizes = (np.int64(len(out)), np.int64(lo), np.int64(hi), np.int64(row))
+        rows = np.int64(len(counts))
+        self._for_each("expand_rows", len(out), offsets, rows, columns, *sizes, out, self._flag)
 
     # Reads and writes at an index
 
@@ -299,7 +338,7 @@ class CudaBackend:
     def subtract_int4(self, scales: Tensor, codes: Tensor, total: Tensor) -> None:
         self._for_each("subtract_int4", len(total), scales, codes, np.int64(len(total)), total)
 
-    def settle_int4(self, rows: Rows, by: float, error: Tensor, left: Tensor, scales: Tensor, codes: Tensor) -> int:
+    def settle_int4(self, rows: Rows, by: float, error: Tensor, left: Tensor, scales: Tensor, codes: Tensor) -> Tensor:
         return self._settle("int4", rows, by, error, left, (scales, codes))
 
     def encode_int2(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
@@ -317,7 +356,7 @@ class CudaBackend:
     def subtract_int2(self, scales: Tensor, codes: Tensor, total: Tensor) -> None:
         self._for_each("subtract_int2", len(total), scales, codes, np.int64(len(total)), total)
 
-    def settle_int2(self, rows: Rows, by: float, error: Tensor, left: Tensor, scales: Tensor, codes: Tensor) -> int:
+    def settle_int2(self, rows: Rows, by: float, error: Tensor, left: Tensor, scales: Tensor, codes: Tensor) -> Tensor:
         return self._settle("int2", rows, by, error, left, (scales, codes))
 
     def encode_sign(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
@@ -335,67 +374,37 @@ class CudaBackend:
     def subtract_sign(self, scales: Tensor, codes: Tensor, total: Tensor) -> None:
         self._for_each("subtract_sign", len(total), scales, codes, np.int64(len(total)), total)
 
-    def settle_sign(self, rows: Rows, by: float, error: Tensor, left: Tensor, scales: Tensor, codes: Tensor) -> int:
+    def settle_sign(self, rows: Rows, by: float, error: Tensor, left: Tensor, scales: Tensor, codes: Tensor) -> Tensor:
         return self._settle("sign", rows, by, error, left, (scales, codes))
 
-    def _settle(self, codec: str, rows: Rows, by: float, error: Tensor, left: Tensor, out: tuple[Tensor, Tensor]) -> int:
+    def _settle(self, codec: str, rows: Rows, by: float, error: Tensor, left: Tensor, out: tuple[Tensor, Tensor]) -> Tensor:
         getattr(self, f"decode_{codec}")(*rows[0], left)
         for row in rows[1:]:
             getattr(self, f"add_{codec}")(*row, left)
         self.divide(left, by)
         self.add(left, error)
-        *_, bad = self.select(left, 0, len(left), float("inf"))
-        if bad < 0:
-            getattr(self, f"encode_{codec}")(left, *out)
+        bad = self.first_bad(left)
+        getattr(self, f"encode_{codec}")(left, *out)
         return bad
 
     # Launches
 
-    def _launch(self, name: str, grid: int, block: int, *args: Tensor | np.generic) -> None:
-        if grid:
-            plain = [np.uint64(a.data_ptr()) if isinstance(a, Tensor) else a for a in args]
-            self.launcher.launch(name, grid, block, plain)
-
-    def _over_tiles(self, name: str, count: int, *args: Tensor | np.generic) -> None:
-        self._launch(name, self._tiles(count), self.launcher.block, *args)
-
-    def _for_each(self, name: str, count: int, *args: Tensor | np.generic) -> None:
-        self._launch(name, -(-count // self.launcher.block), self.launcher.block, *args)
-
-    def _tiles(self, count: int) -> int:
-        return -(-max(0, count) // self.tile)
-
-    def _zeros(self, count: int, dtype: Any) -> Tensor:
-        return self.empty(count, dtype).zero_()
-
-    def _note_of(self, acc: Tensor) -> Tensor:
-        """The device word that holds the address of the first non-finite value, for as long as acc's memory lives."""
+    def _additions_to(self, acc: Tensor) -> Additions:
+        """What backward adds to the memory of a vector, for as long as that lives."""
         storage = acc.untyped_storage()
         key = storage.data_ptr()
-        if key not in self._notes:
-            self._notes[key] = self._zeros(1, np.uint64)
-            weakref.finalize(storage, self._notes.pop, key, None)
-        return self._notes[key]
+        if key not in self._additions:
+            self._additions[key] = Additions(self.empty(1, np.int64))
+            weakref.finalize(storage, self._additions.pop, key, None)
+        return self._additions[key]
 
-    def _gradients(self, pointers: NDArray[np.uint64], ends: Ints, kinds: Bytes) -> tuple[Tensor, Tensor, Tensor, np.int64]:
-        """Copy addresses, ends and kinds to the device, in one copy."""
-        count = len(pointers)
-        packed = self.from_host(np.concatenate([pointers.view(np.uint8), ends.view(np.uint8), kinds]))
-        addresses, bounds = packed[: 8 * count], packed[8 * count : 16 * count]
-        return addresses, bounds, packed[16 * count :], np.int64(count)
-
-    def _marks(self, count: int) -> Marks:
-        tiles = self._tiles(count)
-        masks = self.empty(tiles * self.launcher.block, np.uint32)
-        return Marks(masks, self.empty(tiles, np.uint32), self.empty(tiles, np.int64))
-
-    def _scan(self, counts: Tensor, bads: Tensor | None = None) -> tuple[Tensor, int, int]:
-        """Return exclusive prefix sums of the counts, their total, and the lowest of `bads` or -1."""
-        offsets, summary = self.empty(len(counts) + 1, np.int64), self.empty(2, np.int64)
-        low = np.uint64(0) if bads is None else bads
-        self._launch("scan_counts", 1, self.launcher.scan, counts, low, np.int64(len(counts)), offsets, summary)
-        total, bad = self.to_host(summary).tolist()
-        return offsets, total, bad
+    def _add(self, added: Additions, gradients: list[tuple[Tensor, int, int]]) -> None:
+        """Add some gradients, by one launch."""
+        table, tiles = np.zeros(ADDED, dtype=ADDITION), 0
+        for i, (acc, pointer, kind) in enumerate(gradients):
+            tiles += self._tiles(len(acc))
+            table[i] = (acc.data_ptr(), pointer, len(acc), tiles, kind)
+        self._launch("accumulate", tiles, self.launcher.block, table.view(ADDITIONS)[0], added.lowest)
 
     def _selected(self, acc: Tensor, first: int, marks: Marks) -> Found:
         """Collect the marked elements with their magnitudes in acc; the marks start at tile `first`."""
@@ -415,10 +424,3 @@ class CudaBackend:
 
 
 _NO_GRADIENTS = (np.uint64(0), np.uint64(0), np.uint64(0), np.int64(0))
-
-
-def _bits(floor: float) -> np.uint32:
-    """Return the bits of a threshold: magnitudes are compared as integers."""
-    if not floor >= 0.0:
-        raise ValueError(f"threshold must be a number >= 0, got {floor}")
-    return np.float32(floor).view(np.uint32)

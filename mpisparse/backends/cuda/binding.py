@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import cupy
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from cupy.cuda import nvrtc
 
-from mpisparse.backends.cuda import source
+from mpisparse.backends.cuda import cache, source
 from mpisparse.backends.cuda.launcher import BLOCK, SCAN
 from mpisparse.errors import ConfigurationError
 
@@ -24,15 +25,54 @@ from mpisparse.errors import ConfigurationError
 @functools.cache
 def compile_cubin(capability: str) -> bytes:
     """Compile the kernels for a compute capability such as "90"; needs no GPU."""
-    options = (f"--gpu-architecture=sm_{capability}", *source.EXACT, *source.defines(), "-std=c++17")
+    return _whole(_compiled(f"sm_{capability}", nvrtc.getCUBIN))
+
+
+@functools.cache
+def compile_for(capability: str) -> bytes:
+    """Take the kernels for a GPU from the cache on disk, or compile them and put them there.
+
+    NVRTC does not know GPUs that are newer: they get PTX for the newest that it knows, which the driver translates.
+    """
+    known = nvrtc.getSupportedArchs() if hasattr(nvrtc, "getSupportedArchs") else [int(capability)]
+    older = [arch for arch in known if arch < int(capability)]
+    if int(capability) not in known and not older:
+        least = min(known)
+        raise ConfigurationError(f"NVRTC compiles for compute capability {least} and newer, the GPU has {capability}")
+    chosen = f"sm_{capability}" if int(capability) in known else f"compute_{max(older)}"
+    key = (source.joined(), *_options(chosen), str(nvrtc.getVersion()))
+    if chosen.startswith("sm_"):
+        return cache.fetch(key, lambda: compile_cubin(capability))
+    return cache.fetch(key, lambda: _compiled(chosen, nvrtc.getPTX))
+
+
+def versions() -> tuple[tuple[int, int], int]:
+    """The versions of NVRTC and of the driver."""
+    major, minor = nvrtc.getVersion()
+    return (major, minor), int(cupy.cuda.runtime.driverGetVersion())
+
+
+def _options(architecture: str) -> tuple[str, ...]:
+    return (f"--gpu-architecture={architecture}", *source.EXACT, *source.defines(), "-std=c++17")
+
+
+def _compiled(architecture: str, get: Callable[[Any], Any]) -> bytes:
     program = nvrtc.createProgram(source.joined(), "mpisparse.cu", (), ())
     try:
-        nvrtc.compileProgram(program, options)
-        return bytes(nvrtc.getCUBIN(program))
+        nvrtc.compileProgram(program, _options(architecture))
+        made = get(program)
+        return made.encode() if isinstance(made, str) else bytes(made)
     except nvrtc.NVRTCError as error:
         raise ConfigurationError(f"NVRTC does not compile the kernels: {nvrtc.getProgramLog(program)}") from error
     finally:
         nvrtc.destroyProgram(program)
+
+
+def _whole(cubin: bytes) -> bytes:
+    """Put back the zero byte that CuPy takes from a cubin's end, as if it ended a string: its headers must be whole."""
+    segments, sections = struct.unpack_from("<2Q", cubin, 32)  # of the ELF header: where these tables begin,
+    a_segment, of_segments, a_section, of_sections = struct.unpack_from("<4H", cubin, 54)  # and their entries
+    return cubin.ljust(max(segments + a_segment * of_segments, sections + a_section * of_sections), b"\0")
 
 
 def mpi_view(tensor: torch.Tensor) -> Any:
@@ -55,11 +95,28 @@ class CupyLauncher:
         self.device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
         with cupy.cuda.Device(self.device.index):
             self.module = cupy.cuda.function.Module()
-            self.module.load(compile_cubin(cupy.cuda.Device().compute_capability))
+            self.module.load(compile_for(cupy.cuda.Device().compute_capability))
         self.functions: dict[str, Any] = {}
+
+    @property
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    @property
+    def stream(self) -> int:
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(count, dtype=dtype, device=self.device)
+
+    def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(count, dtype=dtype, pin_memory=True)
+
+    def mark(self) -> Callable[[], object]:
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        wait: Callable[[], object] = event.synchronize
+        return wait
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -74,4 +131,4 @@ class CupyLauncher:
     def _current(self) -> Iterator[Stream]:
         """Make the device current, since stream 0 belongs to the current device; yield torch's current stream."""
         with cupy.cuda.Device(self.device.index):
-            yield Stream(torch.cuda.current_stream(self.device).cuda_stream)
+            yield Stream(self.stream)

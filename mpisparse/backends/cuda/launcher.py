@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -18,9 +18,26 @@ class Launcher(Protocol):
     def block(self) -> int: ...
     @property
     def scan(self) -> int: ...
+    @property
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured in a graph, so that nothing is done."""
+        ...
+
+    @property
+    def stream(self) -> int:
+        """The address of the current stream."""
+        ...
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate a vector on the device without initializing it."""
+        ...
+
+    def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Allocate host memory from which the device copies by itself; it may be freed before that is done."""
+        ...
+
+    def mark(self) -> Callable[[], object]:
+        """Return what waits until all that was launched so far is done; any thread may call it."""
         ...
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 
+from mpisparse.bench.converge import stability
 from mpisparse.bench.converge.plan import ConvergePlan, Record
 from mpisparse.bench.converge.store import Store, write_whole
 from mpisparse.bench.converge.summary import COLUMNS, markdown, summary
-from mpisparse.bench.converge.work import do_here, do_in_processes, do_on_ranks
+from mpisparse.bench.converge.work import Done, do_here, do_in_processes, do_on_ranks
 from mpisparse.comm.exchange import Exchange
 from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.errors import ConfigurationError
@@ -41,7 +42,7 @@ def run(plan: ConvergePlan) -> int:
         return _run_on_ranks(plan)
     store = Store(plan)
     done = do_here(plan, store) if plan.jobs == 1 else do_in_processes(plan, store)
-    _publish(plan, summary(plan, done))
+    _publish(plan, done)
     return 0
 
 
@@ -62,23 +63,33 @@ def _run_on_ranks(plan: ConvergePlan) -> int:
     exchange.raise_together(error)
     done = do_on_ranks(plan, store, exchange)
     if exchange.rank == 0:
-        _publish(plan, summary(plan, done))
+        _publish(plan, done)
     exchange.close()
     return 0
 
 
-def _publish(plan: ConvergePlan, records: list[Record]) -> None:
-    """Print the table; write it, the records, and a page with the pictures."""
-    show(records, COLUMNS, as_json=plan.as_json)
+def _publish(plan: ConvergePlan, done: Done) -> None:
+    """Say what the runs say; write the records and the table, and a page with the pictures."""
+    if plan.stability:
+        records = stability.summary(plan, done)
+        _write(plan, "stability", records, stability.COLUMNS, stability.markdown(records))
+        return
+    records = summary(plan, done)
+    _write(plan, "converge", records, COLUMNS, markdown(records))
+    page = write_report([plan.out / RECORDS], None, plan.out / "pictures")
+    if not plan.as_json:
+        print(f"pictures: {page}, {plan.out / 'pictures'}")
+
+
+def _write(plan: ConvergePlan, bench: str, records: list[Record], columns: dict[str, str], table: str) -> None:
+    """Print the table; write it and the records."""
+    show(records, columns, as_json=plan.as_json)
+    write_whole(plan.out / RECORDS, "".join(json.dumps({"bench": bench, **record}) + "\n" for record in records))
+    write_whole(plan.out / "table.md", table)
     if not plan.as_json:
         settings = plan.settings
         print(
             f"{settings.model}, {plan.workers} workers x {settings.batch_size}, {settings.steps} steps; bytes received per "
             "parameter and step; errors are standard errors over seeds"
         )
-    lines = (json.dumps({"bench": "converge", **record}) + "\n" for record in records)
-    write_whole(plan.out / RECORDS, "".join(lines))
-    write_whole(plan.out / "table.md", markdown(records))
-    page = write_report([plan.out / RECORDS], None, plan.out / "pictures")
-    if not plan.as_json:
-        print(f"records: {plan.out / RECORDS}; table: {plan.out / 'table.md'}; pictures: {page}, {plan.out / 'pictures'}")
+        print(f"records: {plan.out / RECORDS}; table: {plan.out / 'table.md'}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping
@@ -47,6 +48,7 @@ class ConvergePlan:
 
     tuning_seeds: how many of the seeds pick the learning rate; the others are run only at the rate that was picked.
     give_up: leave further seeds of a rate out once its validation loss is worse than the best by this share; 0 never does.
+    stability: run all seeds at the rates that the grid begins with, and at no others.
     """
 
     settings: Settings
@@ -59,12 +61,15 @@ class ConvergePlan:
     eval_examples: int = 1024
     jobs: int = 1
     give_up: float = 0.0
+    stability: bool = False
     as_json: bool = False
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.give_up < math.inf:
             raise ConfigurationError(f"--give-up must be a share of at least 0, got {self.give_up:g}; 0 never gives up")
-        usual = Settings()
+        if not self.settings.lr > 0.0:
+            raise ConfigurationError(f"--lr must be above 0, got {self.settings.lr:g}: its neighbours are multiples of it")
+        usual = Settings(scheme=self.settings.default_scheme())
         unused = [name for name in UNUSED if getattr(self.settings, name) != getattr(usual, name)]
         if unused:
             raise ConfigurationError(
@@ -84,6 +89,9 @@ class ConvergePlan:
 
     def missing(self, done: Mapping[tuple[str, float, int], Record]) -> list[Run]:
         """Return the runs that can be done now: further rates may be wanted when these are."""
+        if self.stability:
+            every = itertools.product(self.cases, self.grid.start(), range(self.seeds))
+            return [run for one in every if (run := self.run(*one)).key not in done]
         return [run for case in self.cases for run in self._missing(case, done)]
 
     def _missing(self, case: Case, done: Mapping[tuple[str, float, int], Record]) -> Iterator[Run]:

@@ -23,12 +23,13 @@ from mpisparse.errors import ConfigurationError, GradientError
 from mpisparse.optim import OneBitAdamW
 from mpisparse.runtime.evaluate import evaluate
 from mpisparse.runtime.run_state import RunState
-from mpisparse.runtime.schedule import Order, density_at, lr_factor
+from mpisparse.runtime.schedule import Order, lr_factor
 from mpisparse.runtime.scheme_losses import SchemeLosses
 from mpisparse.runtime.settings import Settings
 from mpisparse.runtime.setup import decay_groups, make_optimizer, seed_rank
 from mpisparse.runtime.workloads import Data, Examples, Task, build, hold_out
 from mpisparse.runtime.workloads.split import Subset
+from mpisparse.schemes.falling import density_at
 
 LOOKS = 6  # evaluations on validation data before the last one
 GLANCE = 256  # examples of each of them at most

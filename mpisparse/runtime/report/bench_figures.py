@@ -159,6 +159,14 @@ FIGURES: dict[str, tuple[Plot | Bars | Scatter, ...]] = {
     "ddp": (
         Bars("Time of a training step", "median", "ms", "ms", _what),
         Bars("Steps per second", "relative to DDP", "times_ddp", "number", _what),
+        Bars(
+            "Overlapped steps",
+            "relative to max(computation, exchange) + the last bucket",
+            "of_bound",
+            "number",
+            _what,
+            lambda record: "of_bound" in record,
+        ),
         Plot("Training loss", "mean over ranks", "loss_by_step", "number", _what),
     ),
 }

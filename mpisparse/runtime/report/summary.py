@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from mpisparse.runtime.progress import MORE_THAN_DENSE
+from mpisparse.runtime.progress import AS_MUCH, MORE_THAN_DENSE
 from mpisparse.runtime.report.groups import Group
 from mpisparse.runtime.report.run import Run
 from mpisparse.runtime.report.units import nbytes, number, percent, seconds
@@ -133,7 +133,8 @@ def _times_fewer(run: Run) -> Cell:
     received, dense = _bytes(run, "bytes_received.mean"), _bytes(run, "bytes_dense")
     if not (received > 0 and dense > 0):
         return NOTHING
-    return Cell(dense / received, lambda times: f"{number(times, 3)}×", MORE_THAN_DENSE if received > dense else "")
+    note = MORE_THAN_DENSE if received > AS_MUCH * dense else ""
+    return Cell(dense / received, lambda times: f"{number(times, 3)}×", note)
 
 
 def _density(run: Run) -> Cell:

@@ -64,7 +64,7 @@ class Cosines:
         """The coefficients of a vector."""
         out = torch.empty_like(flat)
         for block in self.blocks:
-            down, across = basis(block.height, flat.dtype), basis(block.width, flat.dtype)
+            down, across = (basis(size, flat.dtype, flat.device) for size in (block.height, block.width))
             block.coefficients(out).copy_(down @ block.view(flat) @ across.T)
         return out
 
@@ -72,19 +72,19 @@ class Cosines:
         """The vector that has these coefficients."""
         out = torch.empty_like(coefficients)
         for block in self.blocks:
-            down, across = basis(block.height, out.dtype), basis(block.width, out.dtype)
+            down, across = (basis(size, out.dtype, out.device) for size in (block.height, block.width))
             block.view(out).copy_(down.T @ block.coefficients(coefficients) @ across)
         return out
 
 
 @functools.cache
-def basis(size: int, dtype: torch.dtype) -> torch.Tensor:
+def basis(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The matrix whose product with a column of so many elements is its transform."""
     place, wave = torch.arange(size, dtype=torch.float64) + 0.5, torch.arange(size, dtype=torch.float64)
     matrix = torch.cos(math.pi / size * torch.outer(wave, place)) * math.sqrt(2.0 / size)
     matrix[0] /= math.sqrt(2.0)
     matrix[matrix.abs() < NOTHING] = 0.0
-    return matrix.to(dtype)
+    return matrix.to(device, dtype)
 
 
 def _blocks(slots: Sequence[Slot], chunk: int) -> Iterator[Block]:

@@ -29,7 +29,10 @@ class Demo(Options):
     chunk: height and width of the tiles whose cosine transforms are sent.
     """
 
+    on_device: ClassVar[bool] = True
     publishes_mean: ClassVar[bool] = False
+    remembering: ClassVar[str] = ""
+    flat_only: ClassVar[str] = "it sends tiles of parameters, which a shard of the vector cuts through"
 
     density: float = 1 / 128
     decay: float = 0.999
@@ -49,6 +52,10 @@ class Demo(Options):
     def needs_whole_gradient(self) -> bool:
         return True
 
+    @property
+    def unmirrored(self) -> str:
+        return "a rank does not hear which of its waves another rank has sent"
+
     def codecs(self) -> Sequence[str]:
         return codec_names(blended=False)
 
@@ -58,7 +65,7 @@ class Demo(Options):
             parts,
             scorer=Waves(parts.residual, parts.backend, parts.slots, cosines, self.decay),
             selection=ChunkSelection(n, cosines.stretches),
-            reducer=SignOfMean(Gathered(CODECS[self.codec], n), cosines, parts.sink.whole),
-            stages=[Leaving(cosines)],
+            reducer=SignOfMean(Gathered(CODECS[self.codec], n), parts.carrier(late=True), cosines, parts.sink.whole),
+            stages=[Leaving(cosines, parts.residual.device)],
         )
         return Scheme(aggregator)

@@ -34,7 +34,7 @@ class Waves(WholeGradient):
         super().__init__(residual, backend, slots)
         self.cosines = cosines
         self.decay = np.float32(decay)
-        self.keys = VectorKeys(backend, np.empty(0, dtype=np.float32))
+        self.keys = VectorKeys(backend, self.acc[:0])
         self.take = self._values_at
 
     def accumulate(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
@@ -45,7 +45,7 @@ class Waves(WholeGradient):
             self.acc *= self.decay
             self.backend.accumulate_select(self.acc, *whole.dense, 0, 0, 0.0)
         *_, bad = self.backend.select(self.acc, 0, len(self.acc), float("inf"))
-        self.keys = VectorKeys(self.backend, self.cosines.forward(self.residual).numpy())
+        self.keys = VectorKeys(self.backend, self.backend.array_of(self.cosines.forward(self.residual)))
         return NONE._replace(bad=bad)
 
     def _update(self, slot: Slot, pointer: int) -> int:
@@ -54,26 +54,27 @@ class Waves(WholeGradient):
         return int(self.backend.accumulate(part, pointer, slot.sent_kind)) if pointer else -1
 
     def _values_at(self, index: Ints) -> Floats:
-        values: Floats = self.keys.vector[index]
+        values: Floats = self.backend.values_at(self.keys.vector, index)
         return values
 
 
 @dataclass(frozen=True)
 class SignOfMean(Reducer):
-    """The sign of the vector whose coefficients are the mean of all ranks', written into `target()`."""
+    """The sign of the vector whose coefficients are the mean of all ranks', written into `target()`.
+
+    host: the kernels of the host, where indices and coefficients are exchanged.
+    """
 
     gathered: Gathered
+    host: Backend
     cosines: Cosines
     target: Callable[[], torch.Tensor]
 
     def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
-        reduced = self.gathered.reduce(exchange, backend, index, values, regions)
-        coefficients = torch.zeros(
-            self.gathered.n, dtype=torch.float64
-        )  # signs of nearly nothing must be alike on all ranks
-        coefficients[torch.from_numpy(reduced.index)] = torch.from_numpy(reduced.mean).double()
-        mean = self.target()
-        mean.copy_(self.cosines.inverse(coefficients).sign_())
+        here = backend.to_host(index), backend.to_host(values)
+        reduced, mean = self.gathered.reduce(exchange, self.host, *here, regions), self.target()
+        coefficients = spread(self.gathered.n, reduced.index, reduced.mean, torch.float64, mean.device)
+        mean.copy_(self.cosines.inverse(coefficients).sign_())  # of nearly nothing, too, it must be alike on all ranks
         everything: Any = range(self.gathered.n)
         return reduced._replace(index=everything, mean=backend.array_of(mean))
 
@@ -81,11 +82,18 @@ class SignOfMean(Reducer):
 class Leaving(Stage):
     """What was sent leaves the momentum."""
 
-    def __init__(self, cosines: Cosines) -> None:
+    def __init__(self, cosines: Cosines, device: torch.device) -> None:
         self.cosines = cosines
+        self.device = device
 
     def settle(self, backend: Any, acc: Any, union: Any, sent: Sent, reduced: Reduced) -> Stage:
-        coefficients = torch.zeros(len(acc))
-        coefficients[torch.from_numpy(sent.index)] = torch.from_numpy(reduced.own)
-        acc -= self.cosines.inverse(coefficients).numpy()
+        coefficients = spread(len(acc), backend.to_host(sent.index), reduced.own, torch.float32, self.device)
+        acc -= backend.array_of(self.cosines.inverse(coefficients))
         return self
+
+
+def spread(n: int, index: Ints, values: Floats, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A vector of zeros with values of the host at an index."""
+    vector = torch.zeros(n, dtype=dtype, device=device)
+    vector[torch.from_numpy(index).to(device)] = torch.from_numpy(values).to(device, dtype)
+    return vector

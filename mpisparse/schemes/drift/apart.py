@@ -15,8 +15,9 @@ import numpy as np
 from mpisparse.arrays import Floats, Ints
 from mpisparse.backends.flat import Pieces
 from mpisparse.backends.protocol import GROUP_OF_WEIGHTS, Backend
-from mpisparse.comm.regions import Groups, Part
+from mpisparse.comm.regions import Groups, Part, index_on
 from mpisparse.core.stages import Sent, Stage
+from mpisparse.schemes.drift.weights import OwnWeights
 from mpisparse.select.candidates import NONE, Candidates
 from mpisparse.select.everything import PartValues
 from mpisparse.select.grouped import count_of
@@ -48,11 +49,11 @@ class Difference(NamedTuple):
 
     def at(self, index: Ints) -> Floats:
         """The values at an ascending index."""
-        values: Floats = self.backend.values_apart(*self.weights.dense, self.shared, index)
+        values: Floats = self.backend.values_apart(*self.weights.dense, self.shared, self.backend.from_host(index))
         return values
 
     def _values(self, lo: int, hi: int) -> Floats:
-        values = np.empty(hi - lo, dtype=np.float32)
+        values: Floats = self.backend.empty(hi - lo, np.float32)
         self.backend.subtract_apart(*self.weights.dense, self.shared, lo, values)
         return values
 
@@ -70,15 +71,19 @@ class Distance(Scorer):
     """The largest |W - G|, found in one pass over both; nothing is added up, and nothing else is kept.
 
     What is in flight stays in W until it is applied. So the indices that set out in a step are left out of its selection.
-    where: tells where the weights lie now; None if they are not what they were.
+    where: tells where the weights lie now; None if they are not what they were. weights: W themselves, where ranks may die.
     """
 
     by_magnitude = True
 
-    def __init__(self, shared: Floats, backend: Backend, where: Callable[[], Pieces | None]) -> None:
+    def __init__(
+        self, shared: Floats, backend: Backend, where: Callable[[], Pieces | None],
+        weights: OwnWeights | None = None,
+    ) -> None:  # fmt: skip
         self.acc = shared
         self.backend: Any = backend
         self.where = where
+        self.weights = weights
         nothing = np.empty(0, np.uint64), np.empty(0, np.int64), np.empty(0, np.uint8)
         self.keys = Difference(backend, Pieces(*nothing, [], []), shared)
         self.take = self._values_to_select
@@ -87,34 +92,64 @@ class Distance(Scorer):
     def accumulate(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
         assert pieces is not None
         self.keys, self.departed = Difference(self.backend, pieces, self.acc), NONE.index
-        return self.keys.select(lo, hi, floor)
+        found = self.keys.select(lo, hi, floor)
+        return found if hi - lo == len(self.acc) else found._replace(bad=self._bad())
+
+    def _bad(self) -> int:
+        """The first index where a weight is not finite, or -1."""
+        return self.keys.select(0, len(self.acc), float("inf")).bad
 
     def depart(self, backend: Backend, index: Ints) -> Floats:
         """The values at an index, which are not selected again in this step."""
-        self.departed = index
+        self.departed = backend.to_host(index)
         return self._values_at(index)
+
+    def give_back(self, backend: Backend, index: Ints, values: Floats) -> None:
+        """They are in the weights still."""
+
+    def owing(self, lo: int, hi: int) -> Floats:
+        assert self.weights is not None
+        pieces = self.weights.seen()
+        if pieces is None:  # the step is refused
+            return np.zeros(hi - lo, dtype=np.float32)
+        difference: Any = Difference(self.backend, pieces, self.acc)
+        values: Floats = difference[lo:hi]
+        return values
+
+    def take_over(self, values: Floats) -> None:
+        assert self.weights is not None
+        self.weights.add(values)
 
     def _values_to_select(self, index: Ints) -> Floats:
         values = self._values_at(index)
-        if len(self.departed):
-            at = np.minimum(np.searchsorted(self.departed, index), len(self.departed) - 1)
-            values[self.departed[at] == index] = 0.0
-        return values
+        if not len(self.departed):
+            return values
+        index, values = self.backend.to_host(index), self.backend.to_host(values)
+        at = np.minimum(np.searchsorted(self.departed, index), len(self.departed) - 1)
+        values[self.departed[at] == index] = 0.0
+        left: Floats = self.backend.from_host(values)
+        return left
 
     def _values_at(self, index: Ints) -> Floats:
         pieces = self.where()
         if pieces is None:  # the step is refused
-            return np.zeros(len(index), dtype=np.float32)
+            nothing: Floats = self.backend.empty(len(index), np.float32)
+            self.backend.fill(nothing, 0.0)
+            return nothing
         return Difference(self.backend, pieces, self.acc).at(index)
 
 
 class GroupDistance(Distance):
     """How far groups of neighbours are apart, as one norm each; what is sent are all their elements."""
 
-    def __init__(self, shared: Floats, backend: Backend, where: Callable[[], Pieces | None]) -> None:
-        super().__init__(shared, backend, where)
+    def __init__(
+        self, shared: Floats, backend: Backend, where: Callable[[], Pieces | None],
+        weights: OwnWeights | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(shared, backend, where, weights)
         self.difference = self.keys
-        self.norms = np.zeros(count_of(len(shared), GROUP_OF_WEIGHTS), dtype=np.float32)
+        self.norms = backend.empty(count_of(len(shared), GROUP_OF_WEIGHTS), np.float32)
+        backend.fill(self.norms, 0.0)
         self.keys = VectorKeys(backend, read_only(self.norms))  # of groups
         self.take = self._values_of  # type: ignore[assignment]  # read slice by slice
 
@@ -129,24 +164,28 @@ class GroupDistance(Distance):
 
 
 class Following(Stage):
-    """Both sets of weights move when the ranks have exchanged."""
+    """Both sets of weights move when the ranks have exchanged. lost: is told what W - G loses, where, if given."""
 
-    def __init__(self, where: Callable[[], Pieces | None]) -> None:
+    def __init__(self, where: Callable[[], Pieces | None], lost: Callable[[Ints, Floats], None] | None = None) -> None:
         self.where = where
+        self.lost = lost
 
     def settle(self, backend: Any, acc: Any, union: Any, sent: Sent, reduced: Reduced) -> Stage:
         weights = self.where()
         if not isinstance(reduced.mean, Encoded):
-            _move(backend, acc, weights, union, reduced.mean, reduced.own)
+            _move(backend, acc, weights, reduced.index, reduced.mean, reduced.own)
+            if self.lost is not None:
+                self.lost(reduced.index, reduced.own)
             return self
         pairs = zip(reduced.mean.values(backend), reduced.own.values(backend), strict=True)
         for (start, stop, mean), (_, _, own) in pairs:
             if isinstance(union, Part | Groups):
-                _move(backend, acc, weights, union.index(start, stop), mean, own)
+                _move(backend, acc, weights, index_on(backend, union, start, stop), mean, own)
                 continue
             backend.add(acc[start:stop], mean)
             if weights is not None:
-                backend.add_stretch(*weights.dense, start, mean - own)
+                mean -= own
+                backend.add_stretch(*weights.dense, start, mean)
         return self
 
 

@@ -13,39 +13,41 @@ import torch
 
 from mpisparse.arrays import Bools, Floats, State
 from mpisparse.backends.flat import checksum
+from mpisparse.comm.exchange import Exchange
 from mpisparse.comm.roll_call import FIRST, meet
+from mpisparse.comm.survival import together
 from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Stats
 from mpisparse.errors import ConfigurationError, GradientError
 from mpisparse.schemes.companion import Companion, Site
+from mpisparse.schemes.drift.scored import ScoredDistance
 from mpisparse.schemes.drift.start import DenseStart
 from mpisparse.schemes.drift.weights import OwnWeights
-from mpisparse.schemes.optimizers import holds_copies, is_adaptive
+from mpisparse.schemes.optimizers import holds_copies
 from mpisparse.select.rotating import Pace
 from mpisparse.wire.feedback import AtFixedOwners
+from mpisparse.wire.on_host import OnHost
 
 
 class Drifting(Companion):
     """Counts the optimizer's steps, and has the shared weights in the model for a while.
 
-    adaptive_rate: the rate if the attached optimizer is adaptive; None: as it is set. start: averages gradients in the
-    first steps; None: there are none such.
+    start: averages gradients in the first steps; None: there are none such.
     """
 
     idle = False
 
     def __init__(
         self, aggregator: Aggregator, site: Site, weights: OwnWeights, *, every: int | str,
-        adaptive_rate: float | None = None, start: DenseStart | None = None,
+        start: DenseStart | None = None,
     ) -> None:  # fmt: skip
         self.aggregator = aggregator
-        self.exchange = aggregator.parts.exchange
+        self.exchange, self.backend = aggregator.parts.exchange, aggregator.parts.backend
         self.shared = aggregator.parts.residual
         self.site = site
         self.subject: Any = weights
         self.weights = weights
         self.pace = Pace.of(every)
-        self.adaptive_rate = adaptive_rate
         self.start = start
         self.done = 0
         self.optimizer: torch.optim.Optimizer | None = None
@@ -55,7 +57,7 @@ class Drifting(Companion):
 
     # The optimizer
 
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+    def adopt(self, optimizer: torch.optim.Optimizer, *, scales: bool = False) -> None:
         if holds_copies(optimizer):
             raise ConfigurationError(
                 f'scheme "{self.weights.scheme}" moves weights behind the optimizer\'s back, and {type(optimizer).__name__} '
@@ -67,18 +69,9 @@ class Drifting(Companion):
                 "call remove() on what attach() returned first"
             )
         self.optimizer = optimizer
-        if self.adaptive_rate is not None and is_adaptive(optimizer):
-            self._set_rate(self.adaptive_rate)
 
-    def release(self) -> None:
+    def release(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = None
-        if self.adaptive_rate is not None:
-            self._set_rate(1.0)
-
-    def _set_rate(self, rate: float) -> None:
-        works = self.aggregator.works
-        assert isinstance(works.reducer, AtFixedOwners)
-        works.reducer = replace(works.reducer, rate=rate)
 
     def check_by_hand(self) -> None:
         """Raise on all ranks if nothing has moved before the first exchange: it goes after optimizer.step()."""
@@ -86,13 +79,17 @@ class Drifting(Companion):
             raise ConfigurationError("dense_steps averages gradients before optimizer.step(): attach() the optimizer")
         if self.done:
             return
-        meet(self.exchange, FIRST)
         still = self._written() == self._versions and torch.equal(self.weights.flat(), self.shared)
         error = GradientError(
             f'no weight has moved yet: with scheme "{self.weights.scheme}" call sync.step() after optimizer.step(), or '
             "attach() the optimizer"
         )
-        self.exchange.raise_together(error if still else None, GradientError)
+
+        def check() -> None:
+            meet(self.exchange, FIRST)
+            self.exchange.raise_together(error if still else None, GradientError)
+
+        together(self.exchange, check)
 
     def _written(self) -> int:
         """How often anyone wrote into the weights."""
@@ -158,38 +155,56 @@ class Drifting(Companion):
     def drain(self) -> Iterator[Bools | None]:
         """Apply what is in flight, then exchange all that is left, at rate 1 and in float32; W = G on all ranks."""
         inside = RuntimeError("synchronize() inside global_weights(): leave the block first") if self.weights.lent else None
-        self.exchange.raise_together(inside, RuntimeError)
+        together(self.exchange, lambda: self.exchange.raise_together(inside, RuntimeError))
         missed = GradientError(f"{self.weights.missed}; load a saved state") if self.weights.missed else None
-        self.exchange.raise_together(missed, GradientError)
+        together(self.exchange, lambda: self.exchange.raise_together(missed, GradientError))
         self.weights.refused()
         for _ in self.aggregator.arrivals():
             self.weights.publish(None)
-        drift = self.left().numpy()
-        self.exchange.allreduce_(drift)
-        drift /= np.float32(self.exchange.size)
-        bad = np.flatnonzero(~np.isfinite(drift))[:1]
-        if len(bad):
+        left = together(self.exchange, self._sum_left)
+        drift = self.backend.array_of(left)
+        self.backend.divide(drift, self.exchange.size)
+        *_, bad = self.backend.select(drift, 0, len(drift), float("inf"))
+        if bad >= 0:
             raise GradientError(
-                f"r{self.exchange.rank} | the weights of some rank are not finite in flat index {int(bad[0])}: nothing was "
+                f"r{self.exchange.rank} | the weights of some rank are not finite in flat index {bad}: nothing was "
                 "exchanged; load a saved state"
             )
         self.forget()
-        self.shared += torch.from_numpy(drift)
+        self.shift(left)
         self.weights.set_flat(self.shared)
         yield from ()
 
+    def _sum_left(self) -> torch.Tensor:
+        """What all ranks together have still to give; collective."""
+        left = self.left()
+        self.exchange.allreduce_(self.backend.array_of(left))
+        return left
+
+    def shift(self, by: torch.Tensor) -> None:
+        """Add to the shared weights what is the same on all ranks."""
+        self.shared += by
+
     def left(self) -> torch.Tensor:
         """What this rank has still to give to the shared weights: W - G, and for each rank the error that it remembers."""
-        drift, reducer, exchange = self.drift(), self.aggregator.works.reducer, self.exchange
-        assert isinstance(reducer, AtFixedOwners)
-        drift.numpy()[reducer.owned(exchange.rank, exchange.size)] += reducer.error * np.float32(exchange.size)
+        drift = self.drift()
+        self.reducer.give(self.backend, self.backend.array_of(drift), self.exchange.rank, self.exchange.size)
         return drift
+
+    @property
+    def reducer(self) -> AtFixedOwners:
+        """What remembers an error."""
+        reducer = self.aggregator.works.reducer
+        reducer = reducer.inner if isinstance(reducer, OnHost) else reducer
+        assert isinstance(reducer, AtFixedOwners)
+        return reducer
 
     def forget(self) -> None:
         """All of it was given."""
-        reducer = self.aggregator.works.reducer
-        assert isinstance(reducer, AtFixedOwners)
-        reducer.error[:] = 0.0
+        self.reducer.error[:] = 0.0
+        scorer = self.aggregator.works.scorer
+        if isinstance(scorer, ScoredDistance):
+            scorer.waiting[:] = 0.0
 
     def replicated(self) -> Sequence[torch.Tensor]:
         return [self.shared[slot.begin : slot.end] for slot in self.site.places.slots]
@@ -224,8 +239,8 @@ class Drifting(Companion):
         """digest: of G as the model has it. The remainders, if any, are what the weights' types cannot hold."""
         state: State = {"done": self.done, "digest": checksum(self._as_parameters())}
         if self.weights.remainders:
-            state["remainder"] = self.weights.remainder().numpy()
-            state["shared_remainder"] = self.weights.remainder_of(self.shared).numpy()
+            state["remainder"] = self.weights.remainder().cpu().numpy()
+            state["shared_remainder"] = self.weights.remainder_of(self.shared).cpu().numpy()
         return state if self.start is None else {**state, **self.start.state()}
 
     def check(self, state: State) -> None:
@@ -238,13 +253,7 @@ class Drifting(Companion):
                 raise ConfigurationError(f"the {name} in the state must be {count} finite numbers")
 
     def load(self, state: State) -> None:
-        error = None
-        if checksum(p.data for p in self.site.places.params) != state["digest"]:
-            error = ConfigurationError(
-                "the model does not hold the shared weights that this state was saved with; save the model inside "
-                "`with sync.global_weights():`, as checkpoint.save does, and load it before the state"
-            )
-        self.exchange.raise_together(error)
+        check_held(self.exchange, self.site.places.params, state["digest"])
         self.done = int(state["done"])
         if self.start is not None:
             self.start.load(state, self.done)
@@ -272,3 +281,14 @@ class Drifting(Companion):
         if self.weights.remainders:
             merged["remainder"] = np.zeros_like(merged["remainder"])
         return merged if self.start is None else {**merged, **self.start.resize(states, old, new, rank)}
+
+
+def check_held(exchange: Exchange, params: Sequence[torch.nn.Parameter], digest: int) -> None:
+    """Raise on all ranks unless the model holds the shared weights that a state was saved with; collective."""
+    error = None
+    if checksum(p.data for p in params) != digest:
+        error = ConfigurationError(
+            "the model does not hold the shared weights that this state was saved with; save the model inside "
+            "`with sync.global_weights():`, as checkpoint.save does, and load it before the state"
+        )
+    exchange.raise_together(error)

@@ -13,9 +13,12 @@ import numpy as np
 import torch
 
 from mpisparse.arrays import Bools, Floats, State
+from mpisparse.backends.flat import Slot
+from mpisparse.backends.protocol import Backend
 from mpisparse.comm.agreement import BROKEN, NO_BACKWARD, Notice, Refusal
 from mpisparse.comm.exchange import Exchange
 from mpisparse.comm.regions import even_regions
+from mpisparse.core.records import Parts
 from mpisparse.core.refusals import explain
 from mpisparse.core.state import merge_residuals
 from mpisparse.core.step import share_readiness
@@ -27,27 +30,40 @@ ADVICE = "nothing was changed: lower the learning rate or clip, or pass a GradSc
 NOTHING: Floats = np.empty(0, dtype=np.float32)
 
 
-class DenseStart:
-    """Replaces each rank's gradients by their mean in the first `steps` steps of the optimizer.
+class GradientMeans:
+    """Replaces each rank's gradients by a mean of several ranks', before the optimizer's step.
 
-    averaging: what waits for the next exchange; None when the start is over.
+    work: where they are added up, and their mean. moved: bytes sent and received between all ranks in the last step.
     """
 
-    def __init__(self, places: Places, exchange: Exchange, steps: int, codec: str) -> None:
+    backend: Backend
+    what: str  # the option that asks for it
+
+    def __init__(self, places: Places, exchange: Exchange) -> None:
         self.places = places
         self.exchange = exchange
-        self.steps = steps
-        self.codec = codec
-        self.averaging: Averaging | None = Averaging(places.size, exchange)
-        self.moved = (0, 0)  # bytes sent and received in the last step
+        self.moved = (0, 0)
         self.damaged = ""
+
+    @property
+    def work(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    def average_(self, step: int) -> None:
+        """Replace work by the mean; collective."""
+        raise NotImplementedError
+
+    def not_used(self, slot: Slot) -> None:
+        """No rank had a gradient of a parameter: its mean is not published."""
+
+    def rounded(self, slot: Slot, left: torch.Tensor) -> None:
+        """A parameter's type cannot hold this of its mean."""
 
     def average(self, step: int, trouble: str | None, call: Any = None) -> None:
         """Replace p.grad by the mean over ranks; collective. What one rank cannot do is raised on all of them.
 
         trouble: why this rank cannot go on, if so. call: as Companion.average has it.
         """
-        assert self.averaging is not None
         exchange = self.exchange
         if self.damaged:
             raise GradientError(f"r{exchange.rank} | {self.damaged}; load a saved state")
@@ -55,17 +71,16 @@ class DenseStart:
         try:
             used = self._agree(step, trouble, call)
             self.damaged = "a step was refused after its gradients were added"
-            self.averaging.average_(self.codec if step + 1 < self.steps else "fp32")
+            self.average_(step)
         except Refusal as refusal:
             raise explain(refusal, exchange, self._name_at, "", advice=ADVICE)[0] from refusal.__cause__
-        self._publish(self.averaging, used)
+        self._publish(used)
         self.damaged = ""
         self.moved = exchange.nbytes_sent, exchange.nbytes_received
 
     def _agree(self, step: int, trouble: str | None, call: Any) -> Bools | None:
         """Read the gradients; returns which parameters have one on some rank, None: all."""
-        assert self.averaging is not None
-        work, grads = self.averaging.work, [p.grad for p in self.places.params]
+        work, grads = self.work, [p.grad for p in self.places.params]
         unused = np.array([grad is None for grad in grads])
         notice = Notice(0, unused, NO_BACKWARD if unused.all() and call is None else 0, step=step, call=call)
         if trouble := trouble or self.places.misfit(grads) or self._sparse(grads):
@@ -73,7 +88,7 @@ class DenseStart:
         else:
             for slot, grad in zip(self.places.slots, grads, strict=True):
                 slot.view(work).zero_() if grad is None else slot.view(work).copy_(grad)
-            *_, bad = self.averaging.backend.select(work.numpy(), 0, len(work), float("inf"))
+            *_, bad = self.backend.select(self.backend.array_of(work), 0, len(work), float("inf"))
             notice = notice.nonfinite(bad)
         return share_readiness(self.exchange, notice)
 
@@ -81,24 +96,65 @@ class DenseStart:
         """Which gradient cannot be averaged as one of many elements, in words."""
         pairs = zip(self.places.slots, grads, strict=True)
         name = next((slot.name for slot, g in pairs if g is not None and g.layout is not torch.strided), None)
-        return "" if name is None else f"dense_steps cannot average the sparse gradient of parameter {name}; leave it out"
+        return "" if name is None else f"{self.what} cannot average the sparse gradient of parameter {name}; leave it out"
 
     @torch.no_grad()
-    def _publish(self, averaging: Averaging, used: Bools | None) -> None:
-        """Write the mean where the optimizer reads it. What a parameter's type cannot hold of it waits, on all ranks."""
+    def _publish(self, used: Bools | None) -> None:
+        """Write the mean where the optimizer reads it."""
         for i, (slot, p) in enumerate(zip(self.places.slots, self.places.params, strict=True)):
             if used is not None and not used[i]:
-                averaging.give_back_(slot.begin, slot.end, None)
+                self.not_used(slot)
                 continue
-            mean = slot.view(averaging.work)
+            mean = slot.view(self.work)
             if p.grad is None:
                 p.grad = torch.empty_like(p)
             p.grad.copy_(mean)
             if p.dtype is not torch.float32:
-                slot.view(averaging.residual).add_(mean - p.grad.float())
+                self.rounded(slot, mean - p.grad.float())
 
     def _name_at(self, index: int) -> str:
         return next(slot.name for slot in self.places.slots if index < slot.end)
+
+
+class DenseStart(GradientMeans):
+    """Replaces each rank's gradients by the mean over all ranks in the first `steps` steps of the optimizer.
+
+    averaging: what waits for the next exchange; None when the start is over.
+    """
+
+    what = "dense_steps"
+
+    def __init__(self, places: Places, parts: Parts, steps: int, codec: str) -> None:
+        super().__init__(places, parts.exchange)
+        self.steps = steps
+        self.codec = codec
+        self.backend = parts.backend
+        self.device = parts.residual.device
+        self.averaging: Averaging | None = self._averaging()
+
+    def _averaging(self) -> Averaging:
+        """One in which nothing waits."""
+        return Averaging(self.places.size, self.exchange, self.backend, self.device)
+
+    @property
+    def waits(self) -> Averaging:
+        """The averaging, before the end of the start."""
+        assert self.averaging is not None
+        return self.averaging
+
+    @property
+    def work(self) -> torch.Tensor:
+        return self.waits.work
+
+    def average_(self, step: int) -> None:
+        self.waits.average_(self.codec if step + 1 < self.steps else "fp32")
+
+    def not_used(self, slot: Slot) -> None:
+        self.waits.give_back_(slot.begin, slot.end, None)
+
+    def rounded(self, slot: Slot, left: torch.Tensor) -> None:
+        """It waits, on all ranks."""
+        slot.view(self.waits.residual).add_(left)
 
     def end(self) -> None:
         """Free the memory: ranks train on weights of their own from now on."""
@@ -110,7 +166,8 @@ class DenseStart:
         """What waits: as given by this rank, and at this owner; empty when the start is over."""
         if self.averaging is None:
             return {"start_residual": NOTHING, "start_error": NOTHING}
-        return {"start_residual": self.averaging.residual.numpy(), "start_error": self.averaging.error.numpy()}
+        residual, error = (waits.cpu().numpy() for waits in (self.averaging.residual, self.averaging.error))
+        return {"start_residual": residual, "start_error": error}
 
     def check(self, state: State, done: int) -> None:
         """Raise ConfigurationError unless load() could take the state of so many steps."""
@@ -126,7 +183,7 @@ class DenseStart:
         if done >= self.steps:
             self.end()
             return
-        self.averaging = self.averaging or Averaging(self.places.size, self.exchange)
+        self.averaging = self.averaging or self._averaging()
         self.averaging.residual.copy_(torch.as_tensor(state["start_residual"]))
         self.averaging.error.copy_(torch.as_tensor(state["start_error"]))
 

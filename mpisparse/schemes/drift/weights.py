@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
-from mpisparse.arrays import Bools
+from mpisparse.arrays import Bools, Floats, Ints
 from mpisparse.backends.flat import Pieces, Slot
 from mpisparse.backends.kinds import FP32
 from mpisparse.comm.agreement import BROKEN, Notice
@@ -68,12 +69,21 @@ class OwnWeights:
             )
         if scattered := self._scattered():
             raise ConfigurationError(f'scheme "{scheme}" moves weights in place: {scattered}')
-        self.remainders = {i: torch.zeros(slot.end - slot.begin) for i, slot in enumerate(places.slots) if slot in others}
+        self.remainders = {
+            i: torch.zeros(slot.end - slot.begin, device=self.device)
+            for i, slot in enumerate(places.slots)
+            if slot in others
+        }
         self.masters: dict[int, torch.Tensor] = {}  # weight + remainder, during an exchange
         self.missed = ""  # why what arrived could not be added to the weights
         self._pieces: Pieces | None = None
         self._aside: list[torch.Tensor] | None = None  # while the model holds other weights
         self.kinds = np.full(len(places.slots), FP32, dtype=np.uint8)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next((p.device for p in self.places.params), torch.device("cpu"))
 
     # What GradientSync calls around an exchange
 
@@ -100,6 +110,14 @@ class OwnWeights:
         """The same, where what arrived is to be added to them: that it cannot be is remembered."""
         self.missed = self.missed or ("" if self.where() is not None else self._misfit())
         return self.where()
+
+    def seen(self) -> Pieces | None:
+        """The same, to be read at once, in the middle of an exchange or beside it."""
+        if self._pieces is not None:
+            return self._pieces
+        pieces = None if self._misfit() else self.pieces()
+        self.masters = {}
+        return pieces
 
     def _misfit(self) -> str:
         return self.places.misfit([None] * len(self.places.slots)) or self._scattered()
@@ -145,7 +163,8 @@ class OwnWeights:
         """Where the weights lie, in float32."""
         for i, remainder in self.remainders.items():
             self.masters[i] = self._flat(i).float() + remainder
-        alive = [self.masters.get(i, p.data) for i, p in enumerate(self.places.params)]
+        own = self._aside or [p.data for p in self.places.params]
+        alive = [self.masters.get(i, p) for i, p in enumerate(own)]
         pointers = np.array([t.data_ptr() if t.numel() else 0 for t in alive], dtype=np.uint64)
         return Pieces(pointers, self.places.ends, self.kinds, [], alive)
 
@@ -157,23 +176,42 @@ class OwnWeights:
     @torch.no_grad()
     def rounded(self, *, in_model: bool = False) -> torch.Tensor:
         """A copy of all weights as one float32 vector, without remainders. in_model: of what the model holds now."""
-        out = torch.empty(self.places.size)
+        out = torch.empty(self.places.size, device=self.device)
         for i, slot in enumerate(self.places.slots):
             out[slot.begin : slot.end] = self._flat(i, in_model=in_model)
         return out
 
+    @torch.no_grad()
+    def at(self, index: Ints) -> Floats:
+        """A copy of float32 weights at an ascending index."""
+        parts = [self._flat(i)[torch.from_numpy(places)] for i, places, _ in self._split(index)]
+        return torch.cat([torch.empty(0), *parts]).numpy()
+
+    @torch.no_grad()
+    def put(self, index: Ints, values: Floats) -> None:
+        """Set float32 weights at an ascending index."""
+        for i, places, part in self._split(index):
+            self._flat(i)[torch.from_numpy(places)] = torch.from_numpy(values[part])
+
+    def _split(self, index: Ints) -> Iterator[tuple[int, Ints, slice]]:
+        """The parameters that an ascending index touches: which, at which of their elements, and where in the index."""
+        cuts = [0, *np.searchsorted(index, self.places.ends).tolist()]
+        for i, (start, stop) in enumerate(pairwise(cuts)):
+            if start < stop:
+                yield i, index[start:stop] - self.places.slots[i].begin, slice(start, stop)
+
     def remainder(self) -> torch.Tensor:
         """A copy of the remainders, one behind the other."""
-        return torch.cat([torch.empty(0), *self.remainders.values()])
+        return torch.cat([torch.empty(0, device=self.device), *self.remainders.values()])
 
     def remainder_of(self, values: torch.Tensor) -> torch.Tensor:
         """What the weights' types cannot hold of a vector, one behind the other."""
         parts = [(values[slot.begin : slot.end], slot.dtype) for slot in self._rounding()]
-        return torch.cat([torch.empty(0), *(part - part.to(dtype).float() for part, dtype in parts)])
+        return torch.cat([values[:0], *(part - part.to(dtype).float() for part, dtype in parts)])
 
     def with_remainder(self, values: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
         """Add remainders to a vector, in place."""
-        at = 0
+        at, remainder = 0, remainder.to(values.device)
         for slot in self._rounding():
             values[slot.begin : slot.end] += remainder[at : at + slot.end - slot.begin]
             at += slot.end - slot.begin
@@ -182,7 +220,8 @@ class OwnWeights:
     @torch.no_grad()
     def set_flat(self, values: torch.Tensor, remainder: torch.Tensor | None = None) -> None:
         """Set all weights, and their remainders: what is given, and what is lost now by rounding."""
-        at = 0
+        at, values = 0, values.to(self.device)
+        remainder = None if remainder is None else remainder.to(self.device)
         for i, slot in enumerate(self.places.slots):
             part, own = values[slot.begin : slot.end], self._flat(i)
             own.copy_(part)
@@ -190,6 +229,20 @@ class OwnWeights:
                 given = 0.0 if remainder is None else remainder[at : at + slot.end - slot.begin]
                 self.remainders[i] = part - own.float() + given
                 at += slot.end - slot.begin
+
+    @torch.no_grad()
+    def add(self, values: Floats) -> None:
+        """Add a vector to the weights, in the middle of an exchange or beside it."""
+        for i, slot in enumerate(self.places.slots):
+            part, own, master = torch.from_numpy(values[slot.begin : slot.end]), self._flat(i), self.masters.get(i)
+            if master is not None:
+                master += part
+            elif i in self.remainders:
+                whole = own.float() + self.remainders[i] + part
+                own.copy_(whole)
+                self.remainders[i] = whole - own.float()
+            else:
+                own += part
 
     def _rounding(self) -> list[Slot]:
         """The slots that have a remainder."""

@@ -14,7 +14,9 @@ class LocalSteps(Drifting):
     def left(self) -> torch.Tensor:
         scorer = self.aggregator.works.scorer
         assert isinstance(scorer, Deferred)
-        return self.drift() + torch.from_numpy(scorer.waiting)
+        drift = self.drift()
+        self.backend.add(self.backend.array_of(drift), scorer.waiting)
+        return drift
 
     def forget(self) -> None:
         scorer = self.aggregator.works.scorer

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
-from mpisparse.backends.flat import zeros
 from mpisparse.comm.regions import even_regions
 from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Parts
@@ -22,9 +19,12 @@ from mpisparse.schemes.local.outer import Deferred, Nesterov, Plain
 from mpisparse.schemes.options import Options, check_of_weights, check_positive, check_whole
 from mpisparse.select.chunks import ChunkSelection, cut
 from mpisparse.select.everything import Everything
+from mpisparse.select.plans import Selection
 from mpisparse.wire.codecs import CODECS, codec_names
 from mpisparse.wire.feedback import WholeAtOwners
 from mpisparse.wire.gathered import Gathered
+from mpisparse.wire.on_host import on_host
+from mpisparse.wire.reduction import Reducer
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,10 @@ class Local(Options):
     every: optimizer steps from one exchange to the next.
     """
 
+    on_device = True
     of_weights = True
+    remembering = ""
+    flat_only = "it exchanges weights, which every rank has of its own"
     name: ClassVar[str]
     every: int = 10
 
@@ -49,7 +52,9 @@ class Local(Options):
     def weights(self, site: Site | None) -> OwnWeights:
         """The weights of a model; refused where there is none."""
         if site is None:
-            raise ConfigurationError(f'scheme "{self.name}" moves a model\'s weights, and so cannot average a plain vector')
+            raise ConfigurationError(
+                f'scheme "{self.name}" moves a model\'s weights, and so cannot average a plain vector: use GradientSync'
+            )
         return OwnWeights(site.places, remainder=False, scheme=self.name)
 
 
@@ -78,17 +83,25 @@ class Diloco(Local):
     def build(self, parts: Parts, site: Site | None = None) -> Scheme:
         weights = self.weights(site)
         assert site is not None
-        n, exchange = len(parts.residual), parts.exchange
-        region = even_regions(n, exchange.size)[exchange.rank]
-        error, spare = (zeros(region.hi - region.lo, torch.float32).numpy() for _ in range(2))
+        selection, reducer = self.regrouped(parts)
         aggregator = Aggregator(
             parts,
-            scorer=Distance(parts.acc, parts.backend, weights.where),
-            selection=Everything(n),
-            reducer=WholeAtOwners(CODECS[self.codec], error, n, spare=spare),
-            stages=[Nesterov(weights, n, self.outer_rate, self.outer_momentum)],
+            scorer=Distance(parts.acc, parts.backend, weights.where, weights),
+            selection=selection,
+            reducer=reducer,
+            stages=[Nesterov(weights, parts, self.outer_rate, self.outer_momentum)],
         )
         return Scheme(aggregator, Drifting(aggregator, site, weights, every=self.every))
+
+    def regrouped(self, parts: Parts) -> tuple[Selection, Reducer]:
+        n, exchange = len(parts.residual), parts.exchange
+        region = even_regions(n, exchange.size)[exchange.rank]
+        error, spare = (parts.zeros(region.hi - region.lo, late=False) for _ in range(2))
+        return Everything(n), WholeAtOwners(CODECS[self.codec], error, n, spare=spare)
+
+    @property
+    def unmirrored(self) -> str:
+        return "all of it is delivered in each exchange"
 
 
 @dataclass(frozen=True)
@@ -118,15 +131,24 @@ class Sparseloco(Local):
     def build(self, parts: Parts, site: Site | None = None) -> Scheme:
         weights = self.weights(site)
         assert site is not None
-        n, scorer = len(parts.residual), Deferred(parts.acc, parts.backend, self.feedback)
+        scorer = Deferred(parts, self.feedback)
+        selection, reducer = self.regrouped(parts)
         aggregator = Aggregator(
             parts,
             scorer=scorer,
-            selection=ChunkSelection(n, cut(n, self.chunk)),
-            reducer=Gathered(CODECS[self.codec], n),
+            selection=selection,
+            reducer=reducer,
             stages=[Plain(weights, scorer, self.outer_rate)],
         )
         return Scheme(aggregator, LocalSteps(aggregator, site, weights, every=self.every))
+
+    def regrouped(self, parts: Parts) -> tuple[Selection, Reducer]:
+        n = len(parts.residual)
+        return ChunkSelection(n, cut(n, self.chunk)), on_host(parts.backend, Gathered(CODECS[self.codec], n))
+
+    @property
+    def unmirrored(self) -> str:
+        return "a rank does not hear which of its elements another rank has sent"
 
 
 def check_decay(name: str, value: object) -> None:

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from mpisparse.arrays import Floats, Ints, State
-from mpisparse.backends.flat import Pieces
-from mpisparse.backends.protocol import Backend
+from mpisparse.backends.flat import Pieces, Slot
+from mpisparse.core.records import Parts
 from mpisparse.core.stages import Sent, Stage
 from mpisparse.errors import ConfigurationError
 from mpisparse.schemes.drift.apart import Difference
@@ -21,11 +20,10 @@ from mpisparse.select.view import VectorKeys, read_only
 from mpisparse.wire.reduction import Reduced
 
 
-def set_weights(weights: OwnWeights, values: Floats) -> None:
+def set_weights(backend: Any, slots: Sequence[Slot], pieces: Pieces, values: Any) -> None:
     """Set W, in the middle of an exchange."""
-    pieces = weights.to_move()
-    for slot, target in zip(weights.places.slots, pieces.alive if pieces is not None else (), strict=pieces is not None):
-        flat_view(slot, target).copy_(torch.from_numpy(values[slot.begin : slot.end]))
+    for slot, target in zip(slots, pieces.alive, strict=True):
+        backend.array_of(flat_view(slot, target))[:] = values[slot.begin : slot.end]
 
 
 def check_vector(name: str, value: Any, n: int) -> None:
@@ -41,20 +39,22 @@ class Nesterov(Stage):
     velocity: the momentum, the same on all ranks.
     """
 
-    def __init__(self, weights: OwnWeights, n: int, rate: float, momentum: float) -> None:
+    def __init__(self, weights: OwnWeights, parts: Parts, rate: float, momentum: float) -> None:
         self.weights = weights
+        self.backend = parts.backend
         self.rate, self.momentum = np.float32(rate), np.float32(momentum)
-        self.velocity: Floats = np.zeros(n, dtype=np.float32)
+        self.velocity: Any = parts.zeros(len(parts.residual), late=False)
 
     def settle(self, backend: Any, acc: Any, union: Any, sent: Sent, reduced: Reduced) -> Stage:
         pieces, mean = self.weights.to_move(), reduced.mean.decoded(backend)
-        left = (
-            np.zeros_like(acc) if pieces is None else Difference(backend, pieces, acc).copy() - reduced.own.decoded(backend)
-        )
+        left: Any = None if pieces is None else Difference(backend, pieces, acc).copy()
         self.velocity *= self.momentum
         self.velocity += mean
-        acc += self.rate * (mean + self.momentum * self.velocity)
-        set_weights(self.weights, acc + left)
+        mean += self.velocity * self.momentum
+        acc += mean * self.rate
+        if pieces is not None:
+            left -= reduced.own.decoded(backend)
+            set_weights(backend, self.weights.places.slots, pieces, acc + left)
         return self
 
     def state(self) -> State:
@@ -64,7 +64,7 @@ class Nesterov(Stage):
         check_vector("velocity", state["velocity"], n)
 
     def loaded(self, state: State) -> Stage:
-        self.velocity[:] = state["velocity"]
+        self.velocity[:] = self.backend.from_host(np.asarray(state["velocity"], dtype=np.float32))
         return self
 
 
@@ -76,30 +76,36 @@ class Deferred(Scorer):
 
     by_magnitude = True
 
-    def __init__(self, shared: Floats, backend: Backend, decay: float) -> None:
-        self.acc = shared
-        self.backend: Any = backend
+    def __init__(self, parts: Parts, decay: float) -> None:
+        self.acc = parts.acc
+        self.backend: Any = parts.backend
         self.decay = np.float32(decay)
-        self.waiting, self.sums = np.zeros((2, len(shared)), dtype=np.float32)
-        self.keys = VectorKeys(backend, read_only(self.sums))
+        self.waiting, self.sums = (parts.zeros(len(self.acc), late=False) for _ in range(2))
+        self.keys = VectorKeys(self.backend, read_only(self.sums))
         self.take = self._values_at
 
     def accumulate(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
         assert pieces is not None
-        np.multiply(self.waiting, self.decay, out=self.sums)
+        self.sums[:] = self.waiting
+        self.sums *= self.decay
         with np.errstate(over="ignore", invalid="ignore"):
             self.sums += Difference(self.backend, pieces, self.acc).copy()
         *_, bad = self.backend.select(self.sums, 0, len(self.sums), float("inf"))
         return NONE._replace(bad=bad)
 
+    def owing(self, lo: int, hi: int) -> Floats:
+        """What earlier exchanges left: W is G again after each of them."""
+        waiting: Floats = self.waiting[lo:hi]
+        return waiting
+
     def _values_at(self, index: Ints) -> Floats:
-        values: Floats = self.sums[index]
+        values: Floats = self.backend.values_at(self.sums, index)
         return values
 
     def keep(self, index: Ints, own: Floats) -> None:
         """All waits but what was sent."""
         self.waiting[:] = self.sums
-        self.waiting[index] -= own
+        self.backend.add_at(self.waiting, index, -own)
 
     def state(self) -> State:
         return {"waiting_drift": self.waiting}
@@ -108,7 +114,7 @@ class Deferred(Scorer):
         check_vector("waiting drift", state["waiting_drift"], len(self.waiting))
 
     def load(self, state: State) -> None:
-        self.waiting[:] = state["waiting_drift"]
+        self.waiting[:] = self.backend.from_host(np.asarray(state["waiting_drift"], dtype=np.float32))
 
     def resize(self, states: Sequence[State]) -> State:
         return {"waiting_drift": mean_of(states, "waiting_drift")}
@@ -124,6 +130,8 @@ class Plain(Stage):
 
     def settle(self, backend: Any, acc: Any, union: Any, sent: Sent, reduced: Reduced) -> Stage:
         self.scorer.keep(sent.index, reduced.own)
-        acc[reduced.index] += self.rate * reduced.mean
-        set_weights(self.weights, acc)
+        backend.add_at(acc, reduced.index, reduced.mean * self.rate)
+        pieces = self.weights.to_move()
+        if pieces is not None:
+            set_weights(backend, self.weights.places.slots, pieces, acc)
         return self

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-import torch
 
-from mpisparse.backends.flat import Pieces
 from mpisparse.backends.keys import PRODUCTS, SCORES
 from mpisparse.core.adaptive_k import AdaptiveK
+from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Parts
 from mpisparse.core.rescale import Rescale
 from mpisparse.core.stages import Stage
 from mpisparse.errors import ConfigurationError, check_choice
 from mpisparse.schemes.companion import Scheme, Site
-from mpisparse.schemes.options import check_flag, check_positive, check_share, check_whole
-from mpisparse.schemes.partitioned import Partitioned, uncontrolled
-from mpisparse.schemes.predictive.nets import Nets
-from mpisparse.schemes.predictive.scorer import Predicted, validation
-from mpisparse.schemes.side_gradient import gradient_aside
+from mpisparse.schemes.options import KEPT, check_flag, check_positive, check_share, check_whole
+from mpisparse.schemes.partitioned import Partitioned, check_late, uncontrolled
+from mpisparse.schemes.scoring import check_nets, predicted
 
 RULES = {"product": PRODUCTS, "importance": SCORES}
+WORDS: dict[Any, dict[str, bool]] = {
+    "residual": {"compensate": True},
+    "scale": {"compensate": False, "rescale": True},
+    "none": {"compensate": False},
+}
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,14 @@ class Predictive(Partitioned):
     validation: a callable that returns the loss of a held-out batch; the nets learn from its gradient.
     validate_every: steps between two calls of `validation`.
     publish_after: steps until samples that were handed to the learning thread have an effect.
+    refresh: "slices" scores a slice of the vector every `history` steps; "step" scores every element in every step, before
+        anything is sent, and takes 2 (history + 1) bytes per element and a pass of the nets over all: for small models.
     budget: share of this rank's cores that the learning thread may use.
     learning_rate: learning rate of the nets.
     seed: seed of the samples and of the nets.
-    compensate: "residual" keeps what is not sent; "scale" drops it and scales up what is sent; "none" drops it.
-    scale_cap: largest factor of compensate="scale".
+    compensate: True keeps what is not sent in the residual for later steps; False drops it.
+    rescale: with compensate=False, what is sent of each layer is multiplied by the ratio of all magnitudes to the sent ones.
+    scale_cap: largest such factor.
     adapt_k: whether k follows the metrics passed to observe(): more when they stagnate or fall, less while they rise fast.
     k_patience: metrics without progress after which k rises.
     k_factor: factor by which k rises or falls.
@@ -52,6 +55,15 @@ class Predictive(Partitioned):
     k_fast: relative gain from which k falls.
     """
 
+    refused: ClassVar[dict[str, str]] = {
+        **Partitioned.refused,
+        "staleness": 'in flight it is scheme "exdyna" with scorer="predicted"',
+    }
+    remembering: ClassVar[str] = (
+        "its selection is put together with nets that learn in a thread, which a smaller group would have to keep, and that "
+        "is not served yet; choose exdyna or momentum, or leave on_failure out and requeue the job"
+    )
+    flat_only: ClassVar[str] = "its nets learn from whole parameters, of which a rank of a node has shards"
     codec: str = "int8"
     rule: str = "product"
     percentile: str = "estimate"
@@ -59,10 +71,12 @@ class Predictive(Partitioned):
     validation: Callable[[], Any] | None = None
     validate_every: int = 32
     publish_after: int = 4
+    refresh: str = "slices"
     budget: float = 0.1
     learning_rate: float = 0.01
     seed: int = 0
-    compensate: str = "residual"
+    compensate: bool = True
+    rescale: bool = False
     scale_cap: float = 4.0
     adapt_k: bool = True
     k_patience: int = AdaptiveK.patience
@@ -76,21 +90,19 @@ class Predictive(Partitioned):
         super().__post_init__()
         check_choice("rule", self.rule, RULES)
         check_choice("percentile", self.percentile, ("estimate", "exact"))
-        given = str(self.compensate).lower()
-        if given in ("true", "false"):  # as other schemes take it
-            name = "residual" if given == "true" else "none"
+        given: object = self.compensate
+        if given == "scale":
+            raise ConfigurationError("compensate must be True or False, got 'scale'; pass compensate=False, rescale=True")
+        check_flag("compensate", self.compensate, KEPT)
+        check_flag("rescale", self.rescale)
+        if self.rescale and self.compensate:
             raise ConfigurationError(
-                f'compensate must be "residual", "scale" or "none" in scheme "predictive", got {self.compensate!r}; '
-                f'pass "{name}"'
+                "rescale=True lets what is sent stand for the rest, which compensate=True would send once more: pass "
+                "compensate=False"
             )
-        check_choice("compensate", self.compensate, ("residual", "scale", "none"))
-        check_whole("history", self.history, 3)
-        if self.history > 5:
-            raise ConfigurationError(f"history must be 3, 4 or 5 gradients, got {self.history}")
-        if self.validation is not None and not callable(self.validation):
-            raise ConfigurationError(f"validation must be a callable that returns a loss, got {self.validation!r}")
-        check_whole("validate_every", self.validate_every, self.history + 1)
+        check_nets(self.history, self.validation, self.validate_every)
         check_whole("publish_after", self.publish_after, 1)
+        check_choice("refresh", self.refresh, ("slices", "step"))
         check_share("budget", self.budget)
         check_whole("seed", self.seed, 0)
         check_flag("adapt_k", self.adapt_k)
@@ -104,49 +116,63 @@ class Predictive(Partitioned):
             )
 
     def without_effect(self) -> dict[str, str]:
-        idle = uncontrolled(self.percentile)
-        if self.compensate != "scale":
-            idle["scale_cap"] = 'it limits compensate="scale"; choose that'
+        idle = uncontrolled(self.percentile, self.masks)
+        if self.refresh == "step":
+            waits = 'refresh="step" waits for the thread in every step; choose refresh="slices"'
+            idle |= dict.fromkeys(("publish_after", "budget"), waits)
+        if not self.rescale:
+            idle["scale_cap"] = "it limits the factors of rescale=True; choose that"
         if not self.adapt_k:
             idle |= {
                 f.name: "adapt_k=False leaves k alone; adapt it" for f in dataclasses.fields(self) if f.name[:2] == "k_"
             }
         return super().without_effect() | idle
 
+    @classmethod
+    def upgraded(cls, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """As the base; `compensate` was a word that also said what `rescale` says now."""
+        values = super().upgraded(saved)
+        if values["compensate"] in WORDS:
+            values |= WORDS[values["compensate"]]
+        return values
+
     @property
     def needs_whole_gradient(self) -> bool:
         return True
 
     def build(self, parts: Parts, site: Site | None = None) -> Scheme:
-        seed, key = (self.seed, parts.exchange.rank), RULES[self.rule]
-        ends = np.array([slot.end for slot in parts.slots], dtype=np.int64)
-        scorer = Predicted(
-            parts.residual,
-            parts.backend,
-            parts.slots,
-            nets=Nets(parts.backend, ends, self.history, key=key, rate=self.learning_rate, seed=seed),
-            key=key,
-            every=self.validate_every,
-            delay=self.publish_after,
-            cores=self.budget * torch.get_num_threads(),
-            seed=seed,
-            validate=self._validate(parts, site),
-        )
-        scale = [Rescale(ends, self.scale_cap)] if self.compensate == "scale" else []
-        keep, exact = self.compensate == "residual", self.percentile == "exact"
-        return Scheme(self.put_together(parts, scorer, keep=keep, exact=exact, stages=[*scale, *self._adaptive_k()]))
+        return Scheme(self._aggregator(parts, site, 0))
 
-    def _validate(self, parts: Parts, site: Site | None) -> Callable[[], Pieces] | None:
-        """The gradient of the held-out batch, by which importance is learnt; None without one."""
-        if self.validation is not None and site is not None:
-            aside = functools.partial(gradient_aside, site.model, list(site.places.params), self.validation, "validation")
-            return validation(parts.slots, aside)
-        warnings.warn(
-            'scheme "predictive" without validation= learns to predict the accumulator\'s coming magnitude, not what '
-            "helps most: pass a callable that returns the loss of a held-out batch",
-            stacklevel=5,
+    def build_in_flight(self, parts: Parts, staleness: int) -> Aggregator:
+        if self.rescale:
+            raise ConfigurationError(
+                "rescale=True compares what is sent with all that was there, which in flight is gone: leave rescale out"
+            )
+        check_late(
+            self, staleness, keep=self.compensate, whole="" if self.percentile == "estimate" else 'percentile="exact"'
         )
-        return None
+        return self._aggregator(parts, None, staleness)
+
+    def _aggregator(self, parts: Parts, site: Site | None, staleness: int) -> Aggregator:
+        ends = np.array([slot.end for slot in parts.slots], dtype=np.int64)
+        scorer = predicted(
+            parts,
+            parts.residual,
+            site,
+            key=RULES[self.rule],
+            history=self.history,
+            validate=self.validation,
+            every=self.validate_every,
+            late=staleness > 0,
+            delay=0 if self.refresh == "step" else self.publish_after,
+            budget=self.budget,
+            rate=self.learning_rate,
+            seed=self.seed,
+        )
+        scale = [Rescale(ends, self.scale_cap)] if self.rescale else []
+        keep, exact = self.compensate, self.percentile == "exact"
+        stages = [*scale, *self._adaptive_k()]
+        return self.put_together(parts, scorer, keep=keep, exact=exact, stages=stages, staleness=staleness)
 
     def _adaptive_k(self) -> list[Stage]:
         if not self.adapt_k:

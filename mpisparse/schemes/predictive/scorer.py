@@ -17,6 +17,7 @@ import torch
 
 from mpisparse.arrays import Bytes, Floats, Halves, Ints
 from mpisparse.backends.flat import Pieces, Slot, collect, zeros
+from mpisparse.backends.keys import keys_of
 from mpisparse.backends.kinds import BF16, FP32, round_to, widen
 from mpisparse.errors import ConfigurationError
 from mpisparse.schemes.predictive.background import Background, PredictorError
@@ -48,7 +49,7 @@ class ScoredKeys(NamedTuple):
     @property
     def vector(self) -> Floats:
         """All keys."""
-        return self.backend.keys_of(self.acc, self.scores, self.rule)  # type: ignore[no-any-return]
+        return keys_of(self.acc, self.scores, self.rule)
 
     def select(self, lo: int, hi: int, floor: float) -> Candidates:
         """The elements of [lo, hi) whose keys reach the floor."""
@@ -65,6 +66,8 @@ class Predicted(WholeGradient):
 
     validate() gives the gradient of a held-out batch, by which a lesson's gains are measured: what the loss would fall by if
     the element were sent. None: the gain is the accumulator's magnitude, predicted from that of the step before.
+    delay: steps until what was submitted is published; with 0 every step records, scores and publishes the whole vector
+    before it selects. late: deliveries are in flight, so that a step is done when it has added up its gradient.
     """
 
     prior = FIRST_GROWTH
@@ -72,7 +75,7 @@ class Predicted(WholeGradient):
 
     def __init__(
         self, residual: torch.Tensor, backend: Any, slots: Sequence[Slot], *, nets: Nets, key: int, every: int, delay: int,
-        cores: float, seed: tuple[int, ...], validate: Callable[[], Pieces] | None,
+        cores: float, seed: tuple[int, ...], validate: Callable[[], Pieces] | None, late: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(residual, backend, slots)
         self.ends = np.array([slot.end for slot in slots], dtype=np.int64)
@@ -82,13 +85,15 @@ class Predicted(WholeGradient):
         self.delay = delay
         self.seed = seed
         self.validate = validate
+        self.late = late
         self.depth = nets.depth
         self.tags: Bytes = zeros(len(residual), torch.uint8).numpy()
         self.tags.fill(NEUTRAL)
         self.keys = ScoredKeys(backend, self.acc, self.tags, key)
         self.step = 0
         n = len(residual)
-        self.length = min(n, max(LEAST, -(-n // SLICES)))
+        self.at_once = delay == 0
+        self.length = n if self.at_once else min(n, max(LEAST, -(-n // SLICES)))
         self.free: list[Halves] = []  # rows that nobody uses
         self.rows = self._fresh_rows()
         self.sample: Ints = np.empty(0, dtype=np.int64)
@@ -105,8 +110,8 @@ class Predicted(WholeGradient):
 
     @property
     def _place(self) -> int:
-        """This step's place in its window."""
-        return self.step % self.depth
+        """This step's place in its window; where every step ends one, the last: older rows move down."""
+        return self.depth - 1 if self.at_once else self.step % self.depth
 
     def _slice(self, step: int) -> tuple[int, int]:
         """Where the slice of a step's window begins, and its length."""
@@ -158,16 +163,30 @@ class Predicted(WholeGradient):
             self.ranking, self.plain = made.ranking, made.plain
 
     def accumulate(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
+        self._publish_due()
+        found = super().accumulate(pieces, *((0, 0) if self.at_once else (lo, hi)), floor)
+        self._submit()
+        if self.at_once and found.bad < 0:
+            found = self._scored_now(lo, hi, floor)
+        if self._lesson_in(self.step + 1) == 0:
+            self._draw(found.index)
+        if self.late:
+            self._next_step()
+        return found
+
+    def _publish_due(self) -> None:
         while self.due and self.due[0][0] <= self.step:
             _, rows = self.due.popleft()
             self._publish(self.results.popleft())
             if rows is not None:
                 self.free.append(rows)
-        found = super().accumulate(pieces, lo, hi, floor)
-        self._submit()
-        if self._lesson_in(self.step + 1) == 0:
-            self._draw(found.index)
-        return found
+
+    def _scored_now(self, lo: int, hi: int, floor: float) -> Candidates:
+        """Wait for this step's scores, and select by them."""
+        with contextlib.suppress(PredictorError):  # the next step reports what ended the thread
+            self._await(len(self.due))
+            self._publish_due()
+        return self.keys.select(lo, hi, floor)
 
     def _pass(self, dense: DensePieces, lo: int, hi: int, floor: float) -> Candidates:
         self._record(dense, 0, len(self.acc))
@@ -201,7 +220,10 @@ class Predicted(WholeGradient):
             one = (np.array([whole.ctypes.data], np.uint64), np.array([len(whole)]), np.array([FP32], np.uint8))
             self.backend.record(*one, 0, self._row(self.rows, self.depth))
             rows, part = self.rows, Slice(self._lo, self.rows[: (self.depth + 1) * self._n])
-            self.rows = self._fresh_rows()
+            if self.at_once:
+                rows = None  # which this step's successor goes on with: the thread has read them by then
+            else:
+                self.rows = self._fresh_rows()
         place = -self._lesson_in(self.step)
         if place == self.depth - 1:
             self._row(self.sampled, self.depth)[:] = round_to(self.acc[self.sample], BF16)
@@ -242,7 +264,14 @@ class Predicted(WholeGradient):
 
     def sent(self, index: Ints) -> None:
         """The step is done."""
+        if not self.late:
+            self._next_step()
+
+    def _next_step(self) -> None:
         self.step += 1
+        if self.at_once:  # the gradients are a step older
+            recorded = self._n * self.depth
+            self.rows[: recorded - self._n] = self.rows[self._n : recorded]
 
     def details(self) -> dict[str, float]:
         held = [self.rows, self.sampled, *self.free, *(rows for _, rows in self.due if rows is not None)]
@@ -290,7 +319,7 @@ class Predicted(WholeGradient):
             and len(state["sampled"]) == (self.depth + 1) * len(sample)
             and (not len(sample) or (sample[0] >= 0 and sample[-1] < n and (np.diff(sample) > 0).all()))
             and len(places) == len(counts) == len(due)
-            and (not len(due) or (time <= due[0] and due[-1] < time + self.delay and bool((np.diff(due) > 0).all())))
+            and (not len(due) or (time <= due[0] and due[-1] < time + max(1, self.delay) and bool((np.diff(due) > 0).all())))
             and len(state["pending.ranking"]) == 2 * len(counts)
             and counts.sum() == len(state["pending.scores"])
             and bool(((places >= 0) & (places + counts <= n)).all())

@@ -20,11 +20,12 @@ from mpisparse.core.stages import LateDropped
 from mpisparse.core.step import Clock
 from mpisparse.errors import ConfigurationError, GradientError
 from mpisparse.schemes.companion import Companion, Places
-from mpisparse.schemes.speculative.influence import InfluenceScorer
+from mpisparse.schemes.speculative.asking import Asking
 from mpisparse.schemes.speculative.local import LocalUpdate, check_elementwise
-from mpisparse.schemes.speculative.selection import GranularSelection, SentAhead
+from mpisparse.schemes.speculative.selection import NOTHING, Granular
 from mpisparse.schemes.speculative.upgrade import upgraded
 from mpisparse.schemes.speculative.weights import Tolerance, TwoSets
+from mpisparse.select.own import Chosen, OwnSelection
 
 
 @dataclass(frozen=True)
@@ -59,19 +60,20 @@ class Speculating(Companion):
     idle = False
 
     def __init__(
-        self, aggregator: Aggregator, scorer: InfluenceScorer, selection: GranularSelection, places: Places,
-        tolerance: Tolerance,
+        self, aggregator: Aggregator, scorer: Asking, selection: OwnSelection, chooser: Granular,
+        places: Places, tolerance: Tolerance,
     ) -> None:  # fmt: skip
         self.aggregator = aggregator
         self.scorer = scorer
         self.selection = selection
+        self.chooser = chooser
         self.places = places
         self.tolerance = tolerance
         self.late = aggregator.staleness > 0
         self.exchange = aggregator.parts.exchange
         self.sets: TwoSets | None = None
         self.local: LocalUpdate | None = None
-        self._ahead: SentAhead | None = None
+        self._ahead: Chosen | None = None
 
     # The optimizer
 
@@ -82,13 +84,19 @@ class Speculating(Companion):
                 "will not do: call mpisparse.attach(optimizer, sync) once, and then only optimizer.step()"
             )
 
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+    def adopt(self, optimizer: torch.optim.Optimizer, *, scales: bool = False) -> None:
+        influence = self.scorer.influence
+        if influence is not None and influence.by_update and not self.late:
+            check_elementwise(optimizer)
+            influence.preview = LocalUpdate(self.places, optimizer).preview
         if not self.late or (self.sets is not None and self.sets.optimizer is optimizer):
             return
         if self.sets is not None:
             raise ConfigurationError('scheme "speculative" holds the state of one optimizer; another is attached already')
         check_elementwise(optimizer)
         self.local = LocalUpdate(self.places, optimizer)
+        if influence is not None:
+            influence.preview = self.local.preview
         self.sets = TwoSets(self.places, optimizer)
 
     def note_loss(self, loss: float) -> None:
@@ -105,21 +113,22 @@ class Speculating(Companion):
 
     def published(self, delivered: Delivered | None, stats: Stats, *, sound: bool) -> Stats:
         """Have the global weights in the model for the optimizer to move."""
-        picked = self.selection.picked
-        self._ahead = picked if sound else None
+        chosen = self.selection.chosen
+        filtered = chosen.lesson or NOTHING
+        self._ahead = chosen if sound else None
         if delivered is not None and self.sets is not None:
             self.sets.swap()
-        probed, fine = self.scorer.probe_loss, picked.filtered.fine
+        probed, fine = self.scorer.probe_loss, filtered.fine
         flight = self.aggregator.works.flight
         ahead = Speculation(
-            updated=len(picked.index) if self.late else 0,
+            updated=len(chosen.index) if self.late else 0,
             fine=sum(fine) / len(fine),
-            whole=picked.filtered.whole,
+            whole=filtered.whole,
             in_flight=0 if flight is None else len(flight),
             probe_loss=None if math.isnan(probed) else probed,
         )
         known = {field.name: getattr(stats, field.name) for field in fields(Stats)}
-        known |= {"threshold": picked.filtered.threshold, "borders": (), "set_density": stats.set_density}
+        known |= {"threshold": filtered.threshold, "borders": (), "set_density": stats.set_density}
         return SpeculativeStats(**known, speculation=ahead)
 
     def finish(self, stats: Stats) -> Stats:
@@ -167,7 +176,7 @@ class Speculating(Companion):
     def hold(self, frozen: Sequence[bool]) -> None:
         """Filter among the layers that may move; of the others the rank's own weights become the global ones."""
         slots = zip(self.places.slots, frozen, strict=True)
-        self.selection.filter.layers = [slot for slot, is_frozen in slots if slot.end > slot.begin and not is_frozen]
+        self.chooser.filter.layers = [slot for slot, is_frozen in slots if slot.end > slot.begin and not is_frozen]
         if self.sets is not None and not self.sets.swapped:
             self.sets.synchronize([i for i, is_frozen in enumerate(frozen) if is_frozen])
 

@@ -12,6 +12,7 @@ from mpisparse.arrays import Floats, Ints
 from mpisparse.backends.flat import Slot
 from mpisparse.select.threshold import TINY
 
+GRANULARITIES = {"fine": 1.0, "hybrid": 0.5, "coarse": 0.0}  # the share of layers of which single weights are taken
 SAMPLE, LEAST, SLACK = 0.01, 4096, 1.3
 
 

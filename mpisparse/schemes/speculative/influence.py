@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +27,11 @@ PIECE = 1 << 16  # elements that stay in cache while they are worked on
 
 
 class Influence:
-    """A rolling average of epsilon |g| + epsilon^2 h / 2, never below 0: how a step of epsilon changes the loss.
+    """A rolling average of what a weight's update is worth, never below 0.
 
-    g is what waits to be sent (the gradient itself where nothing is kept), h the Hessian's diagonal, itself averaged
-    over probes and 0 before the first.
+    epsilon |g| + epsilon^2 h / 2: how a step of epsilon changes the loss. Or, for a coming update u, -(g u + h u^2 / 2):
+    what the loss falls by. g is what waits to be sent (the gradient itself where nothing is kept), h the Hessian's diagonal,
+    itself averaged over probes and 0 before the first.
     """
 
     def __init__(self, n: int, *, rate: float, epsilon: float) -> None:
@@ -41,8 +41,11 @@ class Influence:
         self.curvature: Floats = np.empty(0, dtype=np.float32)
         self.probes = 0
 
-    def update(self, acc: Floats) -> None:
-        """Take a step's accumulator into the average."""
+    def update(self, acc: Floats, moves: Floats | None = None) -> None:
+        """Take a step's accumulator into the average, with the coming update of each weight where that counts."""
+        if moves is not None:
+            self._update_by(acc, moves)
+            return
         scores, waiting = torch.from_numpy(self.scores), torch.from_numpy(acc)
         bend = torch.from_numpy(self.curvature) if self.probes else None
         for a in range(0, len(acc), PIECE):
@@ -50,6 +53,16 @@ class Influence:
             if bend is not None:
                 now.add_(bend[a : a + PIECE], alpha=0.5 * self.epsilon**2).clamp_(min=0.0)
             scores[a : a + PIECE].lerp_(now, self.rate)
+
+    def _update_by(self, acc: Floats, moves: Floats) -> None:
+        scores, waiting, coming = (torch.from_numpy(each) for each in (self.scores, acc, moves))
+        bend = torch.from_numpy(self.curvature) if self.probes else None
+        for a in range(0, len(acc), PIECE):
+            u = coming[a : a + PIECE]
+            slope = waiting[a : a + PIECE]
+            if bend is not None:
+                slope = slope.add(bend[a : a + PIECE] * u, alpha=0.5)
+            scores[a : a + PIECE].lerp_(slope.mul(u).neg_().clamp_(min=0.0).nan_to_num_(0.0, 0.0, 0.0), self.rate)
 
     def learn(self, diagonal: Floats) -> None:
         """Take a probe's estimate of the Hessian's diagonal; they are averaged, each counting at least a tenth."""
@@ -84,9 +97,11 @@ class Influence:
 
 
 class InfluenceScorer(Magnitude):
-    """The accumulator with each element's influence as its key; asks the user's functions for loss and confidence.
+    """The accumulator with each element's influence as its key.
 
-    step: gives the number of the coming step. timed: tell the ranks how long steps take.
+    step: gives the number of the coming step. by_update: influence is that of the coming update, of which `preview` tells
+    once there is an optimizer. after: a step chooses by the influence as it was after the step before. probe_loss: of the
+    last probe; probed: of this step's, NaN if there is none.
     """
 
     prior = 0.0
@@ -94,83 +109,64 @@ class InfluenceScorer(Magnitude):
 
     def __init__(
         self, residual: torch.Tensor, backend: Backend, influence: Influence, *, rank: int, step: Callable[[], int],
-        probe: Probe | None, probe_every: int, confidence: Callable[[], float] | None, timed: bool,
+        probe: Probe | None, probe_every: int, by_update: bool = False, after: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(residual, backend)
-        self.keys = VectorKeys(backend, influence.scores)
+        self.by_update = by_update
+        self.preview: Callable[[Floats], Floats] | None = None
+        self.before: Floats | None = influence.scores.copy() if after else None
+        self.keys = VectorKeys(backend, influence.scores if self.before is None else self.before)
         self.influence = influence
         self.rank = rank
         self.step = step
         self.probe = probe
         self.probe_every = probe_every
-        self.confidence = confidence
-        self.timed = timed
-        self.noted = self.probe_loss = math.nan
+        self.probe_loss = self.probed = math.nan
         self._diagonal: Floats | None = None
-        self._figures = (math.nan, math.nan, 0.0)
-        self._began = time.perf_counter()
 
     def ready(self, exempt: Exempt, lap: Lap) -> str:
-        """Ask for loss and confidence; an error in the user's functions is this rank's trouble."""
-        noted, asked = self.noted, "probe"
+        """Probe the loss around the weights if it is time; an error in the user's function is this rank's trouble."""
+        if self.by_update and self.preview is None:
+            return 'influence="update" asks the optimizer how far it would move each weight: attach() it'
+        self.probed, step = math.nan, self.step()
+        if self.probe is None or step % self.probe_every:
+            return ""
         try:
             with exempt("probing"):
-                probed = self._look()
-                asked = "confidence"
-                known = (probed if math.isnan(noted) else noted, self._confidence(noted))
+                self.probed, self._diagonal = self.probe.run(step, self.rank)
         except Exception as error:
             self.cause = error
-            return f"{asked}(): {type(error).__name__}: {error}"
+            return f"probe(): {type(error).__name__}: {error}"
         finally:
             lap("probe")
-        now = time.perf_counter()
-        self._figures, self._began = (*known, now - self._began if self.timed else 0.0), now
+        self.probe_loss = self.probed
         return ""
 
-    def _look(self) -> float:
-        """Probe the loss around the weights if it is time; NaN if it is not."""
-        step = self.step()
-        if self.probe is None or step % self.probe_every:
-            return math.nan
-        self.probe_loss, self._diagonal = self.probe.run(step, self.rank)
-        return self.probe_loss
-
-    def _confidence(self, noted: float) -> float:
-        """The callable's, or exp(-loss) of the last probe or of what was noted; NaN where nothing is known."""
-        if self.confidence is not None:
-            return float(self.confidence())
-        loss = noted if math.isnan(self.probe_loss) else self.probe_loss
-        return math.exp(-max(0.0, loss)) if not math.isnan(loss) else math.nan
-
     def accumulate(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
-        found = super().accumulate(pieces, lo, hi, floor)
-        self.noted = math.nan  # only now: a step that is refused before asks for it again
+        found = super().accumulate(pieces, 0, 0, 0.0)
         if self._diagonal is not None:
             self.influence.learn(self._diagonal)
             self._diagonal = None
+        if self.before is not None:
+            self.before[:] = self.influence.scores
         if found.bad < 0:
-            self.influence.update(self.acc)
-        return found
-
-    def figures(self) -> tuple[float, ...]:
-        """Loss, confidence, and the seconds since the last step."""
-        return self._figures
+            self.influence.update(self.acc, self.preview(self.acc) if self.by_update and self.preview is not None else None)
+        return self.keys.select(lo, hi, floor)._replace(bad=found.bad)
 
     def memories(self) -> dict[str, Any]:
         bend = {"curvature": self.influence.curvature} if self.influence.probes else {}
         return {"influence": self.influence.scores, **bend}
 
     def state(self) -> State:
-        return {**self.influence.state(), "probe_loss": self.probe_loss, "noted": self.noted}
+        return {**self.influence.state(), "probe_loss": self.probe_loss}
 
     def check(self, state: State) -> None:
         float(state["probe_loss"])
-        float(state["noted"])
         self.influence.check(state)
 
     def load(self, state: State) -> None:
         self.influence.load(state)
-        self.probe_loss, self.noted = float(state["probe_loss"]), float(state["noted"])
+        self.probe_loss = float(state["probe_loss"])
         self._diagonal = None
 
     def resize(self, states: Sequence[State]) -> State:

@@ -69,6 +69,29 @@ class LocalUpdate:
             self._scatter(i, at, values)
         self.shadow.param_groups, self.shadow.state = [], defaultdict(dict)
 
+    @torch.no_grad()
+    def preview(self, gradient: Floats) -> Floats:
+        """How far each element would move by its gradient; the weights and their state stay as they are."""
+        moves: Floats = np.zeros(len(gradient), dtype=np.float32)
+        places = {id(p): i for i, p in enumerate(self.places.params) if p.numel()}
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) not in places:
+                    continue
+                slot = self.places.slots[places[id(p)]]
+                every = torch.arange(slot.end - slot.begin)
+                self.shadow.state = defaultdict(dict)
+                values = self._gather(places[id(p)], p, every, torch.from_numpy(gradient[slot.begin : slot.end]))
+                for name, value in self.shadow.state[values].items():
+                    if isinstance(value, torch.Tensor) and not is_elementwise(name, value, values.shape):
+                        self.shadow.state[values][name] = value.clone()
+                self.shadow.param_groups = [{**group, "params": [values]}]
+                before = values.clone()
+                self.shadow.step()
+                moves[slot.begin : slot.end] = values.sub_(before).float().numpy()
+        self.shadow.param_groups, self.shadow.state = [], defaultdict(dict)
+        return moves
+
     def _gather(self, i: int, p: torch.Tensor, at: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """The elements as a parameter of their own, with their part of the state."""
         slot = self.places.slots[i]

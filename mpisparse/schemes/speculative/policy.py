@@ -150,11 +150,19 @@ class Learned:
             reward = max(-3.0, min(3.0, gain / self.usual)) if self.usual > 0.0 else 0.0
             step = self.RATE * (reward - self.baseline)
             chosen = np.arange(len(self.SHARES)) == self.arm
-            self.preferences += step * (chosen - self.chances())
+            self._prefer(step * (chosen - self.chances()))
             self.baseline += self.MEMORY * (reward - self.baseline)
+            self._look(reward)
         self.before, self.sum_loss, self.losses, self.steps, self.cost = mean, 0.0, 0, 0, 0.0
         self.draws += 1
         self.arm = self._draw()
+
+    def _prefer(self, push: Any) -> None:
+        """Change the preferences by what a window taught."""
+        self.preferences += push
+
+    def _look(self, reward: float) -> None:
+        """Take in what the next draw may depend on."""
 
     def chances(self) -> Any:
         """How likely each share is drawn: a softmax of the preferences, and a tenth evenly for all."""
@@ -186,3 +194,63 @@ class Learned:
             setattr(self, name, type(getattr(self, name))(state[name]))
         self.before = None if state["before"] is None else float(state["before"])
         self.preferences = np.array(state["preferences"], dtype=np.float64)
+
+
+class Informed(Learned):
+    """A gradient bandit whose preferences are linear in what it sees when it draws.
+
+    It sees a constant, the progress of training (steps over `horizon`, at most 1), the confidence, the bytes of a step over
+    the most that a window had on average, and the trend of the loss: the last reward.
+    """
+
+    SIGHTS = 5
+
+    def __init__(self, *, seed: int, per_second: bool, patience: int, horizon: int) -> None:
+        self.horizon = horizon
+        self.weights = np.zeros((len(self.SHARES), self.SIGHTS))
+        self.view = np.eye(1, self.SIGHTS)[0]
+        self.done, self.confidence, self.nbytes, self.most = 0, 0.0, 0.0, 0.0
+        super().__init__(seed=seed, per_second=per_second, patience=patience)
+
+    _OWN = ("done", "confidence", "nbytes", "most")
+
+    def learn(self, seen: Seen) -> None:
+        if seen.confidence is not None and math.isfinite(seen.confidence):
+            self.confidence = max(0.0, min(1.0, seen.confidence))
+        self.done = seen.step + 1
+        self.nbytes += seen.nbytes
+        super().learn(seen)
+
+    def _prefer(self, push: Any) -> None:
+        self.weights += push[:, None] * self.view
+
+    def _look(self, reward: float) -> None:
+        spent = self.nbytes / self.steps
+        self.most = max(self.most, spent)
+        dear = spent / self.most if self.most > 0.0 else 0.0
+        self.view = np.array([1.0, min(1.0, self.done / self.horizon), self.confidence, dear, reward / 3.0])
+        self.preferences = (self.weights * self.view).sum(axis=1)
+
+    def _close(self) -> None:
+        super()._close()
+        self.nbytes = 0.0
+
+    def state(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in self._OWN}
+        return {**super().state(), **own, "weights": self.weights.reshape(-1).copy(), "view": self.view.copy()}
+
+    def check(self, state: dict[str, Any]) -> None:
+        super().check(state)
+        for name, now in (("weights", self.weights), ("view", self.view)):
+            given = np.asarray(state[name])
+            if given.shape != (now.size,) or not np.isfinite(given).all():
+                raise ConfigurationError(f"the policy's {name} in the state must be {now.size} finite numbers")
+        if not all(math.isfinite(state[name]) for name in self._OWN):
+            raise ConfigurationError("the policy in the state is damaged: its numbers must be finite")
+
+    def load(self, state: dict[str, Any]) -> None:
+        super().load(state)
+        for name in self._OWN:
+            setattr(self, name, type(getattr(self, name))(state[name]))
+        self.weights = np.array(state["weights"], dtype=np.float64).reshape(self.weights.shape)
+        self.view = np.array(state["view"], dtype=np.float64)

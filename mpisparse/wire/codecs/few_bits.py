@@ -4,37 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpisparse.arrays import Bytes, Floats, Halves
-from mpisparse.backends.protocol import FEW_BITS, CodeForm
+from mpisparse.backends.payloads import Places, places_of
+from mpisparse.backends.protocol import FEW_BITS
 from mpisparse.wire.codecs.protocol import Kernels
 
 
-class Places(NamedTuple):
-    """Where in a payload scales end, codes begin and end, and the payload ends."""
+class Chunks(NamedTuple):
+    """A host backend's kernels for many payloads in one call, one for each chunk of values."""
 
-    scales_end: int
-    codes: int
-    codes_end: int
-    end: int
-
-
-@lru_cache(maxsize=64)
-def places_of(form: CodeForm, count: int) -> Places:
-    """Lay out the payload of `count` values; the codes of the last group end with the last byte in use."""
-    groups, rest = divmod(count, form.group)
-    scales_end = 2 * -(-count // form.group)
-    codes = _padded(scales_end)
-    codes_end = codes + groups * form.nbytes + min(rest, form.nbytes)
-    return Places(scales_end, codes, codes_end, _padded(codes_end))
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // 4) * 4
+    decode: Callable[..., None]
+    settle: Callable[..., int]
+    accumulate: Callable[..., int]
 
 
 @dataclass(frozen=True)
@@ -72,14 +58,22 @@ class FewBits:
         places = places_of(FEW_BITS[self.name], len(total))
         getattr(kernels, f"subtract_{self.name}")(*self._split(kernels, payload, places), total)
 
-    def settle(self, kernels: Kernels, rows: Sequence[Bytes], by: float, error: Floats, left: Floats, payload: Bytes) -> int:
-        """Encode left = sum of the rows / by + error; return the first index that is not finite, or -1."""
+    def settle(self, kernels: Kernels, rows: Sequence[Bytes], by: float, error: Floats, left: Floats, payload: Bytes) -> Any:
+        """Encode left = sum of the rows / by + error; return the first index that is not finite, or -1.
+
+        A device returns it as a vector of one.
+        """
         places = places_of(FEW_BITS[self.name], len(left))
         payload[places.scales_end : places.codes] = 0
         payload[places.codes_end :] = 0
         parts = [self._split(kernels, row, places) for row in rows]
-        bad: int = getattr(kernels, f"settle_{self.name}")(parts, by, error, left, *self._split(kernels, payload, places))
-        return bad
+        return getattr(kernels, f"settle_{self.name}")(parts, by, error, left, *self._split(kernels, payload, places))
+
+    def chunks(self, kernels: Any) -> Chunks | None:
+        """The kernels for many payloads in one call; None on a device."""
+        if not hasattr(kernels, "decode_chunks"):
+            return None
+        return Chunks(*(partial(getattr(kernels, f"{what}_chunks"), self.name) for what in Chunks._fields))
 
     def _write(self, kernel: Callable[..., None], kernels: Kernels, values: Floats, payload: Bytes) -> int:
         places = places_of(FEW_BITS[self.name], len(values))

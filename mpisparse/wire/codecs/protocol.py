@@ -60,6 +60,7 @@ class Codec(Protocol):
     A payload of fixed size whose bytes are all 0xFF decodes to NaN: an owner sends it if its sum overflows.
     A codec may also have methods that save a pass: `add` and `subtract(kernels, payload, total)`, which do that with what
     `decode` gives, and `pack(kernels, values, payload)`, which writes what `encode` writes and only reads the values.
+    `chunks(kernels)` returns kernels for many payloads in one call, or None (mpisparse.wire.codecs.few_bits).
     """
 
     @property
@@ -95,10 +96,10 @@ def add_decoded(codec: Codec, kernels: Kernels, payload: Bytes, total: Floats) -
 
 def settle(
     codec: Codec, kernels: Any, rows: Sequence[Bytes], by: float, error: Floats, left: Floats, payload: Bytes
-) -> tuple[int, int]:
+) -> tuple[int, Any]:
     """Encode left = sum of the rows, in order, / by + error, in one pass if the codec can; left becomes what is not sent.
 
-    Returns the bytes written, and the first index that is not finite or -1.
+    Returns the bytes written, and the first index that is not finite or -1; of a device as a vector of one.
     """
     fused = getattr(codec, "settle", None)
     if fused is not None:
@@ -108,6 +109,9 @@ def settle(
         add_decoded(codec, kernels, row, left)
     kernels.divide(left, by)
     kernels.add(left, error)
+    if hasattr(kernels, "first_bad") and not codec.variable:
+        first = kernels.first_bad(left)
+        return codec.encode(kernels, left, payload), first
     *_, bad = kernels.select(left, 0, len(left), float("inf"))
     return (codec.encode(kernels, left, payload) if bad < 0 else len(payload)), bad
 

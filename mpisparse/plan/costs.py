@@ -56,6 +56,11 @@ class Log:
         """Add a message; a single number holds for all ranks."""
         self.messages.append(Message(kind, np.broadcast_to(np.asarray(nbytes, dtype=np.int64), (self.size,))))
 
+    def add_reduction(self, nbytes: Sequence[int]) -> None:
+        """Add a reduction at owners: nbytes[r] from every rank to rank r, and as many from there to every rank."""
+        self.add("alltoallv", nbytes)
+        self.add("allgatherv", nbytes)
+
     def add_route(self, table: Ints) -> None:
         """Add a message of table[r][q] bytes from every rank r to every rank q."""
         self.messages.append(Message("route", table))
@@ -116,6 +121,33 @@ class Machine:
             "reducing_MB_s": self.reducing[most] / 1e6,
             "handling_ns_byte": 1e9 * self.handling,
         }
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """How nodes of so many ranks exchange: the machine of the ranks of the same place, all places side by side.
+
+    inside: seconds per element of the vector for the sums in a node and their gathering.
+    """
+
+    ranks: int
+    machine: Machine
+    inside: float
+
+    def seconds(self, log: Log, elements: int, computing: float, alone: float = 0.0) -> float:
+        """Predict the duration of a step whose nodes exchange these messages of a shard."""
+        return self.machine.seconds(log, computing, alone) + self.inside * elements
+
+
+def overlapped(ready: Sequence[float], wires: Sequence[float], computing: float) -> float:
+    """Predict when backward is done and all buckets have arrived, which travel one after the other.
+
+    ready: when the gradients of each are there; wires: what each takes by itself; computing: the whole backward.
+    """
+    arrived = 0.0
+    for at, wire in zip(ready, wires, strict=True):
+        arrived = max(arrived, at) + wire
+    return max(arrived, computing)
 
 
 def between(known: dict[int, float], size: int) -> float:

@@ -1,0 +1,430 @@
+"""One flat vector in buckets, each with an aggregator of its own, so that a bucket may set out before the others are there.
+
+    send      local       add up a bucket's gradient and start its delivery; a thread carries one after the other
+    one_step  collective  send what is not out, wait for all, and apply them
+    recall    collective  give the step up: everything is as it was before the first bucket set out
+
+Nothing of a step is applied, and nothing is written where the optimizer reads, before all buckets have arrived and no rank
+has refused one. What was in a bucket's accumulator is kept until then. Buckets set out in the same order on all ranks and
+in all steps, so that the time at which one sets out changes no result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from mpisparse.arrays import Floats, Ints, State
+from mpisparse.backends.flat import Held, Pieces, Slot, zeros
+from mpisparse.comm.agreement import BROKEN, FINE, DensityDiffers, Notice, Overflow, Refusal, refuse
+from mpisparse.comm.inflight import InFlight
+from mpisparse.comm.roll_call import meet
+from mpisparse.core import step
+from mpisparse.core.aggregator import Aggregator, Make
+from mpisparse.core.records import Arrived, Delivered, Outgoing, Parts, Refused, Stats, Works
+from mpisparse.core.step import Clock
+from mpisparse.errors import CollectiveError, ConfigurationError
+from mpisparse.select.partition import imbalance
+
+if TYPE_CHECKING:
+    from mpisparse.backends.protocol import Backend
+    from mpisparse.comm.exchange import Exchange
+    from mpisparse.core.survive import CommittedDelivery
+
+Build = Callable[[Parts], Aggregator]
+Commit = Callable[[Notice, Callable[[bool], list[Arrived]]], list[Arrived]]
+
+
+class Target:
+    """Where a bucket's whole mean arrives: memory of its own, until all buckets are published."""
+
+    def __init__(self, n: int) -> None:
+        self.vector = torch.empty(0)
+        self.n = n
+
+    def clear(self) -> None:
+        """Nothing is published here."""
+
+    def write(self, index: Any, mean: Any, acc: Any) -> None:
+        """Nothing is published here."""
+
+    def whole(self) -> torch.Tensor:
+        """The bucket's own vector."""
+        if not len(self.vector):
+            self.vector = zeros(self.n, torch.float32)
+        return self.vector
+
+    def published(self) -> torch.Tensor:
+        """The bucket's own vector."""
+        return self.whole()
+
+
+class Bucket:
+    """Neighbouring slots [first, last) of a vector, its elements [lo, hi), and their aggregator."""
+
+    def __init__(self, whole: Parts, first: int, last: int, exchange: Exchange, build: Build) -> None:
+        self.first, self.last = first, last
+        self.lo, self.hi = whole.slots[first].begin, whole.slots[last - 1].end
+        self.slots = [replace(s, begin=s.begin - self.lo, end=s.end - self.lo) for s in whole.slots[first:last]]
+        self.target = Target(self.hi - self.lo)
+        self.held = Held(self.hi - self.lo)
+        residual = whole.residual[self.lo : self.hi]
+        mine = replace(whole, residual=residual, slots=self.slots, held=self.held, sink=self.target, exchange=exchange)
+        self.aggregator = build(replace(mine, early=True))
+        self.out = False  # on its way, or arrived and not applied yet
+        self.before = torch.empty(0)  # the accumulator before it set out
+
+    def keep(self) -> None:
+        """Keep the accumulator for restore()."""
+        if not len(self.before):
+            self.before = zeros(self.hi - self.lo, torch.float32, self.aggregator.residual.device)
+        self.before.copy_(self.aggregator.residual)
+
+    def restore(self) -> None:
+        """Put back what keep() kept; a scorer that expects an empty accumulator takes note."""
+        self.aggregator.residual.copy_(self.before)
+        scorer = self.aggregator.works.scorer
+        scorer.load(scorer.state())
+
+    def hold(self, stretches: Sequence[tuple[int, int]]) -> None:
+        """Hold back what is frozen of the bucket; stretches are the vector's."""
+        mine = [(max(begin, self.lo) - self.lo, min(end, self.hi) - self.lo) for begin, end in stretches]
+        self.held.hold([(begin, end) for begin, end in mine if begin < end])
+        self.aggregator.hold()
+
+
+class Parcel(NamedTuple):
+    """A bucket on its way. row: status, flat index and k, for all ranks; outgoing: None if it only refuses."""
+
+    row: Ints
+    lo: int
+    outgoing: Outgoing | None
+
+
+class Bucketed(Aggregator):
+    """An aggregator whose vector travels in buckets; `cuts` are the slots at which they begin, and the number of slots.
+
+    order: in which they set out, known after the first step; proposed: the order that this rank has seen. undoes: a refused
+    step changes nothing, although gradients were added before. Each bucket selects its share of k elements, so that ranks
+    that agree on k agree on the share of every bucket.
+    """
+
+    undoes = True
+
+    def __init__(self, parts: Parts, cuts: Sequence[int], build: Build) -> None:
+        self.parts = parts
+        polling = parts.exchange.polling()
+        self.buckets = [Bucket(parts, first, last, polling, build) for first, last in pairwise(cuts)]
+        one = self.buckets[0].aggregator.works
+        self.works = replace(one, exchange=parts.exchange, acc=parts.acc, sink=parts.sink, held=parts.held, stages=())
+        self.staleness, self.density, self.last, self._damaged = 0, 1.0, None, ""
+        self.total = len(parts.residual)  # elements that all buckets of the coming step select together
+        self._polling = polling
+        self.order: list[int] = []
+        self._order_stands = False  # whether a step has been done in it, so that all ranks have it
+        self.proposed: list[int] = []
+        self.rounds = 0  # steps that were done or given up: what has set out belongs to the present one
+        self.in_step = False  # send every bucket in step(), to compare
+        self.early = 0  # buckets of the last step that had set out before it was called
+        self.commit: Commit = lambda notice, attempt: attempt(False)
+        carry = functools.partial(_carry, polling, one.carrier)
+        self._flight = InFlight(carry, 0, threaded=polling.threaded, leaves=True)
+
+    # A step
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether anything can be on its way while this thread computes."""
+        return self._polling is not None and self._polling.threaded and not self.in_step
+
+    def next_out(self) -> int | None:
+        """The bucket that sets out next; None if all are out, or if the order is not known yet."""
+        return next((b for b in self.order if not self.buckets[b].out), None)
+
+    def send(self, number: int, pieces: Pieces | None) -> None:
+        """Add up the gradient of a bucket and start its delivery; local."""
+        bucket = self.buckets[number]
+        bucket.keep()
+        bucket.out = True
+        notice = Notice(self._share(bucket), np.zeros(bucket.last - bucket.first, dtype=bool))
+        outgoing = bucket.aggregator.prepare(pieces, notice)
+        found = outgoing.notice
+        detail = found.detail + (bucket.lo if found.status != FINE else 0)
+        row = np.array([found.status, detail, found.k], dtype=np.int64)
+        self._flight.send(Parcel(row, bucket.lo, outgoing))
+
+    def _share(self, bucket: Bucket) -> int:
+        """A bucket's part of the elements to select: those of all add up, if that is one each."""
+        held, k = self.parts.held, self.total
+        return max(1, k * held.below(bucket.hi) // held.remaining - k * held.below(bucket.lo) // held.remaining)
+
+    def one_step(self, works: Works, pieces: Pieces | None, notice: Notice, clock: Clock) -> Any:
+        """Send what is not out, wait for all buckets and apply them; collective. Returns what came of each, in order."""
+        assert pieces is not None
+        self.total, self.early = notice.k, sum(bucket.out for bucket in self.buckets)
+        arrived = self.commit(notice, lambda again: self._all_arrived(pieces, clock))
+        self._order_stands = True
+        refused = next((each.refusal for each in arrived if isinstance(each, Refused)), None)
+        if refused is not None:
+            self._restore()
+            raise refused
+        settled = (
+            step.settle(self.buckets[b].aggregator.works, each, clock) for b, each in zip(self.order, arrived, strict=True)
+        )
+        delivered = [each for each in settled if each is not None]
+        self._publish(delivered)
+        self._begin_anew()
+        clock.lap("publish")
+        return delivered
+
+    def _all_arrived(self, pieces: Pieces, clock: Clock) -> list[Arrived]:
+        """Send what is not out, and wait for all buckets; collective. What one of them raises leaves all as it was."""
+        if not self.order:
+            self._share_order()
+        while (number := self.next_out()) is not None:
+            self.send(number, _part_of(pieces, self.buckets[number]))
+        clock.lap("accumulate")
+        arrived = self._arrived()
+        clock.lap("wait")
+        error = next((each for each in arrived if isinstance(each, Exception)), None)
+        if error is not None:
+            self._restore()
+            raise error
+        return [each for each in arrived if not isinstance(each, Exception)]
+
+    def recall(self, apart: str = "") -> None:
+        """Give the step up: nothing of it was applied. Collective, unless the ranks are apart: then nothing goes on."""
+        if self._polling is None or not self.order:
+            self.rounds += 1
+            return
+        if apart:
+            self._polling.gone = apart
+        else:
+            row = np.array([BROKEN, 0, 0], dtype=np.int64)
+            for _ in range(sum(not bucket.out for bucket in self.buckets)):  # other ranks may have sent theirs
+                self._flight.send(Parcel(row, 0, None))
+        self._arrived()
+        self._restore()
+
+    def _arrived(self) -> list[Arrived | Exception]:
+        """Wait for all that was sent, in order."""
+        found: list[Arrived | Exception] = []
+        while len(self._flight):
+            try:
+                found.append(self._flight.oldest())  # type: ignore[arg-type]  # None only where nothing is in flight
+            except Exception as error:  # it is raised where the step ends
+                found.append(error)
+        return found
+
+    def _restore(self) -> None:
+        for bucket in self.buckets:
+            if bucket.out:
+                bucket.restore()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        for bucket in self.buckets:
+            bucket.out = False
+        self.rounds += 1
+
+    def _share_order(self) -> None:
+        """Take over rank 0's order; collective."""
+        known = self.proposed or list(range(len(self.buckets)))[::-1]
+        order = np.array(known, dtype=np.int64)
+        self.parts.exchange.broadcast_(order.view(np.uint8))
+        self.order = order.tolist()
+
+    def _publish(self, delivered: Sequence[Delivered]) -> None:
+        """Write the means of all buckets to the vector's sink."""
+        sink, acc = self.parts.sink, self.parts.acc
+        arrived: dict[int, Any] = {b: each.reduced for b, each in zip(self.order, delivered, strict=True)}
+        if isinstance(arrived[0].index, range):
+            whole = self.parts.backend.array_of(sink.whole())
+            for b, bucket in enumerate(self.buckets):
+                whole[bucket.lo : bucket.hi] = arrived[b].mean
+            sink.write(range(len(acc)), whole, acc)
+        else:
+            index = [arrived[b].index + bucket.lo for b, bucket in enumerate(self.buckets)]
+            mean = [arrived[b].mean for b in range(len(self.buckets))]
+            sink.write(np.concatenate(index), np.concatenate(mean), acc)
+        for bucket in self.buckets:
+            for stage in bucket.aggregator.works.stages:
+                stage.ended(self.parts.backend, bucket.aggregator.works.acc)
+
+    def stats(
+        self, number: int, notice: Notice, delivered: Any, seconds: dict[str, float], details: dict[str, float]
+    ) -> Stats:
+        """What a step did, over all buckets and with the roll call; the threshold is their mean, weighted by length."""
+        exchange = self.parts.exchange
+        n, size = len(self.parts.acc), exchange.size
+        ordered = [self.buckets[b] for b in self.order]
+        each = [b.aggregator.stats(number, notice, d, {}, {}) for b, d in zip(ordered, delivered, strict=True)]
+        shares = [(bucket.hi - bucket.lo) / n for bucket in ordered]
+        loads = sum((d.due.workloads for d in delivered), np.zeros(size, dtype=np.int64))
+        called = {"bytes_sent": exchange.nbytes_sent, "bytes_received": exchange.nbytes_received,
+                  "control_bytes": exchange.nbytes_control, "collectives": exchange.collectives}  # fmt: skip
+        totals = {key: called.get(key, 0) + sum(getattr(one, key) for one in each) for key in TOTALS}
+        weighted = {key: sum(getattr(s, key) * share for s, share in zip(each, shares, strict=True)) for key in WEIGHTED}
+        return Stats(
+            step=number, set_density=notice.k / n, imbalance=imbalance(loads), seconds=seconds,
+            index_form=next((one.index_form for one in each if one.index_form), ""),
+            details={**details, "buckets": float(len(each)), "early": float(self.early)}, **totals, **weighted,
+        )  # fmt: skip
+
+    # What it is told
+
+    def hold(self) -> None:
+        """Other elements than before are held back: nothing of them stays on its way."""
+        for bucket in self.buckets:
+            bucket.hold(self.parts.held.stretches)
+
+    def kept(self, *, copy: bool = True) -> torch.Tensor:
+        """The residual without what has been added for a step that is not done yet."""
+        if not copy and not any(bucket.out for bucket in self.buckets):
+            return self.residual
+        kept = self.residual.clone()
+        for bucket in self.buckets:
+            if bucket.out:
+                kept[bucket.lo : bucket.hi].copy_(bucket.before)
+        return kept
+
+    # Where the other ranks go on when one dies
+
+    def quiet(self) -> None:
+        """Wait until the thread delivers nothing; local."""
+        self._flight.quiet()
+
+    def survive(self, delivery: CommittedDelivery) -> None:
+        """From now on commit all buckets of a step together."""
+        self.commit = delivery.commit
+        self._flight.carry = delivery.survival.carrying(self._flight.carry)
+
+    def owing(self, lo: int, hi: int) -> Floats:
+        """What this rank was given of [lo, hi) and has not sent, with what has been added for this step."""
+        values: Floats = self.parts.acc[lo:hi]
+        return values
+
+    def regrouped(self, make: Make, rank: int, size: int) -> Callable[[], None]:
+        """Make ready to go on among fewer ranks; see Aggregator. Buckets that are out are as they were before."""
+        each = [bucket.aggregator.regrouped(make, rank, size) for bucket in self.buckets]
+
+        def finish() -> None:
+            self._arrived()
+            self._restore()
+            if not self._order_stands:  # some may have heard of it before the death, and some not
+                self.order = []
+            for one in each:
+                one()
+            self.works.selection = self.buckets[0].aggregator.works.selection
+
+        return finish
+
+    def close(self) -> None:
+        """End the thread and give communicators back; collective."""
+        exchange = self.parts.exchange
+        if exchange.is_open and not exchange.gone:
+            meet(exchange, "close")
+        for bucket in self.buckets:
+            bucket.aggregator.works.scorer.close()
+        with contextlib.suppress(CollectiveError):
+            self.recall(exchange.gone)
+        self._flight.close()
+        if self._polling is not None:
+            self._polling.close()
+            self._polling = None
+        exchange.close()
+
+    # State: that of each bucket, in the order of the vector
+
+    def state(self) -> State:
+        """What the next step depends on beside the residual."""
+        states = [bucket.aggregator.state() for bucket in self.buckets]
+        return {"step": self.number, "order": list(self.order), "buckets": states}
+
+    def upgraded(self, state: State) -> State:
+        """Translate what an earlier version saved: it had no buckets."""
+        return state
+
+    def check(self, state: State) -> None:
+        """Raise ConfigurationError unless load() could take the state."""
+        order, states = state["order"], state["buckets"]
+        if len(states) != len(self.buckets) or (order and sorted(order) != list(range(len(self.buckets)))):
+            raise ConfigurationError(
+                f"the state has {len(states)} buckets in the order {order}, this is of {len(self.buckets)} buckets"
+            )
+        for bucket, each in zip(self.buckets, states, strict=True):
+            bucket.aggregator.check(each)
+
+    def load(self, state: State) -> None:
+        """Take what state() gave; the residual is the caller's."""
+        self.recall()
+        self._damaged, self.order = "", [int(number) for number in state["order"]]
+        self._order_stands = bool(self.order)
+        for bucket, each in zip(self.buckets, state["buckets"], strict=True):
+            bucket.aggregator.load(each)
+
+    def resize(
+        self, states: Mapping[int, State], residuals: Mapping[int, Floats], old: int, new: int, rank: int
+    ) -> tuple[State, Floats]:
+        """This rank's state and residual among `new` ranks; see Aggregator."""
+        merged, parts = list[State](), list[Floats]()
+        for number, bucket in enumerate(self.buckets):
+            theirs = {source: state["buckets"][number] for source, state in states.items()}
+            stretches = {source: residual[bucket.lo : bucket.hi] for source, residual in residuals.items()}
+            one, residual = bucket.aggregator.resize(theirs, stretches, old, new, rank)
+            merged.append(one)
+            parts.append(residual)
+        first = next(iter(states.values()))
+        return {"step": first["step"], "order": first["order"], "buckets": merged}, np.concatenate(parts)
+
+
+TOTALS = ("selected", "bytes_sent", "bytes_received", "reselected", "refined", "control_bytes", "index_bytes", "collectives")
+WEIGHTED = ("density", "threshold", "sent_density")
+
+
+def cut(slots: Sequence[Slot], nbytes: float) -> list[int]:
+    """The slots at which buckets begin, and the number of slots.
+
+    A bucket is a run of neighbours of at most so many bytes of float32, or one longer slot. They are filled from the end,
+    because backward mostly begins there, so that a short one is the last to set out.
+    """
+    cuts, end = [len(slots)], slots[-1].end
+    for i in range(len(slots) - 1, 0, -1):
+        if end > slots[i].begin and 4 * (end - slots[i - 1].begin) > nbytes:
+            cuts.append(i)
+            end = slots[i].begin
+    if not end and len(cuts) > 1:
+        cuts.pop()  # what is left has no elements
+    return [0, *reversed(cuts)]
+
+
+def _part_of(pieces: Pieces, bucket: Bucket) -> Pieces:
+    """The pieces of a bucket, out of those of the whole vector."""
+    a, b = bucket.first, bucket.last
+    mine = {slot.name: slot for slot in bucket.slots}
+    sparse = [(mine[slot.name], grad) for slot, grad in pieces.sparse if slot.name in mine]
+    return Pieces(pieces.pointers[a:b], pieces.ends[a:b] - bucket.lo, pieces.kinds[a:b], sparse, pieces.alive)
+
+
+def _carry(exchange: Exchange, backend: Backend, parcel: Parcel) -> Arrived:
+    """Deliver a bucket in the thread: what the ranks refuse is part of the result; collective."""
+    exchange.reset_counters()
+    try:
+        rows = exchange.allgather(parcel.row)
+        if rows[:, 0].any():
+            refuse(rows, Notice(0, np.zeros(0, dtype=bool)))
+        if (rows[:, 2] != rows[0, 2]).any():
+            raise DensityDiffers(rows[:, 2].tolist())
+        assert parcel.outgoing is not None
+        return step.deliver(exchange, backend, parcel.outgoing, Clock())
+    except Overflow as overflow:
+        return Refused(Overflow(overflow.args[0] + parcel.lo))
+    except Refusal as refusal:
+        return Refused(refusal)

@@ -1,0 +1,130 @@
+"""Steps that survive the death of a rank: until all living ranks have delivered one, only the accumulator has changed.
+
+A step then ends its collective part with one agreement, which commits it. If a rank dies before, the others form a smaller
+group, call the roll again and deliver again what is in their accumulators; after it, all of them have done the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from mpisparse.core.step import deliver, prepared, share_readiness
+from mpisparse.core.survive_late import drop
+from mpisparse.select.candidates import NONE
+
+if TYPE_CHECKING:
+    from mpisparse.arrays import Bools, Floats
+    from mpisparse.backends.protocol import Backend
+    from mpisparse.comm.agreement import Notice
+    from mpisparse.comm.exchange import Exchange
+    from mpisparse.comm.survival import Survival
+    from mpisparse.core.mirror import Mirror
+    from mpisparse.core.records import Delivered, Outgoing, Works
+    from mpisparse.core.step import Clock
+    from mpisparse.select.plans import Selection
+    from mpisparse.wire.reduction import Reducer
+
+T = TypeVar("T")
+PARTS = 32  # of the residual, one of which is measured in each step
+
+
+class CommittedDelivery:
+    """Delivers a step's values, again if a rank dies meanwhile, and commits them; what step.run calls instead of deliver.
+
+    owing: tells what this rank was given of [lo, hi) and has not sent. mirror: the copy of another rank's residual, if
+    ranks keep such.
+    """
+
+    def __init__(
+        self, works: Works, survival: Survival, owing: Callable[[int, int], Floats], mirror: Mirror | None = None
+    ) -> None:
+        self.works, self.survival, self.owing, self.mirror = works, survival, owing, mirror
+        self.mirrored = 0  # bytes of copies that the last step received
+        self.squares = np.zeros(PARTS)
+        self.again: tuple[Bools | None] | None = None  # what a roll call told that was called again in this step
+
+    def __call__(self, exchange: Exchange, backend: Backend, out: Outgoing, clock: Clock) -> Delivered:
+        """Deliver; collective."""
+
+        def attempt(again: bool) -> Delivered:
+            return deliver(exchange, backend, collect_again(self.works, out) if again else out, clock)
+
+        return self._mirrored(self.commit(out.notice, attempt))
+
+    def commit(self, notice: Notice, attempt: Callable[[bool], T]) -> T:
+        """Do what follows the roll call of a step; if a rank dies before all have done it, after another one. Collective.
+
+        The attempt is told whether it is another one.
+        """
+        again, self.again = False, None
+
+        def called() -> T:
+            nonlocal again
+            now, again = again, True
+            if now:  # ranks that had not heard of the death are still at the roll call
+                if self.mirror is not None:
+                    self.mirror.arrive()
+                self.again = (share_readiness(self.survival.exchange, notice._replace(digest=0)),)
+            return attempt(now)
+
+        return self.survival.surely(called)
+
+    def _mirrored(self, delivered: Delivered) -> Delivered:
+        """Note in the copy what was delivered; count its bytes. Local."""
+        if self.mirror is None:
+            return delivered
+        self.mirror.delivered(delivered.due.union)
+        self.mirrored = self.mirror.settled()
+        sent, received = delivered.nbytes_sent + self.mirrored, delivered.nbytes_received + self.mirrored
+        return delivered._replace(nbytes_sent=sent, nbytes_received=received)
+
+    def used(self, before: Bools | None) -> Bools | None:
+        """Which parameters had a gradient on some rank that lives, by the last roll call of the step; local.
+
+        before: what the first one told.
+        """
+        return before if self.again is None else self.again[0]
+
+    def norm(self) -> int:
+        """The norm of the residual as the bits of a float64, each part as it was within the last 32 steps; local.
+
+        The whole residual is not read in each step: that would take as long as a tenth of the step.
+        """
+        n, part = len(self.works.acc), self.works.selection.step % PARTS
+        values = self.owing(part * n // PARTS, (part + 1) * n // PARTS)
+        self.squares[part] = float(np.dot(values, values))
+        return int(np.float64(math.sqrt(float(self.squares.sum()))).view(np.int64))
+
+
+def collect_again(works: Works, out: Outgoing) -> Outgoing:
+    """Plan a step among fewer ranks and collect candidates for it; the gradient is in the accumulator. Local."""
+    plan = works.selection.plan(out.notice.k)
+    found = works.scorer.keys.select(*plan.scope, plan.floor) if plan.scope[1] > plan.scope[0] else NONE
+    return prepared(works, plan, found, out.notice)
+
+
+def reform(works: Works, selection: Selection, reducer: Reducer, rank: int, size: int) -> Callable[[], None]:
+    """Make ready to go on with a selection and a reducer that were made for fewer ranks; collective. Returns what does it.
+
+    rank, size: of this rank, before. The accumulator, what its elements are compared by and the stages are this rank's own,
+    whatever the others are. Deliveries in flight are dropped, and what they took returns to the accumulator.
+    """
+    moved = works.reducer.moved(reducer, works.exchange, works.acc, rank, size)
+
+    def finish() -> None:
+        state, done = works.selection.state(), works.selection.step
+        if works.flight is not None:
+            done += len(works.flight)
+            state["flight"] = drop(works, selection, reducer)
+            done -= len(works.flight)
+        selection.load(state)
+        if selection.step < done:  # of what was dropped nothing is learnt; its steps are done all the same
+            selection.load({**state, "step": done})
+        moved()
+        works.selection, works.reducer = selection, reducer
+
+    return finish

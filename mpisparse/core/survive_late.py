@@ -1,0 +1,132 @@
+"""Deliveries in flight that survive the death of a rank: all living ranks take the result of one, or none does.
+
+What has left the accumulator is kept until the ranks have agreed that all of them have the result. If a rank dies before,
+all of them drop what is in flight, take back what has left, and send it again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from mpisparse.comm.inflight import InFlight
+from mpisparse.comm.roll_call import STEP, meet
+from mpisparse.core import flights
+from mpisparse.core.records import Arrived, Outgoing, Refused
+from mpisparse.errors import CollectiveError
+from mpisparse.wire.reduction import NO_VALUES
+
+if TYPE_CHECKING:
+    from mpisparse.arrays import Floats, Ints, State
+    from mpisparse.comm.survival import Survival
+    from mpisparse.core.records import Works
+    from mpisparse.core.stages import Stage
+    from mpisparse.select.plans import Agreed, Selection
+    from mpisparse.wire.reduction import Reducer
+
+
+class Departed(NamedTuple):
+    """What a delivery took from this rank: values at an index, and the stages as they were.
+
+    agreed: the agreement to send these values, where an earlier delivery brought it.
+    """
+
+    index: Ints  # type: ignore[assignment]  # hides tuple.index
+    values: Floats
+    stages: tuple[Stage, ...]
+    agreed: Agreed | None
+
+    @classmethod
+    def of(cls, out: Outgoing) -> Departed:
+        """Note it before it sets out: deliver may overwrite the values."""
+        if out.ahead is not None:
+            return cls(out.ahead.sent.index, out.ahead.sent.values.copy(), out.stages, out.ahead.agreed)
+        leaving = out.view.leaving
+        return cls(leaving, out.view.take(leaving) if len(leaving) else NO_VALUES, out.stages, None)
+
+
+class CommittedFlight(InFlight[Outgoing, Arrived]):
+    """What is in flight among ranks that may die. departed: what each delivery took, None of one that a state held."""
+
+    def __init__(
+        self, carry: Callable[[Outgoing], Arrived], staleness: int, survival: Survival, *, threaded: bool = True
+    ) -> None:
+        super().__init__(survival.carrying(carry), staleness, threaded=threaded)
+        self.survival = survival
+        self.departed: deque[Departed | None] = deque()
+
+    def send(self, outgoing: Outgoing) -> None:
+        self.departed.append(Departed.of(outgoing))
+        super().send(outgoing)
+
+    def due(self) -> Arrived | None:
+        """As InFlight.due(); collective. None, too, if a rank has died and nothing is in flight any more."""
+        return self._taken() if len(self.waiting) >= self.staleness else None
+
+    def oldest(self) -> Arrived | None:
+        """As InFlight.oldest(); collective."""
+        return self._taken() if self.waiting else None
+
+    def results(self) -> list[Arrived]:
+        try:
+            return super().results()
+        except Exception as error:
+            raise CollectiveError(
+                f"r{self.survival.exchange.rank} | what is in flight did not arrive, probably because a rank has died: call "
+                "state_dict() after the next step, or checkpoint.save(), which tries again"
+            ) from error
+
+    def replace(self, results: Sequence[Arrived]) -> None:
+        super().replace(results)
+        self.departed = deque([None] * len(results))
+
+    def _taken(self) -> Arrived | None:
+        """The oldest result, if all living ranks have it; collective.
+
+        The roll call is for ranks that end: they answer one, but agree on nothing.
+        """
+
+        def attempt() -> Arrived | None:
+            arrived = self.waiting[0].result() if self.waiting else None
+            if isinstance(arrived, Refused):
+                raise arrived.refusal
+            meet(self.survival.exchange, STEP)
+            return arrived
+
+        try:
+            return self.survival.surely(attempt)
+        finally:
+            if self.waiting:
+                self.waiting.popleft()
+                self.departed.popleft()
+
+
+def drop(works: Works, selection: Selection, reducer: Reducer) -> list[State]:
+    """Take back what the deliveries in flight took along; local, while no thread carries any.
+
+    Returns those whose results all ranks have, because a state held them, packed: they stay in flight.
+    """
+    flight, n, size = works.flight, len(works.acc), works.exchange.size
+    assert isinstance(flight, CommittedFlight)
+    known, lost = flight.departed.count(None), [one for one in flight.departed if one is not None]
+    packed = [flights.pack(works.selection, works.reducer, future.result()) for future in list(flight.waiting)[:known]]
+    home = _at_rest(works, packed)
+    agreed = None if home["waiting"] is None else works.selection.unpacked(home["waiting"])
+    for one in lost:
+        works.scorer.give_back(works.backend, one.index, one.values)
+        pairs = zip(works.stages, one.stages, strict=True)
+        works.stages = tuple([stage.returned(theirs) for stage, theirs in pairs])
+        agreed = agreed or one.agreed
+    works.waiting = None if agreed is None else flights.reshared(agreed, n, size)
+    flight.replace([flights.unpack(selection, reducer, each, n, size) for each in home["flight"]])
+    return list(home["flight"])
+
+
+def _at_rest(works: Works, packed: list[State]) -> State:
+    """Bring home what deliveries that a state held would still bring to this rank; what all ranks receive stays in them."""
+    state: State = {"flight": packed, "waiting": None}
+    for stage in works.stages if packed else ():
+        state = stage.at_rest({**state, **stage.state()}, works.acc)
+    works.stages = tuple([stage.loaded(state) for stage in works.stages]) if packed else works.stages
+    return flights.bring_home(state, works.reducer, works.acc)

@@ -1,0 +1,111 @@
+"""The state of an exchange: everything that the next step depends on, given as tensors and taken back."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from mpisparse.errors import ConfigurationError
+from mpisparse.model.collectives import Collectives
+from mpisparse.schemes.state import STATE_FORMAT, check_state, step_state
+
+if TYPE_CHECKING:
+    from mpisparse.backends.protocol import Backend
+    from mpisparse.comm.hierarchy import Nodes
+    from mpisparse.core.aggregator import Aggregator
+    from mpisparse.model.buffers import SharedBuffers
+    from mpisparse.model.digests import Equality
+    from mpisparse.schemes.companion import Companion
+    from mpisparse.schemes.options import Options
+
+
+class States(Collectives):
+    """Gives and takes the state of GradientSync, which has these parts."""
+
+    scheme: str
+    _options: Options
+    _density: float
+    _aggregator: Aggregator
+    _companion: Companion
+    _backend: Backend
+    _gradients: Any
+    _buffers: SharedBuffers
+    _equality: Equality
+    _damaged: str | None
+    _nodes: Nodes | None
+
+    def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
+        """Everything that the next step depends on, as tensors and scalars; local. copy=False: live where possible."""
+        parts = {**self._aggregator.state(), **self._companion.state()}
+        state = {key: self._saved(value, copy) for key, value in parts.items()}
+        return {
+            "format": STATE_FORMAT,
+            "scheme": self.scheme,
+            "options": json.dumps(self._options.values(), sort_keys=True),
+            "rank": self._exchange.rank,
+            "size": self._exchange.size,
+            "density": self._density,
+            "residual": self._kept(copy),
+            **{f"step.{key}": value for key, value in state.items()},
+        }
+
+    @property
+    def ranks_a_node(self) -> int:
+        """The ranks whose gradients are summed before they are exchanged; 1 where all ranks exchange with each other."""
+        return 1 if self._nodes is None else self._nodes.ranks
+
+    @property
+    def first_of_node(self) -> int:
+        """The first rank of those whose gradients are summed with this one's."""
+        return self._exchange.rank if self._nodes is None else self._nodes.first
+
+    def _kept(self, copy: bool) -> torch.Tensor:
+        """What a state stores of this rank as one vector: the residual, or the rank's own weights."""
+        kept = self._companion.kept()
+        if kept is not None:
+            return kept
+        return self._aggregator.kept(copy=copy)
+
+    def _saved(self, value: Any, copy: bool) -> Any:
+        """A part's value as torch's, on the host."""
+        if isinstance(value, str | int | float | list | dict | None):
+            return deepcopy(value) if copy else value
+        array: np.ndarray[Any, Any] = self._backend.to_host(value)
+        return torch.from_numpy(array.copy() if copy and array is value else array)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take a state that state_dict() gave on the same rank of as many ranks; collective, all or none."""
+        self._together(lambda: self._load(state))
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self._meet("load_state_dict")
+        error: Exception | None = None
+        try:
+            self.check_state(state)
+        except ConfigurationError as caught:
+            error = caught
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as caught:
+            error = ConfigurationError(f"the state is not one that state_dict() gave: {type(caught).__name__}: {caught}")
+        self._exchange.raise_together(error)
+        parts = self._aggregator.upgraded(self._companion.upgraded(step_state(state)))
+        self._companion = self._companion.of(parts)
+        self._companion.load(parts)
+        self._aggregator.load(parts)
+        if self._companion.subject is not None:
+            self._companion.restore(torch.as_tensor(state["residual"]))
+        else:
+            self._aggregator.restore(torch.as_tensor(state["residual"]))
+        self._density = float(state["density"])
+        self._damaged = None
+        self._buffers.forget()
+        self._gradients.restart()
+        self._exchange.place.steps = int(state["step.step"])
+        self._equality.done(self._companion.counted(self._aggregator.number))
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise ConfigurationError unless load_state_dict could take the state; local."""
+        check_state(state, self.state_dict(copy=False), self._options, self._aggregator, self._companion)

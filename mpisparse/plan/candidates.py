@@ -1,0 +1,73 @@
+"""Exchanges to choose from, richest first: the table of docs/howto/choosing.md. No torch, no MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+DENSE, SPARSE, WEIGHTS = "dense", "sparse", "weights"
+CODECS = ("fp32", "fp16", "bf16", "int8", "int4", "int2", "sign")  # finest first
+FIRST = "int4"  # the codec before anything is measured: an eighth of the bytes, and a loss like that of float32
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An exchange: a scheme with its codec and density.
+
+    kind: "dense" sends whole gradients, "sparse" the largest elements of gradients, "weights" the drift of weights.
+    """
+
+    kind: str
+    scheme: str
+    codec: str
+    density: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """What tables and logs call it."""
+        share = "" if self.kind == DENSE else f" {100 * self.density:g} %"
+        return f"{self.scheme}{share} {self.codec}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The scheme's options."""
+        options: dict[str, Any] = {"codec": self.codec}
+        if self.kind != DENSE:
+            options["density"] = self.density
+        if self.kind == WEIGHTS:
+            options["by"] = "groups"
+        return options
+
+
+ALL = (
+    *(Candidate(DENSE, "dense", codec) for codec in ("fp32", "bf16", "int8", "int4")),
+    Candidate(WEIGHTS, "drift", "int2", 0.17),
+    Candidate(DENSE, "dense", "int2"),
+    Candidate(SPARSE, "exdyna", "int8", 0.1),
+    Candidate(WEIGHTS, "drift", "sign", 0.13),
+    Candidate(SPARSE, "exdyna", "int8", 0.01),
+    Candidate(SPARSE, "exdyna", "int8", 0.001),
+)
+BY_NAME = {candidate.name: candidate for candidate in ALL}
+
+
+def suiting(
+    *, adaptive: bool, kinds: Sequence[str] = (DENSE, SPARSE, WEIGHTS), coarsest: str = CODECS[-1], least: float = 0.0
+) -> Iterator[Candidate]:
+    """Yield what suits an optimizer, richest first.
+
+    adaptive: it divides by what it has seen of an element's gradient, which sparse gradients mislead. coarsest: no dense
+    codec of fewer bits. least: no lower density.
+    """
+    for candidate in ALL:
+        fine = candidate.kind != DENSE or CODECS.index(candidate.codec) <= CODECS.index(coarsest)
+        misled = adaptive and candidate.kind == SPARSE
+        if candidate.kind in kinds and fine and not misled and candidate.density >= least:
+            yield candidate
+
+
+def first(known: Sequence[Candidate]) -> Candidate:
+    """What to begin with, before anything is measured."""
+    dense = [each for each in known if each.kind == DENSE]
+    return next((each for each in dense if each.codec == FIRST), dense[-1])

@@ -1,0 +1,114 @@
+"""Drift by nodes: a node is one worker, on whose ranks gradients are averaged before the optimizer's step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpisparse.backends.device import load_backend
+from mpisparse.backends.flat import zeros
+from mpisparse.comm.roll_call import FIRST, meet
+from mpisparse.core.records import Delivered, Stats
+from mpisparse.core.weights_by_node import WeightsByNode
+from mpisparse.errors import ConfigurationError
+from mpisparse.schemes.companion import Places, Site
+from mpisparse.schemes.drift.companion import Drifting
+from mpisparse.schemes.drift.start import DenseStart, GradientMeans
+from mpisparse.schemes.drift.weights import OwnWeights
+
+
+class NodeMeans(GradientMeans):
+    """Replaces each rank's gradients by their mean over the ranks of its node.
+
+    The roll call is of all ranks, so that what one of them cannot do is raised on all.
+    """
+
+    what = 'hierarchy="node"'
+
+    def __init__(self, places: Places, aggregator: WeightsByNode) -> None:
+        super().__init__(places, aggregator.parts.exchange)
+        self.aggregator = aggregator
+        self.vector = zeros(places.size, torch.float32)
+        self.backend = load_backend()
+
+    @property
+    def work(self) -> torch.Tensor:
+        return self.vector
+
+    def average_(self, step: int) -> None:
+        self.aggregator.average(self.vector)
+
+
+class DriftingByNode(Drifting):
+    """Averages gradients in the node before each step of the optimizer, so that W stays the same on its ranks."""
+
+    aggregator: WeightsByNode
+
+    def __init__(
+        self, aggregator: WeightsByNode, site: Site, weights: OwnWeights, *, every: int | str, start: DenseStart | None
+    ) -> None:
+        super().__init__(aggregator, site, weights, every=every, start=start)
+        self.means = NodeMeans(site.places, aggregator)
+        self._inside = 0  # bytes that the averages since the last exchange took in the node
+
+    def check_by_hand(self) -> None:
+        """Raise on all ranks: gradients must be averaged before optimizer.step()."""
+        meet(self.exchange, FIRST)
+        raise ConfigurationError(
+            f'r{self.exchange.rank} | hierarchy="node" averages gradients in the node before optimizer.step(), and '
+            "exchanges weights after it: attach() the optimizer"
+        )
+
+    @property
+    def starting(self) -> bool:  # type: ignore[override]  # there is an average before every step
+        return True
+
+    def average(self, trouble: str | None, call: Any = None) -> None:
+        if super().starting:
+            super().average(trouble, call)
+            return
+        inside = self.aggregator.nodes.inside
+        inside.reset_counters()
+        self.means.average(self.done, trouble, call)
+        self._inside += inside.nbytes_received
+
+    def rested(self, stats: Stats) -> Stats:
+        if self.start is not None and self.done <= self.start.steps:
+            return super().rested(stats)
+        sent, received = self.means.moved
+        return replace(stats, bytes_sent=sent, bytes_received=received, control_bytes=received, node_bytes=self._taken())
+
+    def published(self, delivered: Delivered | None, stats: Stats, *, sound: bool) -> Stats:
+        return replace(stats, node_bytes=stats.node_bytes + self._taken())
+
+    def _taken(self) -> int:
+        """The bytes of the averages since this was asked."""
+        taken, self._inside = self._inside, 0
+        return taken
+
+    # Beside the steps
+
+    def shift(self, by: torch.Tensor) -> None:
+        self.aggregator.shift(by)
+
+    def left(self) -> torch.Tensor:
+        """What the node has still to give to the shared weights, and for each rank the error that it remembers."""
+        drift, reducer = self.drift(), self.reducer
+        drift[torch.from_numpy(self.aggregator.owned())] += torch.from_numpy(reducer.error * np.float32(self.exchange.size))
+        return drift
+
+    def sample(self) -> torch.Tensor | None:
+        """Only one rank of a node tells its drift: that of the others is the same."""
+        return self.drift() if self.aggregator.nodes.place == 0 else None
+
+    def restore(self, kept: torch.Tensor) -> None:
+        """Take what was saved, by this node or on other ones: then the mean of what its ranks had."""
+        super().restore(kept)
+        self.aggregator.nodes.meet()  # all have written the shared weights
+        if not self.aggregator.same_in_node():
+            mean = self.weights.flat()
+            self.aggregator.average(mean)
+            self.weights.set_flat(mean)

@@ -1,0 +1,39 @@
+"""Means that arrive a step late: what is in flight at the end is applied by the attached optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpisparse.schemes.companion import Companion
+
+if TYPE_CHECKING:
+    import torch
+
+    from mpisparse.arrays import Bools
+    from mpisparse.core.aggregator import Aggregator
+
+
+class InFlightMeans(Companion):
+    """Lets the optimizer use the means that are still in flight."""
+
+    def __init__(self, aggregator: Aggregator) -> None:
+        self.aggregator = aggregator
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    def adopt(self, optimizer: torch.optim.Optimizer, *, scales: bool = False) -> None:
+        self.optimizer = optimizer
+
+    def release(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = None
+
+    def drain(self) -> Iterator[Bools | None]:
+        """Apply what is in flight; without an attached optimizer the caller steps with the mean in p.grad."""
+        self.draining = True
+        try:
+            for delivered in self.aggregator.arrivals():
+                yield delivered.used
+                if self.optimizer is not None:
+                    self.optimizer.step()
+        finally:
+            self.draining = False

@@ -1,0 +1,68 @@
+"""Options of schemes whose exchange may overlap with backward: the vector travels in buckets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mpisparse.core.buckets import Bucketed, cut
+from mpisparse.core.records import Parts
+from mpisparse.errors import ConfigurationError
+from mpisparse.schemes.companion import Scheme, Site
+from mpisparse.schemes.options import Options, check_flag, check_positive
+
+MB = 1e6
+
+
+@dataclass(frozen=True)
+class Overlapping(Options):
+    """Exchange in buckets while backward goes on.
+
+    overlap: True sends the gradient in buckets, each as soon as backward has made its last gradient; the bits are those of
+        the same buckets sent in step().
+    bucket_mb: MB (1e6 bytes) of float32 gradients in a bucket at most, if it has several parameters; with overlap=True only.
+    """
+
+    copies_whole: ClassVar[bool] = False  # whether a delivery needs nothing but a copy of the vector
+    overlap: bool = False
+    bucket_mb: float = 8.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flag("overlap", self.overlap)
+        check_positive("bucket_mb", self.bucket_mb, optional=False)
+        if self.overlap and self.accumulate != "step":
+            raise ConfigurationError(
+                'overlap=True reads gradients while backward makes them by itself: leave accumulate="backward" out'
+            )
+
+    def _check_hierarchy(self) -> None:
+        super()._check_hierarchy()
+        if self.overlap:
+            raise ConfigurationError(
+                f"hierarchy={self.hierarchy!r} sums whole gradients in the node first, so that nothing can set out during "
+                "backward: leave overlap=True out, or the hierarchy"
+            )
+
+    @property
+    def in_flight(self) -> str:
+        return "overlap=True" if self.overlap else super().in_flight
+
+    @property
+    def with_backward(self) -> str:
+        return "overlap=True" if self.overlap else ""
+
+    def without_effect(self) -> dict[str, str]:
+        alone = {} if self.overlap else {"bucket_mb": "there are buckets with overlap=True only; choose that"}
+        return super().without_effect() | alone
+
+    def build_for_model(self, parts: Parts, site: Site) -> Scheme:
+        if not self.overlap:
+            return self.build(parts, site)
+        if parts.backend.name == "cuda" and not self.copies_whole:
+            raise ConfigurationError(
+                "overlap=True reads what the ranks agree on from a thread, which a device does not allow: leave it out for "
+                'a model on a CUDA device, or choose scheme="dense"'
+            )
+        cuts = cut(parts.slots, MB * self.bucket_mb)
+        return Scheme(Bucketed(parts, cuts, lambda part: self.build(part, site).aggregator))

@@ -1,0 +1,190 @@
+"""What matters, for schemes that let the user choose: scorers by name, and the options that belong to them."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from mpisparse.backends.flat import Pieces
+from mpisparse.backends.keys import PRODUCTS
+from mpisparse.core.records import Parts
+from mpisparse.errors import ConfigurationError, check_choice
+from mpisparse.schemes.companion import Site
+from mpisparse.schemes.options import Options, check_share, check_whole
+from mpisparse.schemes.predictive.nets import Nets
+from mpisparse.schemes.predictive.scorer import Predicted, validation
+from mpisparse.schemes.side_gradient import gradient_aside
+from mpisparse.schemes.speculative.influence import Influence, InfluenceScorer, Probe
+from mpisparse.select.scorers import Average, Magnitude, Scorer
+
+PLAIN = ("magnitude", "average")  # which know each element by itself, and so go wherever gradients go
+EPSILON, AVERAGE_RATE = 1e-3, 0.5  # the defaults of scheme "speculative"
+
+
+@dataclass(frozen=True)
+class Scored(Options):
+    """By one score for every element.
+
+    scorer: "magnitude" of the accumulator, or "average", a moving average of the gradients' magnitudes.
+    alpha: weight of the newest gradient in that average; for scorer "average" only.
+    """
+
+    scorer: str = "magnitude"
+    alpha: float = 0.9
+    scorers: ClassVar[tuple[str, ...]] = PLAIN
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("scorer", self.scorer, self.scorers)
+        check_share("alpha", self.alpha)
+
+    def without_effect(self) -> dict[str, str]:
+        average = {} if self.scorer == "average" else {"alpha": 'it is the rate of scorer "average"; choose that'}
+        return super().without_effect() | average
+
+    @property
+    def needs_whole_gradient(self) -> bool:
+        return self.scorer in ("average", "predicted")
+
+    def scorer_of(
+        self, parts: Parts, residual: torch.Tensor, site: Site | None, number: Callable[[], int], *, late: bool
+    ) -> Scorer:
+        """A scorer of what adds up in `residual`. number: tells how many steps have begun."""
+        if self.scorer == "average":
+            return Average(residual, parts.backend, parts.slots, self.alpha)
+        return Magnitude(residual, parts.backend)
+
+
+@dataclass(frozen=True)
+class Scoring(Scored):
+    """By any score.
+
+    scorer: "magnitude" of what waits to be sent; "average", a moving average of the gradients' magnitudes; "predicted"
+        importance, as scheme "predictive" learns it; "influence" on the loss, as in scheme "speculative". Where weights are
+        exchanged, what training moves them by counts as the gradient.
+    history: how many of the last gradients a net sees: 3, 4 or 5; for scorer "predicted" only.
+    validation: a callable that returns the loss of a held-out batch, from which the nets of scorer "predicted" learn.
+    validate_every: steps between two calls of `validation`.
+    probe: a callable that returns the loss of a batch, from which scorer "influence" estimates how the loss curves; None
+        takes the gradient alone.
+    probe_every: steps between two probes.
+    """
+
+    history: int = 4
+    validation: Callable[[], Any] | None = None
+    validate_every: int = 32
+    probe: Callable[[], Any] | None = None
+    probe_every: int = 50
+    scorers = (*PLAIN, "predicted", "influence")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_nets(self.history, self.validation, self.validate_every)
+        check_whole("probe_every", self.probe_every, 1)
+        check_function("probe", self.probe)
+
+    def _check_hierarchy(self) -> None:
+        super()._check_hierarchy()
+        if self.scorer not in PLAIN:
+            raise ConfigurationError(
+                f"hierarchy={self.hierarchy!r} is not for scorer={self.scorer!r}: it learns from whole parameters, of which "
+                'a rank of a node has shards; choose "magnitude" or "average"'
+            )
+
+    @property
+    def mortal(self) -> str:
+        return super().mortal or ("" if self.scorer in PLAIN else Options.remembering)
+
+    def without_effect(self) -> dict[str, str]:
+        idle = super().without_effect()
+        if self.scorer != "predicted":
+            nets = 'it is for the nets of scorer "predicted"; choose that'
+            idle |= dict.fromkeys(("history", "validation", "validate_every"), nets)
+        if self.scorer != "influence":
+            idle |= dict.fromkeys(("probe", "probe_every"), 'it is for scorer "influence"; choose that')
+        elif self.probe is None:
+            idle["probe_every"] = "there is no probe; pass one"
+        return idle
+
+    def scorer_of(
+        self, parts: Parts, residual: torch.Tensor, site: Site | None, number: Callable[[], int], *, late: bool
+    ) -> Scorer:
+        if self.scorer in PLAIN:
+            return super().scorer_of(parts, residual, site, number, late=late)
+        if parts.backend.name == "cuda":
+            raise ConfigurationError(
+                f'scorer={self.scorer!r} works in the memory of the host; on a GPU choose "magnitude" or "average"'
+            )
+        if self.scorer == "predicted":
+            return predicted(
+                parts, residual, site, key=PRODUCTS, history=self.history, validate=self.validation,
+                every=self.validate_every, late=late,
+            )  # fmt: skip
+        probe = None if self.probe is None or site is None else probing(site, self.probe, epsilon=EPSILON)
+        influence = Influence(len(residual), rate=AVERAGE_RATE, epsilon=EPSILON)
+        return InfluenceScorer(
+            residual, parts.backend, influence, rank=parts.exchange.rank, step=number, probe=probe,
+            probe_every=self.probe_every,
+        )  # fmt: skip
+
+
+def probing(site: Site, loss: Callable[[], Any], *, epsilon: float, seed: int = 0) -> Probe:
+    """A probe of a model's loss."""
+    return Probe(site.model, site.places, loss, epsilon=epsilon, seed=seed)
+
+
+def predicted(
+    parts: Parts, residual: torch.Tensor, site: Site | None, *, key: int, history: int,
+    validate: Callable[[], Any] | None, every: int, late: bool, delay: int = 4, budget: float = 0.1, rate: float = 0.01,
+    seed: int = 0,
+) -> Predicted:  # fmt: skip
+    """Importance that nets predict; the defaults are those of scheme "predictive"."""
+    mine, ends = (seed, parts.exchange.rank), np.array([slot.end for slot in parts.slots], dtype=np.int64)
+    return Predicted(
+        residual,
+        parts.backend,
+        parts.slots,
+        nets=Nets(parts.backend, ends, history, key=key, rate=rate, seed=mine),
+        key=key,
+        every=every,
+        delay=delay,
+        cores=budget * torch.get_num_threads(),
+        seed=mine,
+        validate=_held_out(parts, site, validate),
+        late=late,
+    )
+
+
+def _held_out(parts: Parts, site: Site | None, loss: Callable[[], Any] | None) -> Callable[[], Pieces] | None:
+    """The gradient of the held-out batch, by which importance is learnt; None without one."""
+    if loss is not None and site is not None:
+        aside = functools.partial(gradient_aside, site.model, list(site.places.params), loss, "validation")
+        return validation(parts.slots, aside)
+    warnings.warn(
+        'scheme "predictive" without validation= learns to predict the accumulator\'s coming magnitude, not what '
+        "helps most: pass a callable that returns the loss of a held-out batch",
+        stacklevel=5,
+    )
+    return None
+
+
+def check_nets(history: int, validate: object, every: int) -> None:
+    """Raise ConfigurationError for what nets cannot learn from."""
+    check_whole("history", history, 3)
+    if history > 5:
+        raise ConfigurationError(f"history must be 3, 4 or 5 gradients, got {history}")
+    if validate is not None and not callable(validate):
+        raise ConfigurationError(f"validation must be a callable that returns a loss, got {validate!r}")
+    check_whole("validate_every", every, history + 1)
+
+
+def check_function(name: str, value: object) -> None:
+    """Raise ConfigurationError unless this can be called, or is None."""
+    if value is not None and not callable(value):
+        raise ConfigurationError(f"{name} must be a function without arguments, got {value!r}")
