@@ -7,8 +7,6 @@ import os
 import signal
 from collections.abc import Callable
 
-from emulator import DamageError
-
 PATIENCE = 600  # seconds
 
 
@@ -20,7 +18,7 @@ def survives(run: Callable[[], None]) -> bool:
         signal.alarm(PATIENCE)
         try:
             run()
-        except (AssertionError, DamageError, MemoryError, ValueError):
+        except BaseException:  # whatever a damaged heap raises: nothing may leave this copy of the test's process
             os._exit(1)
         os._exit(0)
     _, status = os.waitpid(child, 0)
