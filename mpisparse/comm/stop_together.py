@@ -21,6 +21,7 @@ class Listener:
     def __init__(self) -> None:
         self.request = StopRequest()
         self.deadline: Deadline | None = None
+        self.watches = False  # whether it is this rank that watches the clock
         self.world: Exchange | None = None
 
     def asked(self, rank: int, stop_before: float) -> bool:
@@ -28,8 +29,9 @@ class Listener:
 
         Call it once per step: the time between calls says how long a step takes.
         """
-        if self.deadline is None:
-            self.deadline = Deadline(end_time() if rank == 0 and stop_before > 0 else None, stop_before)
+        watches = rank == 0 and stop_before > 0
+        if self.deadline is None or watches > self.watches:  # rank 0 has died, and this rank has its number now
+            self.watches, self.deadline = watches, Deadline(end_time() if watches else None, stop_before)
         return self.deadline.near() or self.request.asked
 
     def among_all(self) -> Exchange:

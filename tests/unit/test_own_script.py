@@ -109,6 +109,15 @@ def test_should_stop_hears_signals_and_stays(tmp_path: Path) -> None:
     loop.sync.close()
 
 
+def test_after_the_death_of_rank_0_another_watches_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() - 1))
+    listener = stop_together.listen()
+    assert not listener.asked(1, 60.0), "rank 0 does that"
+    assert not listener.asked(0, 0.0), "nobody is to watch it"
+    assert listener.asked(0, 60.0), "rank 0 has died, and this rank has its number"
+    assert listener.asked(0, 60.0)
+
+
 def test_the_end_of_a_job_stops_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 1e6))
     assert not mpisparse.should_stop()
