@@ -81,7 +81,7 @@ class Saving:
 
     @property
     def written(self) -> bool:
-        """Tell whether this rank's files are on disk; local."""
+        """Whether this rank's files are on disk; local."""
         return self._thread is None or not self._thread.is_alive()
 
     def finish(self) -> Path:
@@ -229,7 +229,7 @@ def load(
     """Restore the newest valid checkpoint of a directory; collective. Returns its step, or None if there is none.
 
     `extra` receives what was saved. A damaged, malformed or unfinished checkpoint causes a warning and is skipped for the
-    one before; so is one whose extra makes `check_extra` raise ValueError. A checkpoint of another model or scheme is
+    previous one; so is one whose extra makes `check_extra` raise ValueError. A checkpoint of another model or scheme is
     refused. On another number of ranks residuals are merged or split.
     """
     subjects = Subjects(model, unwrapped(optimizer), sync, scheduler, scaler)
@@ -251,7 +251,7 @@ def every(
     sync: Any = None, scheduler: Any = None, scaler: Any = None, keep: int | None = 2, driver: str | None = None,
     stop_before: float = STOP_BEFORE,
 ) -> Periodic:  # fmt: skip
-    """Checkpoint a loop every so many steps or seconds, and when its job must stop; resume it first. Collective.
+    """Checkpoint a loop at intervals of steps or seconds, and when its job must stop; resume it first. Collective.
 
         saves = mpisparse.checkpoint.every("runs/mine", steps=500, model=model, optimizer=optimizer, sync=sync)
         for step in range(saves.step, 10_000):  # from the step at which the job was stopped
@@ -360,7 +360,7 @@ def _read_own(path: Path, manifest: store.Manifest, shared: dict[str, Any], old:
 
 
 class SavedStates(Mapping[int, dict[str, Any]]):
-    """The exchange's states of old ranks; those that are not at hand are read when they are asked for, and not kept."""
+    """The exchange's states of old ranks; those not in memory are read on demand, and not kept."""
 
     def __init__(self, at_hand: dict[int, dict[str, Any]], ranks: int, read: Callable[[int], dict[str, Any]]) -> None:
         self.at_hand = at_hand

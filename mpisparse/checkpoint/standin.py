@@ -42,7 +42,7 @@ def resize_scheme_states(
 ) -> dict[str, Any]:
     """A rank's exchange among `new` ranks, from those of the `old` ranks in sources(), by the parts of its own scheme.
 
-    here: how many of the new ranks meet in a node first.
+    here: how many of the new ranks sum in a node first.
     """
     first = {**syncs[sources(old, new, rank)[0]], "rank": rank, "size": new}
     parameters = _parameters(first, shared)
@@ -59,24 +59,24 @@ def resize_scheme_states(
 
 
 def _bring_home(sync: dict[str, Any], reducer: Any) -> None:
-    """What a rank remembers for the shared weights goes to its own, in place: it has other elements to remember now."""
+    """Move a rank's error on the shared weights to its own weights, in place, because it owns other elements now."""
     error, size = sync["step.error"], sync["size"]
     sync["residual"].numpy()[reducer.owned(sync["rank"], size)] += error.numpy() * np.float32(size)
     sync["step.error"] = torch.zeros_like(error)
 
 
 def has_nodes(sync: dict[str, Any]) -> bool:
-    """Tell whether a state is of nodes that summed gradients first, in what they had learnt by then."""
+    """Whether a state, by its contents, is of nodes that summed gradients first."""
     return sync.get("step.nodes") is not None
 
 
 def ranks_a_node(sync: dict[str, Any]) -> int:
-    """How many ranks of a node summed their gradients first in the exchange that a state is of."""
+    """How many ranks of a node summed their gradients first in the exchange that saved a state."""
     return int(sync["step.nodes"]["ranks"]) if has_nodes(sync) else 1
 
 
 class FlatStates(Mapping[int, dict[str, Any]]):
-    """States of ranks of nodes as those of ranks that exchange flat; each is made when it is asked for, and not kept."""
+    """States saved with nodes, converted to states without; each is made on demand, and not kept."""
 
     def __init__(self, syncs: Mapping[int, dict[str, Any]], parameters: list[nn.Parameter], shared: dict[str, Any]) -> None:
         self.syncs, self.parameters, self.shared = syncs, parameters, shared
@@ -92,7 +92,7 @@ class FlatStates(Mapping[int, dict[str, Any]]):
 
 
 def _flat(sync: dict[str, Any], parameters: list[nn.Parameter], shared: dict[str, Any]) -> dict[str, Any]:
-    """The state of a rank of a node as one of ranks that exchange flat: what is on its way goes to the residual."""
+    """Convert a rank's state saved with nodes to one without: what is in flight goes to the residual."""
     residual = sync["residual"].clone()
     with contextlib.closing(StandIn(parameters, sync, shared)) as by_node:
         by_node.aggregator.at_rest(step_state(sync), residual.numpy())
@@ -134,7 +134,7 @@ class _NoExchange:
 
 
 def _nodes(saved: dict[str, Any], size: int, n: int) -> Nodes:
-    """The nodes that a state was saved on; raises ValueError if there are none such."""
+    """The nodes that a state was saved on; raises ValueError if they are impossible."""
     ranks, node, place = (saved[key] for key in ("ranks", "node", "place"))
     known = all(type(number) is int for number in (ranks, node, place))
     if not known or ranks < 2 or size % ranks or not 0 <= node < size // ranks or not 0 <= place < ranks:
@@ -155,7 +155,7 @@ class StandIn:
         self.residual = torch.zeros(self.layout.size)
         sink = Published(self.layout, backend)
         parts = Parts(self.residual, self.layout.slots, self.layout.held, sink, no_exchange, backend)
-        with warnings.catch_warnings():  # whoever trained with the scheme was warned of what it lacks
+        with warnings.catch_warnings():  # the user was warned when training with the scheme
             warnings.simplefilter("ignore")
             if has_nodes(sync):
                 nodes = _nodes(sync["step.nodes"], sync["size"], self.layout.size)
@@ -169,7 +169,7 @@ class StandIn:
             self.companion.adopt(kind(model.parameters(), lr=0.1))
 
     def check(self, sync: dict[str, Any]) -> None:
-        """Raise ConfigurationError unless the scheme would take the state."""
+        """Raise ConfigurationError unless the scheme would load the state."""
         parts = {**self.aggregator.state(), **self.companion.state()}
         step = {f"step.{key}": torch.from_numpy(v) if isinstance(v, np.ndarray) else v for key, v in parts.items()}
         own = {key: sync[key] for key in ("scheme", "options", "rank", "size", "density")}
@@ -177,5 +177,5 @@ class StandIn:
         check_state(sync, here, self.options, self.aggregator, self.companion)
 
     def close(self) -> None:
-        """End what the scheme keeps."""
+        """Free what the scheme holds."""
         self.aggregator.close()

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a rank and of all: gathering it from torch objects, and giving it back."""
+"""What a checkpoint holds of one rank and of all: gather it from torch objects, and restore it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Subjects:
 
     @property
     def _each_its_own(self) -> bool:
-        """Whether each rank has an optimizer, a scheduler and a scaler of its own, or an optimizer that says so."""
+        """Whether each rank has its own optimizer, scheduler and scaler, or an optimizer that says so."""
         rank_own = getattr(self.optimizer, "own_state", False)
         return rank_own or (self.sync is not None and self.sync.exchanges_weights)
 
@@ -96,7 +96,7 @@ class Subjects:
     def check(self, shared: dict[str, Any], own: dict[str, Any], *, same_version: bool) -> None:
         """Raise ConfigurationError unless the states are of such objects, ValueError if they are malformed; changes nothing.
 
-        Of another version's states, what is missing is a difference, not damage. Local.
+        In a state of another version, missing values are a difference, not damage. Local.
         """
         shared = with_objects(shared, own)
         for name in OBJECTS:
@@ -155,7 +155,7 @@ class Subjects:
     def own(self, extra: dict[str, Any] | None) -> dict[str, Any]:
         """The state of this rank alone: buffers, residual and scheme, random generators, and what the caller adds.
 
-        Where ranks have weights of their own, optimizer, scheduler and scaler too.
+        If ranks have their own weights, optimizer, scheduler and scaler, too.
         """
         names = self._own_names()
         aside = self.sync._buffers.own() if self.sync is not None else {}
@@ -174,7 +174,7 @@ class Subjects:
         return {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
 
     def restore(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
-        """Give the objects their states back; collective if there is a sync."""
+        """Restore the objects' states; collective if there is a sync."""
         shared = with_objects(shared, own)
         self.model.load_state_dict({**shared["model"], **own["buffers"]})
         for p in self.model.parameters():
@@ -225,7 +225,7 @@ class ArrayCopies:
 
 
 def split(arrays: Arrays, parts: int) -> list[Arrays]:
-    """Share arrays out so that the parts have about as many bytes; the same result on every rank."""
+    """Distribute arrays over parts of about equal size in bytes; the same result on every rank."""
     shares: list[Arrays] = [{} for _ in range(parts)]
     loads = [0] * parts
     for name in sorted(arrays, key=lambda name: (-arrays[name].nbytes, name)):

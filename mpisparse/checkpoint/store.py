@@ -23,7 +23,7 @@ from mpisparse.owner import Owner, this_process
 FORMAT = 1
 MANIFEST = "manifest.json"
 REMOVER = "mpisparse-remove"
-MOST_NBYTES = 1 << 28  # of a manifest; that of 4,096 ranks has about 2 MB
+MOST_NBYTES = 1 << 28  # largest manifest; that of 4,096 ranks has about 2 MB
 UNFINISHED, REPLACED, RETIRED = ".unfinished-", ".replaced-", ".retired-"
 OWNED = re.compile(r"step-\d+-([0-9a-f]+)-(\d+)-(\d+)-[0-9a-f]+")  # end of the name of an unfinished checkpoint
 VERIFIED_NBYTES = 1 << 30

@@ -1,4 +1,4 @@
-"""What a rank tells the others before anything is sent, and why all ranks may refuse a step together."""
+"""What a rank reports to the others before anything is sent, and the reasons for which all ranks refuse a step together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Refusal(Exception):  # noqa: N818 - not an error yet: GradientSync turns i
 
 
 class StepRefused(Refusal):
-    """Some rank cannot go on. `statuses`: (status, detail) per rank; `trouble`: this rank's own words, or empty."""
+    """Some rank cannot go on. `statuses`: (status, detail) per rank; `trouble`: this rank's explanation, or empty."""
 
     def __init__(self, statuses: Sequence[tuple[int, int]], trouble: str = "") -> None:
         super().__init__(statuses, trouble)
@@ -32,7 +32,7 @@ class FrozenDiffers(Refusal):
 
 
 class ReplicasDiffer(Refusal):
-    """The ranks have different weights, or learning rates; all else is agreed. `used`: what the agreement returns."""
+    """The ranks have different weights or learning rates, and agree on all else. `used`: what the agreement returns."""
 
     def __init__(self, used: Bools | None) -> None:
         super().__init__(used)
@@ -44,12 +44,12 @@ class Overflow(Refusal):
 
 
 class Notice(NamedTuple):
-    """What a rank tells the others before a step: whether it can go on, and what must be equal on all ranks.
+    """What a rank reports to the others before a step: whether it can go on, and what must be equal on all ranks.
 
-    detail: the flat index that a status is about. unused: parameters without a gradient. frozen: a digest of which
-    parameters are frozen. trouble: why the rank cannot go on, in words, where the status is BROKEN. step: its number. call:
-    its roll call (mpisparse.comm.roll_call.Call), if that has begun. digest: of
-    what else must be equal. norm: of what the rank has not sent, the bits of a float64, where others may survive its death.
+    detail: the flat index that a status is about. unused: parameters without a gradient. frozen: a digest of the set of
+    frozen parameters. trouble: if the status is BROKEN, why the rank cannot go on. step: its number. call: its roll call
+    (mpisparse.comm.roll_call.Call), if that has begun. digest: of whatever else must be equal. norm: the residual's norm as
+    the bits of a float64, if other ranks may survive this one's death.
     """
 
     k: int
@@ -64,7 +64,7 @@ class Notice(NamedTuple):
     norm: int = 0
 
     def nonfinite(self, index: int) -> Notice:
-        """Return this notice with a first non-finite element noted; -1 is none."""
+        """Return this notice with a first non-finite index; -1 is none."""
         if index < 0 or self.status != FINE:
             return self
         return self._replace(status=NONFINITE, detail=index)

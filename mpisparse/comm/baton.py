@@ -25,12 +25,12 @@ def set_generators(states: Generators) -> None:
 
 
 class Ended(BaseException):
-    """Another worker failed. Not an Exception, so that what workers catch does not hold it up."""
+    """Another worker failed. Not an Exception, so that no worker catches it by accident."""
 
 
 @dataclass
 class Meeting:
-    """A collective call that some members of a communicator have made."""
+    """A collective call that only some members of a communicator have reached."""
 
     call: str
     given: dict[int, Any] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class World:
             self._hand_over(me)
 
     def fail(self, error: BaseException) -> None:
-        """Keep the first error and wake all, who end."""
+        """Keep the first error and wake all workers, which then end."""
         self.error = self.error or error
         for gate in self.gates:
             gate.release()
@@ -100,7 +100,7 @@ class World:
             raise Ended
 
     def _hand_over(self, me: int) -> None:
-        """Let the next worker run that waits for nobody."""
+        """Pass the baton to the next worker that can go on."""
         size = len(self.gates)
         for rank in ((me + step) % size for step in range(1, size)):
             if rank not in self.left and self.waits[rank] is None:

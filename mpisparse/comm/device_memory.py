@@ -1,4 +1,4 @@
-"""Device memory for MPI: tensors of a CUDA device as they are where MPI is CUDA-aware, else staged in pinned host memory."""
+"""Device memory for MPI: CUDA tensors are passed directly if MPI is CUDA-aware, else staged in pinned host memory."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def mpi_view(tensor: torch.Tensor) -> Any:
 
 
 def empty_for_mpi(count: int, like: torch.Tensor) -> torch.Tensor:
-    """Allocate memory that MPI may write to at once: the allocator may return some that earlier launches still use."""
+    """Allocate memory that MPI may write to at once; it waits for earlier launches that may still use it."""
     tensor = like.new_empty(count)
     synchronize(tensor)
     return tensor
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Make a device the current one of this thread meanwhile: a CUDA-aware MPI works in the context that it finds."""
+    """Make a device current in this thread inside the block, because a CUDA-aware MPI works in the current context."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def empty_pinned(count: int, like: torch.Tensor) -> NDArray[Any]:
-    """Allocate pinned host memory for what is to be copied to the device of `like`; torch keeps what is freed for later."""
+    """Allocate pinned host memory to copy from to the device of `like`; torch caches it when it is freed."""
     return torch.empty(count, dtype=like.dtype, pin_memory=like.is_cuda).numpy()
 
 

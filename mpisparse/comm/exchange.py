@@ -34,7 +34,7 @@ class Gathering(NamedTuple):
 
 
 class Failed:
-    """A nonblocking call that could not begin, because a rank has died: it fails where it is waited for."""
+    """A nonblocking call that could not begin, because a rank has died; waiting for it fails."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -46,10 +46,10 @@ class Failed:
 
 
 class GivenUpError(Exception):
-    """Another rank has noticed that one has died, and waits for no message any more."""
+    """Another rank has noticed a death and no longer waits for messages."""
 
 
-IN_CACHE = 2 << 20  # bytes of an all-reduce on one host that stay in cache: in such rounds it takes a third of the time
+IN_CACHE = 2 << 20  # bytes of a round of an all-reduce on one host that stays in cache and so takes a third of the time
 
 
 class Exchange:
@@ -62,24 +62,24 @@ class Exchange:
         self.comm: Transport = duplicate(comm)
         self.rank: int = self.comm.Get_rank()
         self.size: int = self.comm.Get_size()
-        self.began_with = self.size  # fewer go on where ranks that die are survived
+        self.began_with = self.size  # the number of ranks at the start; fewer may go on after a death
         self.segment_nbytes = segment_nbytes
         self.nbytes_sent = 0
         self.nbytes_received = 0
         self.collectives = 0
-        self.nbytes_control = 0  # of what is received, that which is neither indices nor values
+        self.nbytes_control = 0  # bytes received that are neither indices nor values
         self.cuda_aware = self.comm.cuda_aware
         self.virtual = self.comm.virtual
-        self.device: Any = None  # whose memory MPI was given
+        self.device: Any = None  # the device whose memory MPI was given
         self._ops = self.comm.ops
         self.round_nbytes = IN_CACHE if self.comm.one_host else segment_nbytes
         self.place = Place()
         self.spot = self.place.spot()
         self.pid = os.getpid()
-        self.spare = 0  # bytes of a roll call that a step may use; the same on all ranks, whatever they are in
-        self.gone = ""  # why no roll call can be answered any more: some rank has ended
-        self.survival: Any = None  # mpisparse.comm.survival.Survival, if ranks go on when one has died
-        self.norms: Ints = np.empty(0, dtype=np.int64)  # what ranks told last of what they have not sent: bits of float64
+        self.spare = 0  # bytes of a roll call that a step may use; the same on all ranks and in all entry points
+        self.gone = ""  # why roll calls are no longer answered: some rank has ended
+        self.survival: Any = None  # mpisparse.comm.survival.Survival, if the others go on after a death
+        self.norms: Ints = np.empty(0, dtype=np.int64)  # the norms of residuals that ranks last reported, as bits of float64
 
     @property
     def threaded(self) -> bool:
@@ -87,7 +87,7 @@ class Exchange:
         return self.comm.threaded
 
     def close(self) -> None:
-        """Free the communicator; not if a rank has ended, or may have died, which would not take part."""
+        """Free the communicator, unless a rank has ended or may have died, which would not take part."""
         if self.is_open and not self.gone and self.survival is None:
             self.comm.Free()
 
@@ -101,7 +101,7 @@ class Exchange:
         return self.comm.is_open
 
     def reset_counters(self) -> None:
-        """Set the counters of bytes and of collectives to zero; local. Those of a rank alone always are."""
+        """Set the counters of bytes and of collectives to zero; local. With one rank they always are."""
         self.nbytes_sent = self.nbytes_received = self.nbytes_control = self.collectives = 0
 
     def allgather(self, row: NDArray[Any]) -> NDArray[Any]:
@@ -115,7 +115,7 @@ class Exchange:
         return rows
 
     def begin_allgather(self, row: NDArray[Any]) -> Gathering:
-        """Begin to gather one row from every rank; local. Nonblocking calls do not meet blocking ones."""
+        """Begin to gather one row from every rank; local. A nonblocking call never matches a blocking one."""
         rows = np.empty((self.size, len(row)), dtype=row.dtype)
         comm: Any = self.comm
         try:
@@ -127,7 +127,7 @@ class Exchange:
         return Gathering(request, row, rows)
 
     def gathered(self, gathering: Gathering) -> NDArray[Any]:
-        """Wait for a gathering, of this exchange or of another one of this rank; its rows count as this one's messages."""
+        """Wait for a gathering begun by this exchange or another one of this rank; its bytes are counted here."""
         self.collectives += self.size > 1
         self._wait_for("Allgather", gathering.request)
         self._count_rows(gathering.sent.nbytes)
@@ -164,7 +164,7 @@ class Exchange:
     def allgatherv(self, payload: Any, counts: Sequence[int], starts: Sequence[int], into: Any = None) -> Any:
         """Gather a payload of counts[r] bytes from every rank r; it starts at byte starts[r] of the result.
 
-        into: memory for the result, where the payload is.
+        into: memory for the result, on the payload's device.
         """
         total, mine = sum(counts), counts[self.rank]
         result = _fresh(total, payload) if into is None else into
@@ -191,7 +191,7 @@ class Exchange:
         """Send `counts[q]` bytes, which start at byte `starts[q]` of the payload, to every rank q.
 
         `counts` is the same on all ranks. Returns size * counts[rank] bytes, in the order of the senders. into: memory for
-        them, where the payload is.
+        them, on the payload's device.
         """
         mine, size = counts[self.rank], self.size
         result = _fresh(mine * size, payload) if into is None else into
@@ -268,7 +268,7 @@ class Exchange:
                 raise agreed from (error if rank == self.rank else None)
 
     def _call(self, name: str, *buffers: Any, **options: Any) -> None:
-        """Make a collective call and wait until it is done, marked for the watchdog meanwhile."""
+        """Make a collective call and wait until it is done; the watchdog sees it meanwhile."""
         self.collectives += self.size > 1
         self.spot.wait = name, time.monotonic(), get_ident()
         try:
@@ -281,7 +281,7 @@ class Exchange:
             self.spot.wait = None
 
     def _wait_for(self, name: str, request: Any) -> None:
-        """Wait for a nonblocking call, marked for the watchdog meanwhile."""
+        """Wait for a nonblocking call; the watchdog sees it meanwhile."""
         self.spot.wait = name, time.monotonic(), get_ident()
         try:
             request.Wait()
@@ -299,7 +299,7 @@ class Exchange:
         self.place, self.spot = other.place, other.place.spot()
 
     def _outgoing(self, array: Any) -> Any:
-        """What MPI is to read: the array itself once it is complete, or a copy on the host if MPI takes no device memory.
+        """The memory for MPI to read: the array itself once it is complete, or a host copy if MPI takes no device memory.
 
         Waits for the device, and so for earlier launches that may still use memory that was allocated before the call.
         """
@@ -312,7 +312,7 @@ class Exchange:
         return array
 
     def _count_reduction(self, nbytes: int) -> None:
-        """Count the bytes that a bandwidth-optimal all-reduce moves: what MPI really moves depends on its algorithm."""
+        """Count the bytes of a bandwidth-optimal all-reduce; what MPI really moves depends on its algorithm."""
         moved = 2 * nbytes * (self.size - 1) // self.size
         self.nbytes_sent += moved
         self.nbytes_received += moved
@@ -321,11 +321,11 @@ class Exchange:
 class PollingExchange(Exchange):
     """Leaves the core to the computation while it waits: polls a nonblocking call and sleeps in between.
 
-    Only one thread at a time may use it. It does not reduce in rounds: each would end with a sleep. It waits no longer once
-    `gone` says that some rank will not come.
+    Only one thread at a time may use it. It does not reduce in rounds, because each would end with a sleep. It stops waiting
+    once `gone` says that some rank will not come.
     """
 
-    SHORTEST, LONGEST = 5e-5, 4e-4  # seconds between polls: with 2 ms an exchange at 1 Gbit/s took a fifth longer
+    SHORTEST, LONGEST = 5e-5, 4e-4  # seconds between polls; with 2 ms an exchange at 1 Gbit/s took a fifth longer
 
     def _call(self, name: str, *buffers: Any, **options: Any) -> None:
         self.collectives += self.size > 1
@@ -348,7 +348,7 @@ class PollingExchange(Exchange):
             self.spot.wait = None
 
 
-_left: list[Any] = []  # requests that were given up, and with them their memory, which MPI may still know
+_left: list[Any] = []  # abandoned requests, which keep alive the memory that MPI may still use
 
 
 def _view(array: Any) -> Any:
@@ -357,7 +357,7 @@ def _view(array: Any) -> Any:
 
 
 def _wait_for(array: Any) -> None:
-    """Wait until what was launched to write an array is done."""
+    """Wait for the launches that write an array."""
     if not isinstance(array, np.ndarray):
         device_memory.synchronize(array)
 
@@ -373,13 +373,13 @@ def _fresh(count: int, like: Any) -> Any:
 
 
 def _landing(wanted: Any, sent: Any) -> Any:
-    """Where MPI is to write what belongs in `wanted`: there, or in pinned memory if what it reads is staged."""
+    """The memory for MPI to write what belongs in `wanted`: `wanted` itself, or pinned memory if messages are staged."""
     staged = isinstance(sent, np.ndarray) and not isinstance(wanted, np.ndarray)
     return device_memory.empty_pinned(len(wanted), wanted) if staged else wanted
 
 
 def _arrived(landed: Any, wanted: Any) -> Any:
-    """Bring what MPI wrote to where it belongs."""
+    """Copy what MPI wrote to `wanted`, if it is not there already."""
     if isinstance(landed, np.ndarray) and not isinstance(wanted, np.ndarray):
         device_memory.from_pinned(landed, wanted)
     return wanted

@@ -1,8 +1,8 @@
 """A torch.distributed process group as a transport. No MPI is needed.
 
-Messages travel over gloo, in the memory of the host, whatever the backend of the given group: a group for CUDA devices only
-(NCCL) would not take them. The ranks connect to each other anew, so that no message of the caller's own group mixes in.
-Sums of floats by Allreduce are made in gloo's order, the same on all ranks.
+Messages travel over gloo, in host memory, whatever the backend of the given group, because a group for CUDA devices only
+(NCCL) would not take them. The ranks open new connections, so that no message of the caller's own group mixes in.
+Allreduce sums floats in gloo's order, the same on all ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONNECTING = timedelta(minutes=30)
 WAITING = timedelta(days=365)  # the watchdog ends what hangs; a long phase of another rank is no error
 SUMMED = (np.float32, np.float64, np.int64, np.int32, np.uint8, np.int8)  # types that gloo reduces
 OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "or": dist.ReduceOp.BOR}
-_MADE: Counter[tuple[int, ...]] = Counter()  # groups made so far of the same ranks: the same number on all of them
+_MADE: Counter[tuple[int, ...]] = Counter()  # groups made so far per set of ranks; all its members have the same number
 
 
 def of_group(group: dist.ProcessGroup) -> GroupComm:
@@ -53,7 +53,7 @@ def local_rank_in(group: dist.ProcessGroup) -> int:
 
 
 class Pending:
-    """A call that was started: `finish` puts what arrived where it belongs, once."""
+    """A call that was started; `finish` stores what arrived, once."""
 
     def __init__(self, rank: int, work: Any, finish: Callable[[], None] | None = None) -> None:
         self.rank, self.work, self.finish = rank, work, finish
@@ -158,7 +158,7 @@ class GroupComm:
         return Pending(self.rank, self._group._allgather_base(_tensor(received), _tensor(sent)))
 
     def Iallgatherv(self, sent: Any, received: Any) -> Pending:  # noqa: N802
-        """Send the same to every rank: gloo gathers only what is of the same size everywhere."""
+        """Send the same bytes to every rank, because gloo gathers only messages of equal size."""
         gathered, (counts, starts) = _bytes_of(received), received[1]
         copies = np.tile(_bytes_of(sent), self.size)
         sizes = [len(copies) // self.size] * self.size
@@ -206,13 +206,13 @@ def _bytes_of(buffer: Any) -> Bytes:
 
 
 def _tensor(buffer: Any) -> torch.Tensor:
-    """A buffer as a tensor of bytes; torch takes no read-only memory, so such is copied."""
+    """A buffer as a tensor of bytes; read-only memory is copied, because torch does not take it."""
     array = _bytes_of(buffer)
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def _in_a_row(counts: Sequence[int], starts: Sequence[int]) -> bool:
-    """Tell whether pieces lie one behind the other from the start of a buffer."""
+    """Whether pieces are contiguous from the start of a buffer."""
     return list(starts) == [0, *np.cumsum(counts[:-1]).tolist()]
 
 
@@ -221,6 +221,6 @@ _LIVE: weakref.WeakSet[GroupComm] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """End the threads of groups that nobody closed: they must not outlive the interpreter."""
+    """End the threads of groups that were never closed; they must not outlive the interpreter."""
     for comm in list(_LIVE):
         comm.Free()

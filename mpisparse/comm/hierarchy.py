@@ -1,7 +1,7 @@
-"""Ranks on nodes: which ranks share one, an exchange inside it, and one between the same places of all nodes.
+"""Ranks on nodes: which ranks share a node, an exchange inside it, and one between equal places of all nodes.
 
-Inside a node a vector is cut into one shard per rank. Ranks of the same place on their nodes have the same shard, and
-exchange it side by side with those of the other places. Sums inside a node go in rank order.
+Inside a node a vector is cut into one shard per rank. Ranks at the same place on their nodes have the same shard. They
+exchange it at the same time as the ranks at other places exchange theirs. Sums inside a node are made in rank order.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ IN_CACHE = 1 << 16  # elements that are summed at a time, where memory is shared
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a job, as many ranks on each, and where this rank is.
+    """The nodes of a job, which all have the same number of ranks, and where this rank is.
 
-    count: nodes; ranks: of each; node, place: this rank's node, and its number there. inside: an exchange with the ranks of
-    its node, in the order of their places; between: with the ranks of the same place, in the order of the nodes. n: elements
-    of a vector. rows: memory for the vectors of the node's ranks, which they share; none if they send messages. first: the
-    node's first rank.
+    count: number of nodes; ranks: ranks per node; node, place: this rank's node, and its number there. inside: an exchange
+    among the ranks of its node, in the order of their places; between: among the ranks at the same place, in the order of
+    the nodes. n: elements of a vector. rows: shared memory for the vectors of the node's ranks; none if they send messages.
+    first: the node's first rank.
     """
 
     count: int
@@ -53,7 +53,7 @@ class Nodes:
         return even_regions(self.n, self.ranks)[self.place]
 
     def room(self) -> Floats:
-        """Memory for this rank's vector; reduce_scatter() is fastest from there."""
+        """Memory for this rank's vector, from which reduce_scatter() is fastest."""
         return self.rows[self.place] if self.rows else np.zeros(self.n, dtype=np.float32)
 
     def vector(self) -> tuple[Floats, bool]:
@@ -62,9 +62,9 @@ class Nodes:
         return (rows[0], True) if rows else (np.zeros(self.n, dtype=np.float32), False)
 
     def reduce_scatter(self, vector: Floats, total: Floats, add: Any) -> None:
-        """Write the sum of all vectors of the node, of this rank's shard, to `total`; collective inside the node.
+        """Write this rank's shard of the sum of the node's vectors to `total`; collective inside the node.
 
-        Where memory is shared nobody may write to a row again before all ranks have met once more.
+        If memory is shared, no rank may write to its row again before the next meet().
         """
         if self.rows:
             mine = self.rows[self.place]
@@ -100,7 +100,7 @@ class Nodes:
                 vector[place : place + count] = parts[end : end + count]
 
     def _rounds(self) -> Iterator[tuple[list[int], list[int]]]:
-        """Where each place's part of a round begins, and how many elements it has."""
+        """The begin of each place's part of a round, and its number of elements."""
         shards = even_regions(self.n, self.ranks)
         for start in range(0, max(region.hi - region.lo for region in shards), ROUND):
             places = [min(region.lo + start, region.hi) for region in shards]

@@ -1,4 +1,4 @@
-"""Deliveries in flight: a thread carries them over the network while the next steps are computed."""
+"""Deliveries in flight: a thread carries them out while the next steps are computed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ONE_THREAD = "the ranks' transport serves one thread only (with MPI: its thread 
 
 
 class Leaving(Generic[Outgoing, Arrived]):
-    """One thread that the end of the program does not wait for."""
+    """A thread that the end of the program does not wait for."""
 
     def __init__(self) -> None:
         self.tasks: SimpleQueue[tuple[Callable[[Outgoing], Arrived], Outgoing, Future[Arrived]] | None] = SimpleQueue()
@@ -26,13 +26,13 @@ class Leaving(Generic[Outgoing, Arrived]):
         self.thread.start()
 
     def submit(self, carry: Callable[[Outgoing], Arrived], outgoing: Outgoing) -> Future[Arrived]:
-        """Carry one after those before it."""
+        """Queue a delivery."""
         future: Future[Arrived] = Future()
         self.tasks.put((carry, outgoing, future))
         return future
 
     def shutdown(self, *, wait: bool) -> None:
-        """End the thread when all is carried."""
+        """End the thread when the queue is empty."""
         self.tasks.put(None)
         if wait:
             self.thread.join()
@@ -48,10 +48,10 @@ class Leaving(Generic[Outgoing, Arrived]):
 
 
 class InFlight(Generic[Outgoing, Arrived]):
-    """What was sent, and what came of it, in the order of the steps. One thread carries one at a time.
+    """Deliveries in flight and their results, in the order of the steps. One thread carries out one at a time.
 
-    threaded: False carries each when it is sent, where MPI allows no threads: the same results without the overlap.
-    leaves: the end of the program waits for nothing that is in flight, because other ranks may not have sent theirs.
+    threaded: False, if MPI allows no threads, carries out each delivery when it is sent: the same results without overlap.
+    leaves: the end of the program does not wait for deliveries in flight, because other ranks may not have sent theirs.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class InFlight(Generic[Outgoing, Arrived]):
             self.waiting.append(_done(self.carry(outgoing)))
 
     def due(self) -> Arrived | None:
-        """Wait for the result that is due before the next is sent, however early it arrived; None in the first steps."""
+        """Wait for the result to apply before the next delivery, however early it arrived; None in the first steps."""
         return self.waiting.popleft().result() if len(self.waiting) >= self.staleness else None
 
     def oldest(self) -> Arrived | None:
@@ -87,12 +87,12 @@ class InFlight(Generic[Outgoing, Arrived]):
         return [future.result() for future in self.waiting]
 
     def replace(self, results: Sequence[Arrived]) -> None:
-        """Have only these in flight. Waits for the others first, because other ranks are in them too."""
+        """Replace the deliveries in flight by these results. Waits for the old ones first: other ranks take part in them."""
         wait(self.waiting)
         self.waiting = deque(map(_done, results))
 
     def quiet(self) -> None:
-        """Wait until the thread carries nothing, whatever came of it."""
+        """Wait until the thread is idle, whether deliveries succeeded or not."""
         wait(self.waiting)
 
     def close(self) -> None:

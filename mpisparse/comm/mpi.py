@@ -1,4 +1,4 @@
-"""MPI: the only module, apart from the benchmarks, that imports mpi4py. Importing it starts MPI: others import it late."""
+"""MPI: the only module besides the benchmarks that imports mpi4py. Importing it starts MPI, so others import it late."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ OPS: dict[str, Any] = {"sum": MPI.SUM, "max": MPI.MAX, "or": MPI.BOR}
 
 
 class Communicator(MPI.Intracomm):
-    """mpi4py's communicator, and what else an Exchange asks of its transport."""
+    """mpi4py's communicator, and what else an Exchange needs from a transport."""
 
     virtual = False
     ends_together = True
-    one_host = False  # until duplicate() has found out
+    one_host = False  # duplicate() finds out
     ops = OPS
 
     @property
@@ -82,14 +82,14 @@ class Communicator(MPI.Intracomm):
         return ""
 
     def end_alone(self) -> None:
-        """From now on an uncaught exception ends this rank alone, if the other ranks do not raise it too; local."""
+        """Let an uncaught exception end this rank alone, if the other ranks do not raise it too; local."""
         global _alone
         if not _alone:
             _alone = True
             _note_exit_code()
 
     def leave_without_finalize(self) -> None:
-        """End this process with the code of its sys.exit(), or 1 after an uncaught error; local. For the very end.
+        """End this process at its very end with the code of its sys.exit(), or 1 after an uncaught error; local.
 
         MPI_Finalize of Open MPI 5 can wait for ever for ranks that have died.
         """
@@ -102,15 +102,15 @@ class Communicator(MPI.Intracomm):
         os.kill(os.getpid(), signal.SIGKILL)
 
     def tells_of_death(self, error: Exception) -> bool:
-        """Whether a call raised this because a rank has died, or because another rank has noticed that.
+        """Whether a call raised this because a rank has died, or because another rank has noticed a death.
 
-        After a death a collective may also return without an error and without the values: what reads them then fails.
+        After a death a collective may also return without an error and without the values; reading them then fails.
         """
         known = isinstance(error, MPI.Exception) and error.Get_error_class() in DEATHS
         return known or self._someone_died()
 
     def _someone_died(self) -> bool:
-        """Whether a rank has died, or another rank says so, by now or soon; local.
+        """Whether a rank has died or another rank says so, now or within seconds; local.
 
         Some collectives of Open MPI fail with an error of another class, possibly before MPI has noticed the death.
         """
@@ -119,16 +119,16 @@ class Communicator(MPI.Intracomm):
             if self.Is_revoked() or self.Get_failed().Get_size():
                 return True
             with contextlib.suppress(MPI.Exception):
-                self.Iprobe()  # has MPI look
+                self.Iprobe()  # makes MPI check
             time.sleep(0.01)
         return False
 
     def revoke(self) -> None:
-        """Have all calls on this communicator fail, on all ranks; local."""
+        """Make all calls on this communicator fail, on all ranks; local."""
         self.Revoke()
 
     def agreed(self, fine: bool) -> bool:
-        """Tell on all living ranks alike whether none has died and all say that it is fine; collective."""
+        """Agree among all living ranks whether none has died and all report `fine`; collective."""
         try:
             return bool(self.Agree(int(fine)))
         except MPI.Exception as error:
@@ -137,7 +137,7 @@ class Communicator(MPI.Intracomm):
             return False
 
     def shrunk(self) -> tuple[Communicator, list[int]]:
-        """Make a communicator of the living ranks; returns it and which ranks they were. Collective."""
+        """Make a communicator of the living ranks; returns it and their former ranks. Collective."""
         self.Revoke()
         made = self.twin()
         group, before = made.Get_group(), self.Get_group()
@@ -150,17 +150,17 @@ class Communicator(MPI.Intracomm):
         return made
 
 
-DEATHS = tuple(  # older versions of mpi4py do not know them, and do not survive a death
+DEATHS = tuple(  # older versions of mpi4py lack these error classes, and do not survive a death
     getattr(MPI, name) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED") if hasattr(MPI, name)
 )
 WITHOUT_WRONG_VALUES = "^han,hcoll,portals4"
-NOTICING = 30.0  # seconds in which MPI notices a death that has made a call fail; on a busy machine 5 were too few
+NOTICING = 30.0  # seconds in which MPI notices a death that made a call fail; 5 were too few on a busy machine
 _alone = False  # whether an uncaught exception ends this rank alone
-_exit_code = 0  # that sys.exit() was called with last
+_exit_code = 0  # of the last call of sys.exit()
 
 
 def _note_exit_code() -> None:
-    """Note what sys.exit() is called with: nothing else knows it when the interpreter ends."""
+    """Record the code of sys.exit(), which is not available when the interpreter ends."""
     leave = sys.exit
 
     def noting(status: Any = None) -> NoReturn:
@@ -191,7 +191,7 @@ def _ulfm() -> ctypes.c_bool | None:
 
 
 def _end_job(code: int) -> None:
-    """End all ranks. Under --with-ft ulfm mpirun hangs after MPI_Abort, so that the launcher is told to end the job."""
+    """End all ranks. Under --with-ft ulfm mpirun hangs after MPI_Abort, so the launcher is signalled to end the job."""
     launcher = _launcher() if _tolerates_failures() else 0
     if not launcher:
         MPI.COMM_WORLD.Abort(code)
@@ -200,7 +200,7 @@ def _end_job(code: int) -> None:
 
 
 def _launcher() -> int:
-    """The process of Open MPI's launcher that has started this one, or 0."""
+    """The process id of the Open MPI launcher that started this process, or 0."""
     process = os.getppid()
     while process > 1:
         try:
@@ -214,7 +214,7 @@ def _launcher() -> int:
 
 
 def duplicate(comm: Any = None) -> Communicator:
-    """Duplicate a communicator; None: all ranks, unless their launcher says that these are not all. Collective."""
+    """Duplicate a communicator; None: all ranks, unless the launcher says that MPI sees too few. Collective."""
     if comm is None:
         check_world(MPI.COMM_WORLD.Get_size(), library()["name"])
     made = Communicator(MPI.COMM_WORLD if comm is None else comm).Dup()
@@ -223,7 +223,7 @@ def duplicate(comm: Any = None) -> Communicator:
 
 
 def everyone() -> Communicator:
-    """All ranks that MPI sees, whatever their launcher says."""
+    """All ranks that MPI sees, whatever the launcher says."""
     return Communicator(MPI.COMM_WORLD)
 
 

@@ -1,4 +1,4 @@
-"""Who this process is, before there is a model: its rank, the number of ranks, and its rank on its host."""
+"""This process's rank, the number of ranks, and its rank on its host, before there is a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOCAL_RANKS = {  # the variables of each launcher
 
 
 class Standing(NamedTuple):
-    """The place of a process among all."""
+    """A process's rank and the number of ranks."""
 
     rank: int
     size: int
@@ -30,7 +30,7 @@ class Standing(NamedTuple):
 def rank() -> int:
     """Return the rank of this process, as GradientSync will have it; local. Starts MPI.
 
-    That is MPI's, or under torchrun, once a process group is initialised, the group's. Raises ConfigurationError if a
+    It is MPI's rank, or under torchrun, once a process group is initialised, the group's. Raises ConfigurationError if a
     launcher started more processes than see each other.
     """
     return standing().rank
@@ -44,7 +44,7 @@ def size() -> int:
 def local_rank() -> int:
     """Return the rank of this process among those on its host, to choose a device: `cuda:{mpisparse.local_rank()}`.
 
-    Local under torchrun, srun, and mpirun of Open MPI and MPICH, which tell it in a variable; elsewhere collective.
+    Local under torchrun, srun, and mpirun of Open MPI and MPICH, which set it in a variable; elsewhere collective.
     """
     if size() == 1:
         return 0
@@ -66,7 +66,7 @@ def standing() -> Standing:
 
 
 def _in_group() -> bool:
-    """Tell whether a process group is what this process belongs to, because no MPI job is."""
+    """Whether this process belongs to a process group and to no MPI job."""
     return dist.is_available() and dist.is_initialized() and started_by() == "torchrun"
 
 

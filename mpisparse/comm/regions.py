@@ -1,4 +1,4 @@
-"""Who sums what: the flat vector cut into one region per rank."""
+"""Regions: the flat vector cut into one per rank, which sums that region."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def even_regions(n: int, size: int) -> list[Region]:
 
 
 def cut_at(cuts: Sequence[int], n: int) -> list[Region]:
-    """Cut the vector at ascending places, for ranks 0, 1, ..."""
+    """Cut the vector at ascending positions, for ranks 0, 1, ..."""
     bounds = [0, *cuts, n]
     return [Region(p, bounds[p], bounds[p + 1]) for p in range(len(bounds) - 1)]
 
@@ -47,9 +47,9 @@ def spans_of(search: Callable[[Any, Ints], Ints], index: Any, regions: Sequence[
 
 
 def even_spans(count: int, regions: Sequence[Region]) -> list[tuple[int, int]]:
-    """Share `count` elements out evenly, in the order of the regions; return each rank's part, in rank order.
+    """Divide `count` elements evenly, in the order of the regions; return each rank's part, in rank order.
 
-    What a rank sums need not lie where it selected: so sums are balanced however uneven the selection is.
+    A rank need not sum where it selected, so sums are balanced however uneven the selection is.
     """
     size, spans = len(regions), [(0, 0)] * len(regions)
     for p, region in enumerate(regions):
@@ -58,7 +58,7 @@ def even_spans(count: int, regions: Sequence[Region]) -> list[tuple[int, int]]:
 
 
 class Subset(Protocol):
-    """Elements of a vector as an ascending index that is not written out."""
+    """Elements of a vector as an ascending index that is computed instead of stored."""
 
     @property
     def n(self) -> int: ...
@@ -70,7 +70,7 @@ class Subset(Protocol):
         ...
 
     def blocks(self, start: int, stop: int) -> tuple[Ints, int, int]:
-        """The blocks of neighbours that places [start, stop) lie in, how long all are, and where in them `start` is."""
+        """The blocks that positions [start, stop) lie in, the length of a block, and the offset of `start` in the first."""
         ...
 
     def index(self, start: int, stop: int) -> Ints:
@@ -79,7 +79,7 @@ class Subset(Protocol):
 
 
 def index_on(backend: Any, subset: Subset, start: int, stop: int) -> Any:
-    """The elements at places [start, stop), in the memory of a backend; on a device nothing as long is copied."""
+    """The elements at positions [start, stop), in a backend's memory; a device computes them, so that none are copied."""
     write = getattr(backend, "neighbours", None)
     if write is None:
         return backend.from_host(subset.index(start, stop))
@@ -88,7 +88,7 @@ def index_on(backend: Any, subset: Subset, start: int, stop: int) -> Any:
 
 @dataclass(frozen=True)
 class Part:
-    """Every so-many-th block of a vector of n elements, from number `phase` on: an index that is not written out."""
+    """Every `every`-th block of a vector of n elements, from block `phase` on, as an index that is not stored."""
 
     n: int
     every: int
@@ -115,7 +115,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Groups of so many neighbours (`width`; the last of the vector may have fewer), by their numbers, ascending."""
+    """Groups of `width` neighbours (the vector's last may have fewer), given by their numbers, ascending."""
 
     n: int
     width: int

@@ -1,4 +1,4 @@
-"""torch.distributed beside MPI: its processes find each other through MPI."""
+"""torch.distributed next to MPI: its processes find each other through MPI."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpisparse.comm.watchdog.transport import own_names
 from mpisparse.comm.world import started_by
 from mpisparse.errors import ConfigurationError
 
-PROBING = 3.0  # seconds to try an address of rank 0
+PROBING = 3.0  # seconds to try each address of rank 0
 
 
 def init_torch_distributed(backend: str = "gloo", *, comm: Any = None, **options: Any) -> None:

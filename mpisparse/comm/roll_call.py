@@ -1,12 +1,12 @@
-"""Roll call: each collective entry point tells its name and its step in its first message.
+"""Roll call: each collective entry point sends its name and its step in its first message.
 
-All first messages are rows of the same length in the same call of MPI, with room for what a step has to tell besides
-(`Exchange.spare` bytes). So ranks that are in different entry points, one in
-checkpoint.save and another in a step, meet in it and raise together, where they would wait for ever otherwise. A
-process that ends answers one last roll call, so that a rank that waits for it is told.
+All first messages are rows of the same length in the same MPI call, with room for further data of a step (`Exchange.spare`
+bytes). So ranks in different entry points, one in checkpoint.save and another in a step, meet in it and raise together;
+otherwise they would wait for ever. A process that ends answers one last roll call, so that a rank that waits for it learns
+of its end.
 
-The calls are nonblocking: those in flight are waited for by another thread, and a process that ends answers
-those of all its exchanges at once.
+The calls are nonblocking: another thread waits for those of deliveries in flight, and a process that ends answers those
+of all its exchanges at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ENTRIES = (
 JOINABLE = (STEP, FIRST, SAMPLES, "average", "observe", "agree_any", "should_stop")  # also for ranks without batches
 VALUES = 7  # numbers that an entry point may send along
 HEAD = 2 + VALUES
-LISTED = 8  # ranks that a message names one by one
+LISTED = 8  # how many ranks a message names one by one
 
 
 class Apart(Refusal):
@@ -55,9 +55,9 @@ class Call(NamedTuple):
 
 
 def begin(exchange: Exchange, entry: str, step: int, values: Sequence[int] = (), rider: Bytes | None = None) -> Call:
-    """Tell the others where this rank is; local. answers() waits for theirs.
+    """Send the others this rank's entry point; local. answers() waits for theirs.
 
-    rider: what travels along, of exchange.spare bytes; None: zeros.
+    rider: exchange.spare bytes that travel along; None: zeros.
     """
     if exchange.gone:
         raise CollectiveError(f"r{exchange.rank} | {exchange.gone}")
@@ -72,8 +72,8 @@ def begin(exchange: Exchange, entry: str, step: int, values: Sequence[int] = (),
 def answers(call: Call, exchange: Exchange | None = None) -> Ints:
     """Wait for the rows of all ranks, and raise Apart unless they are in the same entry point; collective.
 
-    exchange: that of the thread that waits, if it is another. Returns row r for rank r: entry, step, and its values. Ranks
-    that have no more batches (JOINED) may be in any entry point that they can take part in.
+    exchange: that of the waiting thread, if it is another thread. Returns row r for rank r: entry, step, and its values.
+    Ranks that have no more batches (JOINED) may be in any entry point that they can take part in.
     """
     if call.rows is not None:
         return call.rows
@@ -96,7 +96,7 @@ def answers(call: Call, exchange: Exchange | None = None) -> Ints:
 
 
 def riders(call: Call) -> Bytes:
-    """What travelled along with the answers to a call, one row per rank; local."""
+    """The riders of all ranks that came with the answers to a call, one row per rank; local."""
     assert call.gathering is not None
     return np.ascontiguousarray(call.gathering.rows[:, HEAD:]).view(np.uint8)
 
@@ -114,7 +114,7 @@ def all_done(rows: Ints) -> bool:
 
 
 def at_work(rows: Ints) -> Ints:
-    """Of the answers, those of ranks that have batches."""
+    """The answers of ranks that have batches."""
     busy: Ints = rows[rows[:, 0] != ENTRIES.index(JOINED)]
     return busy
 
@@ -122,8 +122,8 @@ def at_work(rows: Ints) -> Ints:
 def meet(exchange: Exchange, entry: str, *values: int, step: int | None = None) -> Ints:
     """Raise CollectiveError on all ranks unless all are in this entry point; collective.
 
-    values: what to tell the others, at most 7 numbers. step: the rank's, if not the number of those done. Returns the values
-    of each rank, but of ranks that have no more batches.
+    values: at most 7 numbers to send along. step: this rank's step, if it is not the number of steps done. Returns the
+    values of each rank that has batches.
     """
     if exchange.survival is not None:
         rows: Ints = exchange.survival.surely(lambda: _meet(exchange, entry, values, step))
@@ -140,7 +140,7 @@ def _meet(exchange: Exchange, entry: str, values: Sequence[int], step: int | Non
 
 
 def in_words(rows: Sequence[tuple[int, int]]) -> str:
-    """Say which ranks are where, and what to do. rows: entry and step of each rank."""
+    """Describe which ranks are in which call, and what to do. rows: entry and step of each rank."""
     ranks: dict[str, list[int]] = {}
     for rank, (entry, step) in enumerate(rows):
         ranks.setdefault(_place(ENTRIES[entry], step), []).append(rank)
@@ -179,29 +179,29 @@ _open: list[Exchange] = []
 
 
 def answer_at_exit(exchange: Exchange) -> None:
-    """Have the process answer one last roll call of an exchange when it ends, unless it was closed; local.
+    """Make the process answer one last roll call of an exchange when it ends, unless the exchange was closed; local.
 
-    Only over MPI, whose processes end together in any case: ranks of a process group notice that a connection is closed.
+    Only over MPI, whose processes end together in any case. Ranks of a process group notice a closed connection.
     """
     if exchange.size > 1 and exchange.comm.ends_together:
         _open[:] = [other for other in _open if other.is_open]
         _open.append(exchange)
         atexit.unregister(_leave)
-        atexit.register(_leave)  # as the last, so that it runs before transports close and the watchdog waits for ranks
+        atexit.register(_leave)  # registered last, so that it runs before transports close and the watchdog waits for ranks
 
 
 def newest_of(size: int, other_than: Exchange | None) -> Exchange | None:
-    """The exchange that was opened last with so many ranks, and is still open; local.
+    """The last opened exchange with this many ranks that is still open; local.
 
-    What all ranks open and close together is the same one on each.
+    It is the same on all ranks if they open and close exchanges together.
     """
     able = (each for each in reversed(_open) if each.began_with == size and each.is_open and not each.gone)
     return next((each for each in able if each is not other_than), None)
 
 
 def _leave() -> None:
-    """Tell the ranks that wait in an entry point, if any, that this one does not come. All ranks that end meet here."""
-    failed = getattr(sys, "last_value", None) is not None  # an uncaught error: ranks that wait notice that this one is gone
+    """Tell ranks that wait in an entry point that this one will not come. All ranks that end meet here."""
+    failed = getattr(sys, "last_value", None) is not None  # an uncaught error: waiting ranks notice the end
     left = [exchange for exchange in _open if exchange.pid == os.getpid() and exchange.is_open and not exchange.gone]
     left = [exchange for exchange in left if not failed or exchange.survival is not None]  # without, all end
     if failed:
@@ -217,18 +217,18 @@ def _leave() -> None:
 
 
 def _answer(call: Call) -> None:
-    """Meet other ranks that end, or tell those that wait in an entry point that this one does not come."""
+    """Meet other ranks that end, or tell those that wait in an entry point that this one will not come."""
     try:
         _wait_quietly(call)
         answers(call)
     except ConnectionError:
-        pass  # a rank is gone, and nobody waits
+        pass  # a rank is gone, and none waits
     except Apart as apart:
         print(f"r{call.exchange.rank} | {apart.args[0]}", file=sys.stderr, flush=True)
 
 
 def _wait_quietly(call: Call) -> None:
-    """Leave the core to others while some rank has still work of its own to do."""
+    """Wait without using the core, because some rank may still have work to do."""
     pause = 5e-5
     while call.gathering is not None and not call.gathering.request.Test():
         time.sleep(pause)

@@ -1,6 +1,6 @@
-"""Memory that the ranks of a host share: one row of float32 for each, which all may read and write.
+"""Memory shared by the ranks of a host: one row of float32 per rank, which all may read and write.
 
-Files in /dev/shm, whose names are gone as soon as all ranks have mapped them, so that none is left behind.
+It consists of files in /dev/shm, unlinked as soon as all ranks have mapped them, so that none is left behind.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PLACE = Path("/dev/shm")
 def shared_rows(exchange: Exchange, count: int, owners: Sequence[int] = ()) -> Sequence[Floats]:
     """Map a row of `count` elements for each of some ranks of an exchange (default: all), in their order; collective.
 
-    Empty on all ranks if any cannot map all rows: they are on several hosts, or there is no room.
+    Returns nothing on all ranks if any cannot map all rows, because they are on several hosts or there is no room.
     """
     owners = owners or range(exchange.size)
     path, file = _made(4 * count) if exchange.rank in owners else ("", -1)
@@ -44,13 +44,13 @@ def shared_rows(exchange: Exchange, count: int, owners: Sequence[int] = ()) -> S
 
 
 def _made(nbytes: int) -> tuple[str, int]:
-    """Make a file with room for so many bytes; returns its path, empty if there is no room, and its descriptor."""
+    """Make a file of nbytes; returns its path, empty if there is no room, and its descriptor."""
     try:
         file, path = tempfile.mkstemp(prefix="mpisparse-", dir=PLACE)
     except OSError:
         return "", -1
     try:
-        os.posix_fallocate(file, 0, max(1, nbytes))  # else the first write beyond what there is ends the process
+        os.posix_fallocate(file, 0, max(1, nbytes))  # otherwise a write beyond the available memory ends the process
     except OSError:
         os.close(file)
         os.unlink(path)

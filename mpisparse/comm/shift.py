@@ -1,4 +1,4 @@
-"""Every rank sends a row to the next one, from a thread, while the ranks do other things."""
+"""Every rank sends a row to the next one, from a thread, while it does other work."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 TAG = 17
 SHORTEST, LONGEST = 5e-5, 2e-3  # seconds between polls
 
-_left: list[Any] = []  # requests that ended with an error, and their memory, which MPI may still know
+_left: list[Any] = []  # requests that failed, which keep alive the memory that MPI may still use
 
 
 def shift(exchange: Exchange, row: Floats) -> Floats:
-    """Send a row to the next rank; return that of the rank before, of the same length. Collective, from any one thread.
+    """Send a row to the next rank; return the previous rank's, of the same length. Collective, from any one thread.
 
-    No other call between two ranks may run on the exchange's communicator at the same time. Raises what MPI raises if a rank
-    dies, and CollectiveError if the exchange goes on over another communicator meanwhile.
+    No other point-to-point call may run on the exchange's communicator at the same time. Raises MPI's error if a rank dies,
+    and CollectiveError if the exchange moves to another communicator meanwhile.
     """
     comm: Any = exchange.comm
     sent, arrived = row.view(np.uint8), np.empty(row.nbytes, dtype=np.uint8)

@@ -16,7 +16,7 @@ STOP_BEFORE = 60.0  # seconds before the time limit of a Slurm job
 
 
 class Listener:
-    """What this process was asked. It takes over the signals for the rest of the process."""
+    """Records requests to stop. It takes over the signals for the rest of the process."""
 
     def __init__(self) -> None:
         self.request = StopRequest()
@@ -25,9 +25,9 @@ class Listener:
         self.world: Exchange | None = None
 
     def asked(self, rank: int, stop_before: float) -> bool:
-        """Tell whether this rank was asked to stop, or is the one that watches the clock, and it is time; local.
+        """Whether this rank was asked to stop, or watches the clock and the time has come; local.
 
-        Call it once per step: the time between calls says how long a step takes.
+        Call it once per step: the time between calls is taken as the length of a step.
         """
         watches = rank == 0 and stop_before > 0
         if self.deadline is None or watches > self.watches:  # rank 0 has died, and this rank has its number now
@@ -35,7 +35,7 @@ class Listener:
         return self.deadline.near() or self.request.asked
 
     def among_all(self) -> Exchange:
-        """An exchange of all ranks of MPI: the one they train with, so that a rank that asks alone is named; collective."""
+        """An exchange of all MPI ranks: training's own, so that an error names a rank that calls alone; collective."""
         training = newest_of(ranks.size(), other_than=self.world)
         if training is not None:
             return training
@@ -46,18 +46,18 @@ class Listener:
 
     @property
     def why(self) -> str:
-        """Say why this rank stops."""
+        """The reason why this rank stops."""
         late = self.deadline is not None and self.deadline.reached
         return "the job's time limit is near" if late else "asked to stop"
 
 
 _listener: Listener | None = None
-_joins = 0  # blocks of join() that this process is in
+_joins = 0  # how many blocks of join() this process is in
 
 
 @contextlib.contextmanager
 def only_of_a_sync() -> Iterator[None]:
-    """Refuse should_stop() of all ranks of MPI inside: ranks that have no more batches would not answer it; local."""
+    """Inside the block, refuse should_stop() of all MPI ranks, which ranks without more batches would not answer; local."""
     global _joins
     _joins += 1
     try:
@@ -67,7 +67,7 @@ def only_of_a_sync() -> Iterator[None]:
 
 
 def listen() -> Listener:
-    """Begin to notice signals, once per process; local."""
+    """Start to listen for signals, once per process; local."""
     global _listener
     if _listener is None:
         _listener = Listener()
@@ -75,20 +75,20 @@ def listen() -> Listener:
 
 
 def agree(exchange: Exchange, flags: Sequence[bool]) -> list[bool]:
-    """Tell for each flag whether it is set on any rank; collective, one message of 72 bytes. At most 7 flags."""
+    """For each flag, whether it is set on any rank; collective, one message of 72 bytes. At most 7 flags."""
     rows = meet(exchange, "should_stop", *map(int, flags))
     return [bool(rows[:, i].any()) for i in range(len(flags))]
 
 
 def should_stop(sync: Any = None, *, stop_before: float = STOP_BEFORE) -> bool:
-    """Tell on all ranks alike whether any was asked to stop: by SIGUSR1, SIGTERM, or the end of its Slurm job. Collective.
+    """Agree whether any rank was asked to stop: by SIGUSR1, SIGTERM, or the end of its Slurm job. Collective.
 
     Call it once per step, on every rank; it costs one message of 72 bytes. The first call takes over the signals that
     MPISPARSE_SIGNALS names (USR1,TERM), so make it before long preparations; a second signal ends the process at once.
-    sync: the GradientSync whose ranks agree, needed inside sync.join(); None: all ranks of MPI, by way of the newest
-    GradientSync that has them all, whose timeout counts for this wait, too. stop_before: seconds before
-    the job's time limit; 0: do not watch the clock. Then save a checkpoint and leave with exit code 85, which scripts of
-    `mpisparse slurm` requeue.
+    sync: the GradientSync whose ranks agree, needed inside sync.join(); None: all ranks of MPI, through the newest
+    GradientSync that has them all, whose timeout then applies to this wait, too. stop_before: seconds before the job's time
+    limit; 0: do not watch the clock. When it returns True, save a checkpoint and leave with exit code 85, on which scripts
+    of `mpisparse slurm` requeue the job.
     """
     listener = listen()
     if sync is not None:

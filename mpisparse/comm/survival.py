@@ -1,8 +1,8 @@
 """The living ranks of an exchange go on when another has died: over Open MPI with ULFM (mpirun --with-ft ulfm).
 
-A death is noticed in different calls on different ranks. So what ranks do together ends with an agreement on whether all
-living ones have done it. If not, all make a communicator without the dead ranks and do it again. What is done together must
-therefore change nothing before the agreement that a second attempt would find changed.
+Ranks notice a death in different calls. So every joint operation ends with an agreement on whether all living ranks have
+done it. If not, all make a communicator without the dead ranks and repeat it. Before the agreement, an operation must
+therefore change nothing that its repetition depends on.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ T = TypeVar("T")
 Carried = TypeVar("Carried")
 Rebuild = Callable[[list[int]], Callable[[], float]]
 LEAVING = 0.5  # seconds in which other ranks notice a death that this one has noticed
-TOGETHER = (Refusal, CheckpointError, CollectiveError, ConfigurationError, GradientError)  # raised on all ranks alike
+TOGETHER = (Refusal, CheckpointError, CollectiveError, ConfigurationError, GradientError)  # raised on all ranks together
 
 
 class Shrunk(NamedTuple):
-    """What a rank is told after others have died.
+    """The record that a rank gets after others have died.
 
-    died: their numbers among the ranks of before. rank, size: of this rank, now. norm: of what they had not sent, as they
-    told it last, which is lost unless there is a copy. step: the number of steps done. seconds: from noticing the death to
-    going on. kept: the norm of the copies of it that others go on with.
+    died: their former ranks. rank, size: this rank and the number of ranks now. norm: the norm of the residuals of the dead,
+    as they last reported it, which are lost unless there is a copy. step: the number of steps done. seconds: from noticing
+    the death to going on. kept: the norm of the copies that others go on with.
     """
 
     died: tuple[int, ...]
@@ -46,7 +46,7 @@ class Shrunk(NamedTuple):
 
 
 def together(exchange: Exchange, attempt: Callable[[], T]) -> T:
-    """Do what all ranks do together; again, among the living, if one dies meanwhile and the others are to go on."""
+    """Run a joint operation of all ranks; repeat it among the living if one dies meanwhile and the others are to go on."""
     survival: Survival | None = exchange.survival
     return attempt() if survival is None else survival.surely(attempt)
 
@@ -59,11 +59,11 @@ def lacking(exchange: Exchange) -> str:
 class Survival:
     """Recovers an exchange when a rank has died.
 
-    rebuild: is told which ranks of before live, and makes ready to go on with the exchange's new rank and size; collective.
-    It changes nothing yet: if a rank dies meanwhile it is called again. It returns what does the change, which is local
-    and returns the norm of what was kept of the dead ranks. listeners: are told afterwards.
-    carriers: the exchanges of threads, which are given up with this one and go on with it. quiet: waits until no thread is
-    in a call of theirs.
+    rebuild: gets the former ranks that live, and prepares to go on with the exchange's new rank and size; collective. It
+    changes nothing yet, and is called again if a rank dies meanwhile. It returns a local function that makes the change and
+    returns the norm of what was kept of the dead ranks. listeners: called afterwards.
+    carriers: the exchanges of threads, which are given up and recovered with this one. quiet: waits until no thread is in a
+    call of theirs.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Survival:
         self.listeners: list[Callable[[Shrunk], object]] = []
         self.inside = False
         self.bereaved = False  # whether a rank has died
-        self._died: list[Shrunk] = []  # not told yet
+        self._died: list[Shrunk] = []  # not passed to the listeners yet
         for one in (exchange, *carriers):
             one.survival = self
         self.comm.end_alone()
@@ -88,9 +88,9 @@ class Survival:
         return self.exchange.comm
 
     def surely(self, attempt: Callable[[], T]) -> T:
-        """Do what all ranks do together; again if one dies before all living ones have done it. Collective.
+        """Run a joint operation; repeat it if a rank dies before all living ones have done it. Collective.
 
-        Inside of another call it does no more than the attempt, and the outer one starts again.
+        Inside another such call it only runs the attempt, and the outer call repeats.
         """
         if self.inside:
             return attempt()
@@ -105,9 +105,9 @@ class Survival:
         return result  # type: ignore[return-value]
 
     def until_met(self, attempt: Callable[[bool], T]) -> T:
-        """Do the first part of what all ranks do together; surely() does the rest, and agrees. Collective.
+        """Run the first part of a joint operation; surely() runs the rest, and agrees. Collective.
 
-        The attempt is told whether it is another one. If that part is refused, it ends here, with an agreement.
+        The argument of `attempt` says whether it is a repetition. If this part is refused, it ends here, with an agreement.
         """
         again = False
         while True:
@@ -121,7 +121,7 @@ class Survival:
             again = True
 
     def leave(self, attempt: Callable[[], object]) -> None:
-        """Do what a rank does that ends. If ranks that go on have noticed a death they wait for this one: it dies, too."""
+        """Run a rank's last operation. If ranks that go on have noticed a death and wait for this one, it dies, too."""
         died = self.bereaved
         try:
             attempt()
@@ -136,7 +136,7 @@ class Survival:
             self.comm.leave_without_finalize()
 
     def carrying(self, carry: Callable[[Carried], T]) -> Callable[[Carried], T]:
-        """What carries deliveries in a thread: when it notices a death, all ranks give up what they wait for."""
+        """Wrap the delivery in a thread: if it notices a death, all ranks give up what they wait for."""
 
         def carried(outgoing: Carried) -> T:
             try:
@@ -149,12 +149,12 @@ class Survival:
         return carried
 
     def give_up(self) -> None:
-        """Have all calls fail that are going on, in all threads of all ranks; local, from any thread."""
+        """Make all running calls fail, in all threads of all ranks; local, from any thread."""
         for exchange in (self.exchange, *self.carriers):
             exchange.comm.revoke()  # type: ignore[attr-defined]  # comm/mpi.py's
 
     def _try(self, attempt: Callable[[], T]) -> tuple[T | None, Exception | None, bool]:
-        """What an attempt returns, what all ranks raised in it, and whether nobody was missed; collective."""
+        """Return an attempt's result, the error that all ranks raised in it, and whether no rank was missing; collective."""
         self.inside = True
         try:
             return attempt(), None, True
@@ -168,11 +168,11 @@ class Survival:
             self.inside = False
 
     def _ended(self, error: Exception | None) -> bool:
-        """Whether all ranks raise this because one has left the program, which would not agree on anything; local."""
+        """Whether all ranks raise this because one has left the program, and so takes part in no agreement; local."""
         return error is not None and bool(self.exchange.gone)
 
     def _agreed(self, fine: bool) -> bool:
-        """Agree on whether all living ranks have done it and none has died; collective. If this one has not, others stop."""
+        """Agree whether all living ranks have done it and none has died; collective. If this one has not, others stop."""
         exchange = self.exchange
         if not fine:
             self.give_up()
@@ -211,13 +211,13 @@ class Survival:
             self._died.append(done)
 
     def _rebuilt(self, living: list[int]) -> Callable[[], float]:
-        """Make ready to go on, over communicators of the living; collective."""
+        """Prepare to go on over communicators of the living; collective."""
         for carrier in self.carriers:
             carrier.adopt(self.comm.twin())
         return self.rebuild(living)
 
     def _tell(self) -> None:
-        """Tell what has happened; local."""
+        """Call the listeners; local."""
         told, self._died = self._died, []
         for shrunk in told:
             if shrunk.rank == 0:
@@ -227,7 +227,7 @@ class Survival:
 
 
 def in_words(shrunk: Shrunk) -> str:
-    """Say what happened."""
+    """Describe what happened, for the log."""
     many = len(shrunk.died) > 1
     names = ", ".join(map(str, shrunk.died))
     ranks = f"{shrunk.size} ranks go on" if shrunk.size > 1 else "one rank goes on"

@@ -1,4 +1,4 @@
-"""What an Exchange asks of a transport, and which one a communicator is: MPI's, a process group's, or a virtual worker's.
+"""The interface of a transport, and which transport a communicator gets: MPI's, a process group's, or a virtual worker's.
 
 A transport has the methods of mpi4py's communicators that take buffers. Importing this starts no MPI and needs none.
 """
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mpisparse.errors import ConfigurationError
 
-BYTE = "B"  # the type of all elements, in mpi4py's words
+BYTE = "B"  # mpi4py's name for the type of all elements
 IN_PLACE = None
 
 
@@ -24,9 +24,9 @@ class Transport(Protocol):
     virtual: the ranks are threads of one process. ends_together: processes wait for each other when they end. is_open:
     messages can still be sent. threaded: several threads may exchange at the same time, on communicators of their own.
     cuda_aware: buffers may be in device memory.
-    mortal: why ranks cannot go on without one that has died, and what to do; if empty, it is the
-    Communicator of comm/mpi.py, with end_alone, tells_of_death, revoke, agreed, shrunk and twin.
-    one_host: it is known that all ranks share memory, and a large Allreduce is faster in rounds that stay in cache.
+    mortal: why ranks cannot go on after a death, and what to do; if empty, the transport is the Communicator of comm/mpi.py,
+    with end_alone, tells_of_death, revoke, agreed, shrunk and twin.
+    one_host: all ranks are known to share memory, so a large Allreduce is faster in rounds that stay in cache.
     """
 
     @property
@@ -60,7 +60,7 @@ class Transport(Protocol):
         ...
 
     def Free(self) -> None:  # noqa: N802
-        """Give it back; further calls do nothing."""
+        """Free it; further calls do nothing."""
         ...
 
     def end_job(self, code: int) -> None:
@@ -85,7 +85,7 @@ def duplicate(comm: Any = None) -> Transport:
 
 
 def end_job_on_uncaught_exception(comm: Any = None) -> None:
-    """Make an uncaught exception end all ranks of MPI; local. Other transports notice a rank that is gone."""
+    """Make an uncaught exception end all MPI ranks; local. Other transports notice by themselves that a rank is gone."""
     if comm is None or (hasattr(comm, "Dup") and not hasattr(comm, "end_job")):
         started().end_job_on_uncaught_exception()
 

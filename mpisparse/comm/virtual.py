@@ -1,7 +1,8 @@
 """Virtual workers: n ranks as threads of one process, of which only one runs at a time.
 
-A worker runs until it waits for others in a collective call, then hands the baton to the next one that can go on. The last
-to arrive does the work of the call for all. So a run is deterministic, and nobody fights for the interpreter's lock.
+A worker runs until it waits for others in a collective call, then passes the baton to the next one that can go on. The
+last to arrive does the work of the call for all. So a run is deterministic, and threads do not compete for the
+interpreter's lock.
 
 Sums are made in rank order; MPI is free to choose another one. The default generators of torch and of Python's `random` are
 each worker's own. NumPy's global one is shared: to save and restore it at every turn would take 0.1 ms.
@@ -29,8 +30,8 @@ REDUCTIONS: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "
 def run_virtual(n: int, work: Callable[[VirtualComm], Result]) -> list[Result]:
     """Call work(comm) in n threads, one for each rank of a virtual communicator; return their results in rank order.
 
-    An error in one worker ends all, and is raised here. So is what would make MPI wait for ever: workers in different calls,
-    or one that has returned while others wait for it.
+    An error in one worker ends all, and is raised here. So is an error where MPI would wait for ever: if workers are in
+    different calls, or one has returned while others wait for it.
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ConfigurationError(f"expected a whole number of virtual workers >= 1, got {n!r}")
@@ -60,7 +61,7 @@ def run_virtual(n: int, work: Callable[[VirtualComm], Result]) -> list[Result]:
         world.gates[0].release()
         for worker in workers:
             worker.join()
-    except BaseException as error:  # such as KeyboardInterrupt, which only the main thread hears of
+    except BaseException as error:  # such as KeyboardInterrupt, which only the main thread gets
         world.fail(error)
         raise
     finally:
@@ -91,7 +92,7 @@ def _at_once(call: Callable[..., None]) -> Callable[..., Request]:
 
 
 class VirtualComm:
-    """What a worker sees of a communicator: the methods of mpi4py's that Exchange uses, on NumPy arrays."""
+    """A worker's communicator: the methods of mpi4py's that Exchange uses, on NumPy arrays."""
 
     ops: Mapping[str, str] = {name: name for name in REDUCTIONS}
     virtual = is_open = True
@@ -131,7 +132,7 @@ class VirtualComm:
         return 0
 
     def Free(self) -> None:  # noqa: N802
-        """Nothing is held."""
+        """Nothing to free."""
 
     def end_job(self, code: int) -> NoReturn:
         """End the process, and with it all workers."""

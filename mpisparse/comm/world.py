@@ -37,14 +37,14 @@ def kind_of(library: str) -> str | None:
 def separate_worlds(size: int, library: str, environ: Mapping[str, str] = os.environ) -> str | None:
     """Return what to change if more processes were started than MPI sees ranks, which would train separate models.
 
-    Only too few ranks count: where MPI sees more, they do see each other, and the variable is of something else.
+    Only too few ranks are an error. If MPI sees more, they do see each other, and the variable belongs to something else.
     """
     launcher = started_by(environ)
     if _more(environ, "WORLD_SIZE", size):
         return _under_torch(size, library, launcher, environ["WORLD_SIZE"])
     own = "OMPI_COMM_WORLD_SIZE" if kind_of(library) == "openmpi" else "PMI_SIZE"
     if launcher == "mpirun" and environ.get(own) == str(size):
-        return None  # other variables are those of what mpirun was started in
+        return None  # other variables come from the environment that mpirun was started in
     if launcher == "srun":
         return _under_srun(size, library, environ)
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
@@ -57,7 +57,7 @@ def separate_worlds(size: int, library: str, environ: Mapping[str, str] = os.env
 
 
 def _more(environ: Mapping[str, str], name: str, size: int) -> bool:
-    """Tell whether a variable names more processes than MPI sees."""
+    """Whether a variable names more processes than MPI sees."""
     value = environ.get(name, "")
     return value.isdigit() and int(value) > size
 

@@ -18,11 +18,11 @@ from mpisparse.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class AdaptiveK(Stage):
-    """A factor on k, moved by the metrics that are observed; larger ones are better.
+    """A factor on k that follows the observed metrics; larger metrics are better.
 
-    One that is worse than the last by more than the share `slow` raises k by `factor` at once. One that is better than all
-    of the `patience` + 1 before it by the share `fast` lowers it. A gain of no more than `slow` over `patience` metrics
-    raises it, unless it has changed since. The factor on k stays in [least, most].
+    A metric worse than the last by more than the share `slow` raises k by `factor` at once. A metric better than all of
+    the `patience` + 1 before it by the share `fast` lowers k. A gain of no more than `slow` over `patience` metrics raises
+    k, unless k has changed since. The factor on k stays in [least, most].
     """
 
     patience: int = 2
@@ -67,7 +67,7 @@ class AdaptiveK(Stage):
         return {"demand.scale": self.scale, "demand.recent": recent, "demand.since": self.since}
 
     def upgraded(self, state: State) -> State:
-        """Earlier versions saved the best metric ever instead of a window: it then begins with the last metric."""
+        """Earlier versions saved the best metric ever instead of a window; the window then begins with the last metric."""
         last = state.get("demand.last")
         if not isinstance(last, int | float) or "demand.recent" in state:
             return state

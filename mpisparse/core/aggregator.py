@@ -50,15 +50,15 @@ ADVICE = "look for what made it so, or clip"
 class Aggregator:
     """Averages one flat vector over ranks, keeping what was not sent for later steps.
 
-    staleness: steps from sending to applying; 0 is at once. In flight, `exchange` is a communicator of its own.
-    density: share of the elements that step() sends unless it is told how many. last: the statistics of the last step().
-    density_of: the density of a step, from its number and the set one.
-    undoes: a refused step changes nothing, although its gradients were added before it was refused.
+    staleness: steps from sending to applying; 0 applies at once. In flight, deliveries use a communicator of their own.
+    density: share of the elements that step() sends unless it is given k. last: the statistics of the last step().
+    density_of: the density of a step, from its number and the set density.
+    undoes: a refused step changes nothing, even if its gradients were added before the refusal.
     """
 
     undoes = False
-    agreement: Agree = staticmethod(step.agree)  # whether all ranks can do a step
-    one_step: Run = staticmethod(step.run)  # and doing it
+    agreement: Agree = staticmethod(step.agree)  # checks that all ranks can do a step
+    one_step: Run = staticmethod(step.run)  # does it
     density_of: Callable[[int, float], float] = staticmethod(lambda number, density: density)
 
     def __init__(
@@ -88,10 +88,10 @@ class Aggregator:
     # A step
 
     def step(self, vector: torch.Tensor, k: int | None = None) -> torch.Tensor:
-        """Average a float32 vector over ranks, k elements of it (None: as many as the density says). Collective.
+        """Average k elements of a float32 vector over ranks (None: as many as the density asks for). Collective.
 
         Returns the mean, zero where nothing was sent; the next step overwrites it. In flight it is the mean of an earlier
-        step, zero in the first ones, and what this step refuses is raised in a later one.
+        step, zero in the first steps, and an error of this step is raised in a later one.
         """
         self.check_sound()
         wanted = self.k if k is None else k
@@ -121,7 +121,7 @@ class Aggregator:
 
     @contextlib.contextmanager
     def in_words(self, name_at: Names, *, added: bool) -> Iterator[None]:
-        """Raise a refusal as an error with the names that the user knows. `added`: gradients were added before it."""
+        """Raise a refusal as an error with the user's names. `added`: gradients were added before it."""
         try:
             yield
         except Refusal as refusal:
@@ -137,13 +137,13 @@ class Aggregator:
     def agree(self, notice: Notice, clock: Clock, pieces: Pieces | None = None) -> Bools | None:
         """Raise on all ranks if any cannot go on; in flight that is part of the delivery. Collective.
 
-        pieces: what will be added, where that is known. Returns which parameters had a gradient on some rank; None: all.
+        pieces: what will be added, if it is known. Returns which parameters had a gradient on some rank; None: all.
         """
         peek = None if pieces is None else step.peeking(self.works, pieces)
         return self.agreement(self.works, notice._replace(step=self.number), clock, peek)
 
     def add(self, i: int, slot: Slot, grad: torch.Tensor) -> int:
-        """Add one piece before the step; return a flat index that is not finite now, or -1. Local."""
+        """Add one piece before the step; return a flat index whose sum is not finite, or -1. Local."""
         return self.works.scorer.add(i, slot, grad)
 
     def prepare(self, pieces: Pieces | None, notice: Notice, clock: Clock | None = None) -> Outgoing:
@@ -151,7 +151,7 @@ class Aggregator:
         return step.prepare(self.works, pieces, notice, clock or Clock())
 
     def deliver(self, outgoing: Outgoing, clock: Clock | None = None) -> Delivered:
-        """Agree on what is sent and average it over ranks. Touches nothing but what it is given. Collective."""
+        """Agree on what is sent and average it over ranks. Touches only its arguments. Collective."""
         return step.deliver(self._polling or self.works.exchange, self.works.carrier, outgoing, clock or Clock())
 
     def apply(self, arrived: Arrived | None, clock: Clock | None = None) -> Delivered | None:
@@ -162,10 +162,10 @@ class Aggregator:
         return delivered
 
     def recall(self, apart: str = "") -> None:
-        """A step is refused before anything was added: there is nothing to take back."""
+        """Undo a refused step; here nothing was added yet, so there is nothing to undo."""
 
     def kept(self, *, copy: bool = True) -> torch.Tensor:
-        """The residual as it is between steps; copy=False: the live one, where it is that."""
+        """The residual as it is between steps; copy=False: the live one, if that is the same."""
         return self.residual.clone() if copy else self.residual
 
     def stats(
@@ -207,7 +207,7 @@ class Aggregator:
             assert delivered is not None
             yield delivered
 
-    # What it tells, and what it is told
+    # Properties, and settings that change midway
 
     @property
     def nbytes_in_flight(self) -> int:
@@ -227,7 +227,7 @@ class Aggregator:
 
     @property
     def cause(self) -> Exception | None:
-        """The error behind what ready() last reported."""
+        """The exception behind the last report of ready()."""
         return self.works.scorer.cause
 
     @property
@@ -238,11 +238,11 @@ class Aggregator:
 
     @property
     def residual(self) -> torch.Tensor:
-        """This rank's accumulator: what was given and not sent yet."""
+        """This rank's accumulator: what was added and not sent yet."""
         return self.parts.residual
 
     def restore(self, residual: torch.Tensor) -> None:
-        """Take what `residual` was; collective."""
+        """Restore a saved `residual`; collective."""
         self.parts.residual.copy_(residual)
 
     @property
@@ -256,23 +256,23 @@ class Aggregator:
         self._scale()
 
     def _scale(self) -> None:
-        """Note the factor on the set density that observed metrics led to."""
+        """Update the factor on the set density from the stages."""
         self.works.k_scale = math.prod(stage.k_scale for stage in self.works.stages)
 
     def hold(self) -> None:
-        """Other elements than before are held back (parts.held): nothing of them stays on its way."""
+        """The held elements (parts.held) have changed: stages give up what they still had to send of them."""
         works = self.works
         works.stages = tuple(stage.hold(works.backend, works.acc, works.held) for stage in works.stages)
 
     def memories(self) -> dict[str, Any]:
-        """The vectors beside the accumulator that elements are selected by."""
+        """Further vectors, besides the accumulator, that elements are selected by."""
         return self.works.scorer.memories()
 
-    # Where the other ranks go on when one dies
+    # Going on when another rank dies
 
     @property
     def carriers(self) -> list[Exchange]:
-        """The exchanges of threads."""
+        """The exchanges that threads use."""
         return [] if self._polling is None else [self._polling]
 
     def quiet(self) -> None:
@@ -281,7 +281,7 @@ class Aggregator:
             self.works.flight.quiet()
 
     def survive(self, delivery: CommittedDelivery) -> None:
-        """From now on commit what is delivered."""
+        """Commit every delivery from now on."""
         works, before = self.works, self.works.flight
         if before is None:
             works.carry = delivery
@@ -291,18 +291,18 @@ class Aggregator:
             before.close()
 
     def owing(self, lo: int, hi: int) -> Floats:
-        """What this rank was given of [lo, hi) and has not sent, to be read at once; local."""
+        """This rank's residual in [lo, hi), to be read before anything changes it; local."""
         return self.works.scorer.owing(lo, hi)
 
     def regrouped(self, make: Make, rank: int, size: int) -> Callable[[], None]:
-        """Make ready to go on among fewer ranks; collective. Changes nothing; returns what does it, which is local.
+        """Prepare to go on among fewer ranks; collective. Changes nothing; returns the local function that does.
 
-        make: puts the parts together that know how many ranks there are. rank, size: of this rank, before.
+        make: builds the parts that depend on the number of ranks. rank, size: this rank and the number of ranks before.
         """
         return reform(self.works, *make(self.parts), rank, size)
 
     def close(self) -> None:
-        """End threads and give communicators back, that of the parts too; collective."""
+        """End threads and free communicators, that of the parts too; collective."""
         exchange = self.parts.exchange
         if exchange.is_open and not exchange.gone:
             meet(exchange, "close")
@@ -316,7 +316,7 @@ class Aggregator:
     # State: each part knows its own keys
 
     def state(self) -> State:
-        """What the next step depends on beside the residual. Waits for what is in flight."""
+        """What the next step depends on besides the residual. Waits for deliveries in flight."""
         works = self.works
         state = {**works.selection.state(), **works.scorer.state(), **works.reducer.state()}
         for stage in works.stages:
@@ -346,7 +346,7 @@ class Aggregator:
             flights.check_agreed(self.works.selection, state["waiting"], *self._shape)
 
     def load(self, state: State) -> None:
-        """Take what state() gave; the residual is the caller's."""
+        """Load a state that state() returned; the caller loads the residual."""
         works, self._damaged = self.works, ""
         works.selection.load(state)
         works.scorer.load(state)
@@ -360,11 +360,11 @@ class Aggregator:
             works.waiting = None if packed is None else flights.unpack_agreed(works.selection, packed, *self._shape)
 
     def own(self, state: State) -> State:
-        """What of a state is of the works in use."""
+        """The part of a state that belongs to `works`."""
         return state
 
     def with_own(self, state: State, more: State) -> State:
-        """The state with other values of these works."""
+        """The state with other values for `works`."""
         return {**state, **more}
 
     @property
@@ -395,13 +395,13 @@ class Aggregator:
 
 
 def _warn(exchange: Exchange, staleness: int) -> None:
-    """Say on rank 0 if nothing will be in flight while the next step is computed, and why; not of virtual workers."""
+    """Warn on rank 0 if nothing can overlap the next step, and why; never for virtual workers."""
     if exchange.size > 1 and exchange.rank == 0 and not (exchange.threaded or exchange.virtual):
         warnings.warn(f"staleness={staleness}: {ONE_THREAD}, so nothing overlaps; results are the same", stacklevel=4)
 
 
 def _misfit(vector: object, k: object, n: int) -> str:
-    """Why a vector or a number of elements cannot be taken, or an empty text."""
+    """Return why a vector or a number of elements is not accepted, or an empty text."""
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= n:
         return f"k must be a whole number from 1 to {n}, got {k!r}"
     if not isinstance(vector, torch.Tensor):
@@ -417,4 +417,4 @@ def _misfit(vector: object, k: object, n: int) -> str:
 
 
 def _no_lap(phase: str) -> None:
-    """Nobody asks for the time."""
+    """Ignore a lap of the clock."""

@@ -1,10 +1,10 @@
-"""Momentum between what successive steps send: at every element, sent = share x selected + (1 - share) x sent before.
+"""Momentum over what successive steps send: at every element, sent = share x selected + (1 - share) x sent before.
 
-A selected element whose momentum still matters goes on being sent until all that the ranks receive of it is zero. What was
-still to be sent of it, (1 - share) / share x sent, then goes to the residual. So nothing is lost: at every moment
+An element once selected is sent in every step until all that the ranks receive of it is zero. What was still to be sent
+of it, (1 - share) / share x sent, then goes to the residual. So nothing is lost: at every moment
 all that was sent + residual + (1 - share) / share x (sent last) = all that was accumulated.
 
-In flight what was sent last travels with the delivery that is blended with it, and comes back when that is settled.
+In flight, the values sent last travel with the delivery that blends them, and return when it is settled.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Blend(Stage):
-    """The elements that are still being sent, with what this rank sent of them last.
+    """The elements that are still being sent, with the values that this rank sent last.
 
-    own: each rank sends its own elements, and stops when what arrives of its own is zero; else all ranks send the same
-    ones, until what arrives of all ranks' is. late: in flight, where index and value are on the host. keeps: what is not
-    sent returns to the accumulator.
+    own: each rank sends its own elements, and stops when its own values arrive as zero; else all ranks send the same
+    elements until their mean is zero. late: in flight; index and value are on the host. keeps: what is not sent returns to
+    the accumulator.
     """
 
     share: float
@@ -61,8 +61,8 @@ class Blend(Stage):
         return Sent(index, backend.copy(values), (values, selected))
 
     def settle(self, backend: Backend, acc: Any, union: Any, sent: Sent, reduced: Reduced) -> Stage:
-        """Note what was sent and keep what the codec left; elements of which nothing arrived are no longer sent."""
-        if sent.note is None:  # it was sent by another number of ranks, and is in the residual (at_rest)
+        """Record what was sent and keep the codec's error; stop sending elements of which nothing arrived."""
+        if sent.note is None:  # another number of ranks sent it, and at_rest() moved it to the residual
             return self
         values, selected = sent.note
         arrived = values - reduced.left if self.own else reduced.mean
@@ -70,7 +70,7 @@ class Blend(Stage):
             index, values, selected, arrived = map(backend.to_host, (sent.index, values, selected, arrived))
             going = (selected != 0) | (arrived != 0)
             return self._with(index[going], values[going])
-        if not self.late:  # in flight, the values left when they were sent
+        if not self.late:  # in flight, sent values were taken out at departure
             cleared = backend.empty(len(union), np.float32)
             backend.fill(cleared, 0.0)
             backend.put(acc, union, cleared)
@@ -82,7 +82,7 @@ class Blend(Stage):
         return replace(self, index=index, value=value)
 
     def _with(self, index: Ints, value: Floats) -> Stage:
-        """Return the stage with what a late delivery brings back, beside what one before it brought; on the host."""
+        """Return the stage with what a late delivery brings back added to what earlier ones did; on the host."""
         both = np.union1d(self.index, index)
         total = np.zeros(len(both), dtype=np.float32)
         for places, values in ((self.index, self.value), (index, value)):
@@ -125,7 +125,7 @@ class Blend(Stage):
         return rest
 
     def _recalled(self, packed: State, pending: np.float32, residual: Any) -> State:
-        """A saved delivery that brings nothing back to be blended: what was still to be sent joins the residual."""
+        """Return a saved delivery that brings back nothing to blend; what was still to be sent joins the residual."""
         if packed.get("note") is None:
             return packed
         residual[np.asarray(packed["sent"])] += pending * np.asarray(packed["note"][0])

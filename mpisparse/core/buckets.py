@@ -1,12 +1,12 @@
-"""One flat vector in buckets, each with an aggregator of its own, so that a bucket may set out before the others are there.
+"""One flat vector in buckets, each with its own aggregator, so that a bucket can be sent before the others are ready.
 
-    send      local       add up a bucket's gradient and start its delivery; a thread carries one after the other
-    one_step  collective  send what is not out, wait for all, and apply them
-    recall    collective  give the step up: everything is as it was before the first bucket set out
+    send      local       accumulate a bucket's gradient and start its delivery; a thread delivers one bucket after the other
+    one_step  collective  send the remaining buckets, wait for all, and apply them
+    recall    collective  give the step up: restore everything as it was before the first bucket was sent
 
-Nothing of a step is applied, and nothing is written where the optimizer reads, before all buckets have arrived and no rank
-has refused one. What was in a bucket's accumulator is kept until then. Buckets set out in the same order on all ranks and
-in all steps, so that the time at which one sets out changes no result.
+Nothing of a step is applied or written where the optimizer reads before all buckets have arrived and no rank has refused
+one. A copy of each bucket's accumulator is kept until then. Buckets are sent in the same order on all ranks and in all
+steps, so the time at which one is sent changes no result.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Commit = Callable[[Notice, Callable[[bool], list[Arrived]]], list[Arrived]]
 
 
 class Target:
-    """Where a bucket's whole mean arrives: memory of its own, until all buckets are published."""
+    """Receives a bucket's mean in memory of its own, until all buckets are published."""
 
     def __init__(self, n: int) -> None:
         self.vector = torch.empty(0)
@@ -78,8 +78,8 @@ class Bucket:
         residual = whole.residual[self.lo : self.hi]
         mine = replace(whole, residual=residual, slots=self.slots, held=self.held, sink=self.target, exchange=exchange)
         self.aggregator = build(replace(mine, early=True))
-        self.out = False  # on its way, or arrived and not applied yet
-        self.before = torch.empty(0)  # the accumulator before it set out
+        self.out = False  # sent, and not applied yet
+        self.before = torch.empty(0)  # the accumulator before it was sent
 
     def keep(self) -> None:
         """Keep the accumulator for restore()."""
@@ -88,20 +88,20 @@ class Bucket:
         self.before.copy_(self.aggregator.residual)
 
     def restore(self) -> None:
-        """Put back what keep() kept; a scorer that expects an empty accumulator takes note."""
+        """Restore what keep() copied, and tell a scorer that expects an empty accumulator."""
         self.aggregator.residual.copy_(self.before)
         scorer = self.aggregator.works.scorer
         scorer.load(scorer.state())
 
     def hold(self, stretches: Sequence[tuple[int, int]]) -> None:
-        """Hold back what is frozen of the bucket; stretches are the vector's."""
+        """Hold back the bucket's frozen elements; stretches are those of the whole vector."""
         mine = [(max(begin, self.lo) - self.lo, min(end, self.hi) - self.lo) for begin, end in stretches]
         self.held.hold([(begin, end) for begin, end in mine if begin < end])
         self.aggregator.hold()
 
 
 class Parcel(NamedTuple):
-    """A bucket on its way. row: status, flat index and k, for all ranks; outgoing: None if it only refuses."""
+    """A bucket in flight. row: status, flat index and k, for all ranks; outgoing: None if it only refuses."""
 
     row: Ints
     lo: int
@@ -111,9 +111,9 @@ class Parcel(NamedTuple):
 class Bucketed(Aggregator):
     """An aggregator whose vector travels in buckets; `cuts` are the slots at which they begin, and the number of slots.
 
-    order: in which they set out, known after the first step; proposed: the order that this rank has seen. undoes: a refused
-    step changes nothing, although gradients were added before. Each bucket selects its share of k elements, so that ranks
-    that agree on k agree on the share of every bucket.
+    order: the order in which buckets are sent, known after the first step; proposed: the order observed on this rank.
+    undoes: a refused step changes nothing, even if gradients were added before. Each bucket selects its share of k elements,
+    so ranks that agree on k agree on the share of every bucket.
     """
 
     undoes = True
@@ -128,11 +128,11 @@ class Bucketed(Aggregator):
         self.total = len(parts.residual)  # elements that all buckets of the coming step select together
         self._polling = polling
         self.order: list[int] = []
-        self._order_stands = False  # whether a step has been done in it, so that all ranks have it
+        self._order_stands = False  # whether a step was done in this order, so that all ranks have it
         self.proposed: list[int] = []
-        self.rounds = 0  # steps that were done or given up: what has set out belongs to the present one
-        self.in_step = False  # send every bucket in step(), to compare
-        self.early = 0  # buckets of the last step that had set out before it was called
+        self.rounds = 0  # steps done or given up; buckets in flight belong to the present one
+        self.in_step = False  # send every bucket in step(), for comparison
+        self.early = 0  # buckets of the last step that were sent before step() was called
         self.commit: Commit = lambda notice, attempt: attempt(False)
         carry = functools.partial(_carry, polling, one.carrier)
         self._flight = InFlight(carry, 0, threaded=polling.threaded, leaves=True)
@@ -141,15 +141,15 @@ class Bucketed(Aggregator):
 
     @property
     def overlaps(self) -> bool:
-        """Whether anything can be on its way while this thread computes."""
+        """Whether buckets can be in flight while this thread computes."""
         return self._polling is not None and self._polling.threaded and not self.in_step
 
     def next_out(self) -> int | None:
-        """The bucket that sets out next; None if all are out, or if the order is not known yet."""
+        """The bucket to send next; None if all are sent, or if the order is not known yet."""
         return next((b for b in self.order if not self.buckets[b].out), None)
 
     def send(self, number: int, pieces: Pieces | None) -> None:
-        """Add up the gradient of a bucket and start its delivery; local."""
+        """Accumulate the gradient of a bucket and start its delivery; local."""
         bucket = self.buckets[number]
         bucket.keep()
         bucket.out = True
@@ -161,12 +161,12 @@ class Bucketed(Aggregator):
         self._flight.send(Parcel(row, bucket.lo, outgoing))
 
     def _share(self, bucket: Bucket) -> int:
-        """A bucket's part of the elements to select: those of all add up, if that is one each."""
+        """A bucket's part of the elements to select, at least one; the parts add up if there is one for each."""
         held, k = self.parts.held, self.total
         return max(1, k * held.below(bucket.hi) // held.remaining - k * held.below(bucket.lo) // held.remaining)
 
     def one_step(self, works: Works, pieces: Pieces | None, notice: Notice, clock: Clock) -> Any:
-        """Send what is not out, wait for all buckets and apply them; collective. Returns what came of each, in order."""
+        """Send the remaining buckets, wait for all and apply them; collective. Returns their deliveries, in order."""
         assert pieces is not None
         self.total, self.early = notice.k, sum(bucket.out for bucket in self.buckets)
         arrived = self.commit(notice, lambda again: self._all_arrived(pieces, clock))
@@ -185,7 +185,7 @@ class Bucketed(Aggregator):
         return delivered
 
     def _all_arrived(self, pieces: Pieces, clock: Clock) -> list[Arrived]:
-        """Send what is not out, and wait for all buckets; collective. What one of them raises leaves all as it was."""
+        """Send the remaining buckets, and wait for all; collective. If one raises, everything is as before."""
         if not self.order:
             self._share_order()
         while (number := self.next_out()) is not None:
@@ -200,7 +200,7 @@ class Bucketed(Aggregator):
         return [each for each in arrived if not isinstance(each, Exception)]
 
     def recall(self, apart: str = "") -> None:
-        """Give the step up: nothing of it was applied. Collective, unless the ranks are apart: then nothing goes on."""
+        """Give the step up; nothing of it was applied. Collective, unless ranks are in different calls and cannot go on."""
         if self._polling is None or not self.order:
             self.rounds += 1
             return
@@ -214,12 +214,12 @@ class Bucketed(Aggregator):
         self._restore()
 
     def _arrived(self) -> list[Arrived | Exception]:
-        """Wait for all that was sent, in order."""
+        """Wait for all buckets in flight, in order."""
         found: list[Arrived | Exception] = []
         while len(self._flight):
             try:
                 found.append(self._flight.oldest())  # type: ignore[arg-type]  # None only where nothing is in flight
-            except Exception as error:  # it is raised where the step ends
+            except Exception as error:  # raised at the end of the step
                 found.append(error)
         return found
 
@@ -235,7 +235,7 @@ class Bucketed(Aggregator):
         self.rounds += 1
 
     def _share_order(self) -> None:
-        """Take over rank 0's order; collective."""
+        """Adopt rank 0's order; collective."""
         known = self.proposed or list(range(len(self.buckets)))[::-1]
         order = np.array(known, dtype=np.int64)
         self.parts.exchange.broadcast_(order.view(np.uint8))
@@ -278,15 +278,15 @@ class Bucketed(Aggregator):
             details={**details, "buckets": float(len(each)), "early": float(self.early)}, **totals, **weighted,
         )  # fmt: skip
 
-    # What it is told
+    # Settings that change midway
 
     def hold(self) -> None:
-        """Other elements than before are held back: nothing of them stays on its way."""
+        """The held elements have changed: buckets give up what they still had to send of them."""
         for bucket in self.buckets:
             bucket.hold(self.parts.held.stretches)
 
     def kept(self, *, copy: bool = True) -> torch.Tensor:
-        """The residual without what has been added for a step that is not done yet."""
+        """The residual without gradients added for a step that is not done yet."""
         if not copy and not any(bucket.out for bucket in self.buckets):
             return self.residual
         kept = self.residual.clone()
@@ -295,30 +295,30 @@ class Bucketed(Aggregator):
                 kept[bucket.lo : bucket.hi].copy_(bucket.before)
         return kept
 
-    # Where the other ranks go on when one dies
+    # Going on when another rank dies
 
     def quiet(self) -> None:
-        """Wait until the thread delivers nothing; local."""
+        """Wait until the thread is idle; local."""
         self._flight.quiet()
 
     def survive(self, delivery: CommittedDelivery) -> None:
-        """From now on commit all buckets of a step together."""
+        """Commit all buckets of a step together from now on."""
         self.commit = delivery.commit
         self._flight.carry = delivery.survival.carrying(self._flight.carry)
 
     def owing(self, lo: int, hi: int) -> Floats:
-        """What this rank was given of [lo, hi) and has not sent, with what has been added for this step."""
+        """This rank's residual in [lo, hi), including gradients added for this step."""
         values: Floats = self.parts.acc[lo:hi]
         return values
 
     def regrouped(self, make: Make, rank: int, size: int) -> Callable[[], None]:
-        """Make ready to go on among fewer ranks; see Aggregator. Buckets that are out are as they were before."""
+        """Prepare to go on among fewer ranks; see Aggregator. Buckets in flight are restored."""
         each = [bucket.aggregator.regrouped(make, rank, size) for bucket in self.buckets]
 
         def finish() -> None:
             self._arrived()
             self._restore()
-            if not self._order_stands:  # some may have heard of it before the death, and some not
+            if not self._order_stands:  # some ranks may have received it before the death, and some not
                 self.order = []
             for one in each:
                 one()
@@ -327,7 +327,7 @@ class Bucketed(Aggregator):
         return finish
 
     def close(self) -> None:
-        """End the thread and give communicators back; collective."""
+        """End the thread and free communicators; collective."""
         exchange = self.parts.exchange
         if exchange.is_open and not exchange.gone:
             meet(exchange, "close")
@@ -341,15 +341,15 @@ class Bucketed(Aggregator):
             self._polling = None
         exchange.close()
 
-    # State: that of each bucket, in the order of the vector
+    # State: one per bucket, in the order of the vector
 
     def state(self) -> State:
-        """What the next step depends on beside the residual."""
+        """What the next step depends on besides the residual."""
         states = [bucket.aggregator.state() for bucket in self.buckets]
         return {"step": self.number, "order": list(self.order), "buckets": states}
 
     def upgraded(self, state: State) -> State:
-        """Translate what an earlier version saved: it had no buckets."""
+        """Translate a state that an earlier version saved; it had no buckets."""
         return state
 
     def check(self, state: State) -> None:
@@ -363,7 +363,7 @@ class Bucketed(Aggregator):
             bucket.aggregator.check(each)
 
     def load(self, state: State) -> None:
-        """Take what state() gave; the residual is the caller's."""
+        """Load a state that state() returned; the caller loads the residual."""
         self.recall()
         self._damaged, self.order = "", [int(number) for number in state["order"]]
         self._order_stands = bool(self.order)
@@ -392,8 +392,8 @@ WEIGHTED = ("density", "threshold", "sent_density")
 def cut(slots: Sequence[Slot], nbytes: float) -> list[int]:
     """The slots at which buckets begin, and the number of slots.
 
-    A bucket is a run of neighbours of at most so many bytes of float32, or one longer slot. They are filled from the end,
-    because backward mostly begins there, so that a short one is the last to set out.
+    A bucket is a run of neighbouring slots of at most nbytes of float32, or one longer slot. Buckets are filled from the
+    end, because backward mostly begins there, so that a short bucket is the last to be sent.
     """
     cuts, end = [len(slots)], slots[-1].end
     for i in range(len(slots) - 1, 0, -1):
@@ -401,12 +401,12 @@ def cut(slots: Sequence[Slot], nbytes: float) -> list[int]:
             cuts.append(i)
             end = slots[i].begin
     if not end and len(cuts) > 1:
-        cuts.pop()  # what is left has no elements
+        cuts.pop()  # the rest has no elements
     return [0, *reversed(cuts)]
 
 
 def _part_of(pieces: Pieces, bucket: Bucket) -> Pieces:
-    """The pieces of a bucket, out of those of the whole vector."""
+    """The pieces of a bucket, taken from those of the whole vector."""
     a, b = bucket.first, bucket.last
     mine = {slot.name: slot for slot in bucket.slots}
     sparse = [(mine[slot.name], grad) for slot, grad in pieces.sparse if slot.name in mine]
@@ -414,7 +414,7 @@ def _part_of(pieces: Pieces, bucket: Bucket) -> Pieces:
 
 
 def _carry(exchange: Exchange, backend: Backend, parcel: Parcel) -> Arrived:
-    """Deliver a bucket in the thread: what the ranks refuse is part of the result; collective."""
+    """Deliver a bucket in the thread; collective. A refusal is returned as the result."""
     exchange.reset_counters()
     try:
         rows = exchange.allgather(parcel.row)

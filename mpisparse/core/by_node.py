@@ -4,8 +4,9 @@
     exchange  between nodes    an aggregator of the shard, whose ranks are the nodes
     gather    in the node      the means of all shards, published whole
 
-The residual is the node's, in shares: a rank keeps that of its shard and selects in it. The exchange of one shard spans all
-nodes, and every node has all shards. So what one shard refuses, all ranks learn from their own node, and raise together.
+The residual belongs to the node and is sharded: a rank keeps the residual of its shard and selects in it. The exchange of
+a shard spans all nodes, and every node has all shards. So all ranks learn of a shard's refusal inside their own node, and
+raise together.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class ShardSink:
-    """Takes the mean of a shard, which is published when the shards are gathered."""
+    """Holds the mean of a shard until the shards are gathered and published."""
 
     def __init__(self, n: int) -> None:
         self.vector = zeros(n, torch.float32)
@@ -59,19 +60,18 @@ class ShardSink:
 
 
 class Moved(NamedTuple):
-    """What all shards of a step have sent, and the bytes that this rank received from its own node."""
+    """What all shards of a step sent, and the bytes that this rank received from its own node."""
 
     selected: int = 0
     sent: int = 0
     nbytes_inside: int = 0
-    nbytes_outside: int = 0  # of the roll call of all ranks, those of other nodes
+    nbytes_outside: int = 0  # bytes of the roll call of all ranks that came from other nodes
 
 
 class ByNode(Aggregator):
     """An aggregator whose workers are nodes.
 
-    parts: of the whole vector and all ranks. make: puts the aggregator of a shard together. `works` and `inner` are the
-    shard's.
+    parts: of the whole vector and all ranks. make: builds the aggregator of a shard. `works` and `inner` are the shard's.
     """
 
     def __init__(self, parts: Parts, nodes: Nodes, make: Callable[[Parts], Aggregator]) -> None:
@@ -90,14 +90,14 @@ class ByNode(Aggregator):
         self._moved = Moved()
 
     def _prepared(self, shard: Parts) -> Parts:
-        """Make the memory of a step; returns the parts of the shard with its residual and its sink."""
+        """Allocate the memory of a step; returns the parts of the shard with its residual and its sink."""
         self.sink = ShardSink(shard.held.n)
         self._vector, self._total = self.nodes.room(), zeros(shard.held.n, torch.float32)
         self._rounded: Floats = zeros(self.nodes.n, torch.float32).numpy()  # what the published types could not hold
         return replace(shard, residual=zeros(shard.held.n, torch.float32), sink=self.sink)
 
     def _begin(self) -> None:
-        """Begin with parts that have learnt nothing."""
+        """Start with fresh parts."""
         self.inner = self._make()
         self.works = self.inner.works
 
@@ -123,7 +123,7 @@ class ByNode(Aggregator):
         return self._exchanged(works, pieces_of(self._total), bad, notice, clock)
 
     def _exchanged(self, works: Works, pieces: Pieces | None, bad: int, notice: Notice, clock: Clock) -> Delivered:
-        """Exchange the shard, and share what came of it in the node; collective.
+        """Exchange the shard, and share the outcome in the node; collective.
 
         bad: where this rank's own vector is not finite, or -1.
         """
@@ -157,14 +157,14 @@ class ByNode(Aggregator):
         return bad
 
     def _share(self, k: int) -> int:
-        """This shard's part of k elements: those of all shards add up to k, if that is enough for one each."""
+        """This shard's part of k elements; the parts of all shards add up to k, if k allows one each."""
         n = len(self.parts.residual)
         return max(1, k * self.region.hi // n - k * self.region.lo // n)
 
     def _publish(self, delivered: Delivered, counts: Sequence[int]) -> None:
-        """Gather the means of all shards, as shares of all ranks, and publish them; collective inside the node.
+        """Gather the means of all shards, scaled to means over all ranks, and publish them; collective inside the node.
 
-        counts: the elements that each shard has sent.
+        counts: the number of elements that each shard sent.
         """
         nodes, sink, backend, whole = self.nodes, self.sink, self.parts.backend, self.parts.sink
         backend.divide(sink.mean, nodes.ranks)
@@ -189,7 +189,7 @@ class ByNode(Aggregator):
                 stage.ended(backend, self.works.acc)
 
     def _refuse(self, bad: int, refused: Exception | None) -> NoReturn:
-        """Raise what some shard refused, on all ranks; collective over all of them.
+        """Raise the refusal of any shard on all ranks; collective over all of them.
 
         bad: where this rank's own vector is not finite, or -1.
         """
@@ -206,7 +206,7 @@ class ByNode(Aggregator):
         raise Overflow(int(rows[:, 2].max())) from refused
 
     def _note(self, rows: Ints) -> None:
-        """Note what the step has moved."""
+        """Record the step's traffic."""
         sent, selected = rows[:, 1:].sum(axis=0).tolist()
         everyone, nodes = self.parts.exchange, self.nodes
         others = max(1, everyone.size - 1)
@@ -217,7 +217,7 @@ class ByNode(Aggregator):
     def stats(
         self, number: int, notice: Notice, delivered: Delivered | None, seconds: dict[str, float], details: dict[str, float]
     ) -> Stats:
-        """What a step did: elements of all shards; bytes, thresholds and borders of this rank's."""
+        """What a step did: elements of all shards; bytes, threshold and borders of this rank's shard."""
         moved, n, low = self._moved, len(self.parts.residual), self.region.lo
         stats = self.inner.stats(number, notice, delivered, seconds, details)
         return replace(
@@ -235,7 +235,7 @@ class ByNode(Aggregator):
         )
 
     def close(self) -> None:
-        """Give communicators back, those of all ranks too; collective."""
+        """Free communicators, that of all ranks too; collective."""
         exchange = self.parts.exchange
         if exchange.is_open and not exchange.gone:
             meet(exchange, "close")
@@ -244,20 +244,20 @@ class ByNode(Aggregator):
             self.nodes.close()
         exchange.close()
 
-    # State: that of the shard under one key, and the residual as one of as many ranks that exchange flat
+    # State: the shard's under one key, and a residual as if the same ranks exchanged without nodes
 
     @property
     def residual(self) -> torch.Tensor:
-        """This rank's shard of what its node was given and has not sent, nothing elsewhere; a copy.
+        """This rank's shard of the node's residual, and -0 elsewhere; a copy.
 
-        Nothing is -0, which added to any number leaves its bits.
+        Adding -0 to a number leaves its bits unchanged.
         """
         whole = torch.full((len(self.parts.residual),), -0.0)
         whole[self.region.lo : self.region.hi] = self.inner.residual
         return whole
 
     def restore(self, residual: torch.Tensor) -> None:
-        """Take the residuals of the ranks of this node, wherever they have something; collective inside the node."""
+        """Load the sum of the residuals of this node's ranks; collective inside the node."""
         self.nodes.reduce_scatter(residual.numpy(), self.inner.residual.numpy(), self.parts.backend.add)
 
     def state(self) -> State:
@@ -266,11 +266,11 @@ class ByNode(Aggregator):
 
     @property
     def _layout(self) -> dict[str, int]:
-        """What a state is of: ranks a node, and this rank's node and place."""
+        """What a state depends on: ranks per node, and this rank's node and place in it."""
         return {"ranks": self.nodes.ranks, "node": self.nodes.node, "place": self.nodes.place}
 
     def upgraded(self, state: State) -> State:
-        """A state of ranks that exchange flat, with nothing on its way, is one of nodes that begin anew."""
+        """Accept a state saved without hierarchy and with nothing in flight: the nodes' parts start fresh."""
         if "nodes" in state:
             return state
         waits = [np.asarray(state[key]) for key in ("error", "blend.value") if key in state]
@@ -290,7 +290,7 @@ class ByNode(Aggregator):
         self.inner.check(self._inner_of(state))
 
     def _inner_of(self, state: State) -> State:
-        """The state of the shard's parts, as the arrays that state() gave."""
+        """The state of the shard's parts, as the arrays that state() returned."""
         parts = {key: v.numpy() if isinstance(v, torch.Tensor) else v for key, v in state["nodes"]["parts"].items()}
         missing = set(self.inner.state()) - {*parts, "step"}
         if missing:
@@ -306,7 +306,7 @@ class ByNode(Aggregator):
             self.inner.load(self._inner_of(state))
 
     def at_rest(self, state: State, residual: Floats) -> None:
-        """What is on its way in a saved state goes to the saved residual, in place; local."""
+        """Move what is in flight in a saved state to the saved residual, in place; local."""
         works, taken = self.works, self._inner_of(state)
         shard = residual[self.region.lo : self.region.hi]
         taken = works.reducer.at_rest(taken, shard, self.nodes.node, self.nodes.count)

@@ -22,7 +22,7 @@ REFUSALS: dict[str, type[Refusal]] = {kind.__name__: kind for kind in (StepRefus
 
 
 def pack(selection: Selection, reducer: Reducer, arrived: Arrived) -> State:
-    """A delivery that has arrived and is not applied yet."""
+    """Pack a delivery that has arrived and is not applied yet."""
     if isinstance(arrived, Refused):
         return {"refusal": type(arrived.refusal).__name__, "arguments": _plain(arrived.refusal.args)}
     agreed, due, sent, reduced, _, used, figures, *traffic, form, differ = arrived
@@ -43,7 +43,7 @@ def pack(selection: Selection, reducer: Reducer, arrived: Arrived) -> State:
 
 
 def unpack(selection: Selection, reducer: Reducer, state: State, n: int, size: int) -> Arrived:
-    """The delivery of n elements that pack() was given, on `size` ranks."""
+    """Return the delivery that pack() packed, of n elements on `size` ranks."""
     if "refusal" in state:
         return Refused(REFUSALS[state["refusal"]](*state["arguments"]))
     agreed = unpack_agreed(selection, state["agreed"], n, size)
@@ -59,7 +59,7 @@ def unpack(selection: Selection, reducer: Reducer, state: State, n: int, size: i
 
 
 def _note(saved: Any, count: int) -> tuple[Any, ...]:
-    """What a stage noted of each element that was sent. Raises ValueError if that cannot be."""
+    """A stage's note about the elements that were sent. Raises ValueError if it is invalid."""
     note = tuple(np.array(values) for values in saved)
     if any(values.shape != (count,) or not np.isfinite(values).all() for values in note):
         raise ValueError(f"what was noted of {count} elements must be as many finite numbers")
@@ -67,15 +67,15 @@ def _note(saved: Any, count: int) -> tuple[Any, ...]:
 
 
 def unpack_agreed(selection: Selection, state: State, n: int, size: int) -> Agreed:
-    """The agreement that Selection.packed() was given.
+    """Return the agreement that Selection.packed() packed.
 
-    Its values may still have to be sent (`Ahead`), so that on another number of ranks its regions are shared out anew.
+    Its values may still have to be sent (`Ahead`), so on another number of ranks its regions are divided anew.
     """
     return reshared(selection.unpacked(state), n, size)
 
 
 def reshared(agreed: Agreed, n: int, size: int) -> Agreed:
-    """An agreement with regions for `size` ranks."""
+    """Return an agreement with regions for `size` ranks."""
     if agreed.own or len(agreed.regions) in (0, size):
         return agreed
     regions = shared_out(agreed.union, n, size)
@@ -122,9 +122,9 @@ def check(selection: Selection, reducer: Reducer, state: State, n: int, size: in
 
 
 def bring_home(state: State, reducer: Reducer, residual: Any) -> State:
-    """A rank's saved state, whose deliveries in flight hold nothing of this rank alone: that is in its residual, in place.
+    """Move what deliveries in flight hold of this rank alone to its residual, in place; return the saved state.
 
-    Of a delivery that is recalled only the agreement stays, to be sent next.
+    Of a recalled delivery only the agreement stays; its values are sent next.
     """
     flight, waiting = list[State](), state.get("waiting")
     for packed in state["flight"]:

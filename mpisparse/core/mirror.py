@@ -1,8 +1,8 @@
-"""A copy of what each rank has not sent, on the next rank: if a rank dies, the next one goes on with the copy.
+"""A copy of each rank's residual on the next rank: if a rank dies, the next one goes on with the copy.
 
-The copy is refreshed in the background, a part of it with each step, so that all of it is new within `every` steps. What was
-delivered since is zero in it: the others have that already. So what is lost with a rank is what it was given in the
-last `every` steps, and what its codec has left of what was delivered.
+The copy is refreshed in the background, a part of it in each step, so that all of it is renewed within `every` steps.
+Elements delivered since are set to zero in it, because the other ranks have received them. So a death loses what the
+rank accumulated in the last `every` steps, and its codec's error on what was delivered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Mirror:
-    """Keeps the copy of the rank before this one. copy: of a vector of n elements. nbytes: received since settled()."""
+    """Keeps a copy of the previous rank's residual, of n elements. nbytes: bytes received since settled()."""
 
     def __init__(self, exchange: Exchange, scorer: Scorer, n: int, every: int) -> None:
         self.exchange = exchange
@@ -33,13 +33,13 @@ class Mirror:
         self.nbytes = 0
         self.steps = 0
         self._flight: InFlight[Floats, Floats] = InFlight(self._carry, 0, threaded=True)
-        self._parts: deque[tuple[int, int] | None] = deque()  # which parts are on their way; None: no longer wanted
+        self._parts: deque[tuple[int, int] | None] = deque()  # the parts in flight; None: no longer wanted
 
     def _carry(self, row: Floats) -> Floats:
         return shift(self.exchange, row)
 
     def refresh(self, *, whole: bool = False) -> None:
-        """Begin to send a part of what this rank has not sent, or all of it, and to receive as much; local, on all ranks."""
+        """Start to send a part of this rank's residual, or all of it, and to receive as much; local, on all ranks."""
         if self.exchange.size == 1:
             return
         n, part = len(self.copy), self.steps % self.every
@@ -49,7 +49,7 @@ class Mirror:
         self._flight.send(np.array(self.scorer.owing(lo, hi), dtype=np.float32))
 
     def arrive(self) -> None:
-        """Wait for what is on its way, before anything more is delivered; collective."""
+        """Wait for the parts in flight, before anything more is delivered; collective."""
         while (row := self._flight.oldest()) is not None:
             part = self._parts.popleft()
             self.nbytes += row.nbytes
@@ -57,7 +57,7 @@ class Mirror:
                 self.copy[slice(*part)] = row
 
     def delivered(self, union: Any) -> None:
-        """All ranks have received these elements: an ascending index, a Subset, or the range of all; local."""
+        """Clear the elements that all ranks have received: an ascending index, a Subset, or the range of all. Local."""
         if isinstance(union, range):
             self.copy[:] = 0.0
         else:
@@ -69,7 +69,7 @@ class Mirror:
         return nbytes
 
     def restart(self) -> None:
-        """All ranks have changed what they have not sent: copy it anew. Local, on all ranks."""
+        """Copy everything anew, because all ranks have changed their residuals. Local, on all ranks."""
         self._parts = deque([None] * len(self._parts))
         self.copy[:] = 0.0
         self.refresh(whole=True)
@@ -77,16 +77,16 @@ class Mirror:
     # After a death
 
     def kept(self, living: Sequence[int], rank: int, size: int) -> float:
-        """The norm of the copies of dead ranks that the others have; collective.
+        """The norm of the copies that living ranks hold of dead ones; collective.
 
-        living: which ranks of before live. rank, size: of this rank, before.
+        living: the former ranks that live. rank, size: this rank and the number of ranks before the death.
         """
         held = 0.0 if (rank - 1) % size in living else float(np.linalg.norm(self.copy))
         norms = self.exchange.allgather(np.array([held], dtype=np.float64).view(np.int64))
         return float(np.linalg.norm(norms.view(np.float64)))
 
     def regroup(self, living: Sequence[int], rank: int, size: int) -> None:
-        """Go on with the copy of a dead rank as one's own; copy everything anew among the living. Local, on all ranks.
+        """Take over the copy of a dead rank, and copy everything anew among the living. Local, on all ranks.
 
         The arguments are those of kept().
         """

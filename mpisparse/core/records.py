@@ -1,4 +1,4 @@
-"""What the parts of a step hand to each other: records, and no code that knows any part."""
+"""Records that the parts of a step pass to each other; no code here knows any part."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """What an aggregator works on: one flat vector's accumulator, the pieces in it, the other ranks, and the kernels.
+    """What an aggregator works on: the accumulator of one flat vector, its slots, the communicator and the kernels.
 
-    held: stretches that are not exchanged for now. sink: where the mean is published. survives: a step may be delivered
-    again, to fewer ranks, so that gradients lie in the accumulator until then. early: deliveries set out before the step.
+    held: stretches that are not exchanged for now. sink: where the mean is published. early: deliveries start before
+    step(). survives: a step may be delivered again to fewer ranks, so gradients stay in the accumulator until then.
     """
 
     residual: torch.Tensor
@@ -73,25 +73,25 @@ class Parts:
         return values
 
     def carrier(self, *, late: bool) -> Backend:
-        """The kernels that a delivery uses: in a thread those of the host, because it shares no stream of a device."""
+        """The kernels that a delivery uses: the host's if it runs in a thread, which must not share a device's stream."""
         carrier: Backend = load_backend() if (late or self.early) and self.backend.name == "cuda" else self.backend
         return carrier
 
     def zeros(self, count: int, *, late: bool = False) -> Any:
-        """A vector of zeros for what a reducer remembers: an array of its kernels."""
+        """A vector of zeros for a reducer's memory, as an array of the reducer's kernels."""
         carrier = self.carrier(late=late)
         return carrier.array_of(zeros(count, torch.float32, self.residual.device if carrier is self.backend else None))
 
 
 @dataclass
 class Works:
-    """The moving parts of an aggregator, as the functions of mpisparse.core.step use them.
+    """The mutable state of an aggregator, as the functions of mpisparse.core.step use it.
 
-    carrier: the kernels that a delivery uses, with arrays of its own. acc: the accumulator; seen: the same memory,
-    read-only; take: copies its values at an index. flight: deliveries in flight, None if all are done at once.
-    waiting: in flight, what the ranks have agreed on and not sent yet. k_scale: the factor on k that metrics led to.
-    differ: the replicas did, in a delivery that was applied since the owner has looked. opened: what the roll call told
-    of the step that begins. carry: delivers instead of mpisparse.core.step.deliver, if set.
+    carrier: the kernels that a delivery uses, with their own kind of arrays. acc: the accumulator; seen: the same memory,
+    read-only; take: copies its values at an index. flight: deliveries in flight, None at staleness 0.
+    waiting: in flight, the agreement whose values are not sent yet. k_scale: the factor on k that follows from the metrics.
+    differ: in a delivery applied since the owner last checked, replicas differed. opened: the first counts of the current
+    step, exchanged with the roll call. carry: replaces mpisparse.core.step.deliver, if set.
     """
 
     exchange: Exchange
@@ -115,23 +115,24 @@ class Works:
 
 
 class Opened(NamedTuple):
-    """A step whose first counts came with the roll call: its plan with these counts in it, and this rank's candidates."""
+    """A step whose first counts came with the roll call: its plan, which holds these counts, and this rank's candidates."""
 
     plan: Plan
     found: Candidates
 
 
 class Ahead(NamedTuple):
-    """Values of what an earlier delivery agreed on: in flight, indices travel one step ahead of their values."""
+    """Values at the indices of an earlier agreement: in flight, indices travel one step ahead of their values."""
 
     agreed: Agreed
     sent: Sent
 
 
 class Outgoing(NamedTuple):
-    """What prepare hands to deliver, and all that deliver may read.
+    """What prepare passes to deliver; deliver may read nothing else.
 
-    late: it is delivered while other steps run. opened: the roll call told the first counts, before the gradient was added.
+    late: it is delivered while later steps run. opened: the first counts came with the roll call, before the gradient
+    was added.
     """
 
     notice: Notice
@@ -146,12 +147,12 @@ class Outgoing(NamedTuple):
 
 
 class Delivered(NamedTuple):
-    """What came of a delivery.
+    """The result of a delivery.
 
-    agreed: what the ranks agreed on now; due: the agreement whose values were sent, the same one unless in flight. used:
-    parameters with a gradient on some rank, None for all. figures: means over ranks. nbytes_control: of those received,
-    all that are neither indices nor values. index_form: see mpisparse.wire.indices.
-    differ: the replicas did, in flight.
+    agreed: the agreement that this delivery made; due: the agreement whose values it sent, which differs only in flight.
+    used: the parameters with a gradient on some rank, None for all. figures: means over ranks. nbytes_control: bytes
+    received that are neither indices nor values. index_form: see mpisparse.wire.indices. differ: in flight, replicas
+    differed.
     """
 
     agreed: Agreed
@@ -176,7 +177,7 @@ class Delivered(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """What became of a delivery in flight that the ranks refused; apply raises it, on all ranks in the same step."""
+    """The result of a delivery in flight that the ranks refused; apply raises the refusal on all ranks in the same step."""
 
     refusal: Refusal
 
@@ -188,13 +189,14 @@ Arrived = Delivered | Refused
 class Stats:
     """What a step did. Bytes count what this rank sent to and received from other ranks; seconds are by phase.
 
-    control_bytes: of those received, all that are neither indices nor values; index_bytes: those of indices. index_form:
+    control_bytes: bytes received that are neither indices nor values; index_bytes: those of indices. index_form:
     "coded", "padded" or "columns" (mpisparse.wire.indices), empty where no indices travel. collectives: calls that moved
-    these bytes, one for each round of a large message. node_bytes: received from ranks of the same node, where nodes sum
-    first; the other bytes are then those between nodes.
-    reselected and refined count the searches for a threshold beyond the first ladder. workloads are what each rank
-    selected and borders the bounds of the regions in which they did, both in the order of the regions.
-    sent_density counts also what was selected in earlier steps and still has momentum. details are the scheme's own.
+    these bytes, one for each round of a large message. node_bytes: if nodes sum first, bytes received from ranks of the same
+    node; the other counts then cover traffic between nodes only.
+    reselected and refined count the searches for a threshold beyond the first ladder. workloads: how many elements each rank
+    selected; borders: the bounds of the regions in which they did. Both are in the order of the regions.
+    sent_density also counts elements that were selected in earlier steps and still have momentum. details: the scheme's
+    figures.
     """
 
     step: int
@@ -221,7 +223,7 @@ class Stats:
 
     @property
     def build_up(self) -> float:
-        """Actual over set density: above 1 where ranks select different elements that all must then send."""
+        """Actual over set density: above 1 if ranks select different elements, all of which must then be sent."""
         return self.density / self.set_density
 
     @property

@@ -1,4 +1,4 @@
-"""Refusals in words: what every rank raises when a step cannot be done, with the names that the user knows."""
+"""Refusals as error messages: what every rank raises when a step cannot be done, with the user's names."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def explain(
     refusal: Refusal, exchange: Exchange, name_at: Names, frozen: str, late_step: int | None = None, advice: str = SKIP,
     what: str = "gradient",
 ) -> tuple[Exception, str]:  # fmt: skip
-    """The error that every rank raises, and how the residual was damaged by then, in words; collective.
+    """Return the error that every rank raises, and a text that says how the residual was damaged; collective.
 
-    `frozen`: the names of this rank's frozen parameters. `late_step`: the step that is refused, if others followed it.
-    `advice`: what to do about values that are not finite; `what`: of what they are.
+    `frozen`: the names of this rank's frozen parameters. `late_step`: the refused step, if others followed it.
+    `advice`: what to do about non-finite values; `what`: what kind of values they are.
     """
     me = f"r{exchange.rank} | "
     if isinstance(refusal, Apart):
@@ -65,7 +65,7 @@ def _frozen(me: str, names: Sequence[str]) -> Exception:
 def _statuses(
     me: str, refused: StepRefused, exchange: Exchange, name_at: Names, late_step: int | None, advice: str, what: str
 ) -> tuple[Exception, str]:
-    """The gravest trouble of the first rank that has it."""
+    """The most serious problem, of the first rank that has it."""
     first = {status: (rank, detail) for rank, (status, detail) in reversed(list(enumerate(refused.statuses)))}
     if NONFINITE in first:
         rank, index = first[NONFINITE]

@@ -1,4 +1,4 @@
-"""Optional parts of a step, as a list: each may change what is sent, and what is kept of it.
+"""Optional stages of a step, as a list: each may change what is sent and what is kept.
 
 A stage is immutable. `send` runs in deliver and only reads; `settle` runs in apply and returns the stage of the next step.
 """
@@ -20,10 +20,10 @@ LOST = "lost"
 
 
 class Sent(NamedTuple):
-    """What this rank sends: an ascending index, the values, and what a stage wants to know of them afterwards.
+    """What this rank sends: an ascending index, the values, and a stage's note about them.
 
-    A stage that sets a note keeps what was not sent by itself; else the step does. A note is LOST, or arrays of one value
-    for each element, which a delivery in flight is saved with.
+    If a stage sets a note, the stage keeps what was not sent; otherwise the step does. A note is LOST, or arrays with one
+    value per element, which are saved with a delivery in flight.
     """
 
     index: Ints  # type: ignore[assignment]  # hides tuple.index
@@ -46,11 +46,11 @@ class Stage:
         return self
 
     def departed(self, backend: Backend, acc: Any) -> Stage:
-        """A delivery in flight sets out, with its values and this stage; return the stage that stays. Local."""
+        """A delivery in flight departs with its values and this stage; return the stage that stays behind. Local."""
         return self
 
     def returned(self, stage: Any) -> Stage:
-        """Return the stage with what the one took along that set out with a delivery which was dropped. Local."""
+        """A delivery was dropped: return this stage merged with the one that departed with it. Local."""
         return self
 
     def send(self, backend: Backend, view: View, sent: Sent) -> Sent:
@@ -62,14 +62,14 @@ class Stage:
         return self
 
     def ended(self, backend: Backend, acc: Any) -> None:
-        """The mean is published: the step ends."""
+        """Called at the end of a step, when the mean is published."""
 
     def hold(self, backend: Backend, acc: Any, held: Held) -> Stage:
-        """Return the stage after other elements than before are held back."""
+        """Return the stage for a changed set of held elements."""
         return self
 
     def details(self) -> dict[str, float]:
-        """What the statistics say of it."""
+        """Figures of this stage for the statistics."""
         return {}
 
     def state(self) -> State:
@@ -81,30 +81,30 @@ class Stage:
         return state
 
     def check(self, state: State, n: int) -> None:
-        """Raise ConfigurationError unless the state is one of a vector of n elements."""
+        """Raise ConfigurationError unless the state belongs to a vector of n elements."""
 
     def loaded(self, state: State) -> Stage:
-        """Return the stage that state() was taken of."""
+        """Return the stage that a state describes."""
         return self
 
     def at_rest(self, state: State, residual: Floats) -> State:
-        """Return a saved state with nothing on its way; what was still to be sent goes to the saved residual, in place."""
+        """Return a saved state with nothing in flight; what was still to be sent goes to the saved residual, in place."""
         return state
 
     def resize(self, states: Sequence[State]) -> State:
-        """Return the state on another number of ranks, from those taken over."""
+        """Return the state on another number of ranks, from the states taken over."""
         return {key: states[0][key] for key in self.state()}
 
 
 class Dropped(Stage):
-    """No error feedback: what is still in the accumulator at the end of a step is lost."""
+    """No error feedback: clear the accumulator at the end of a step."""
 
     def ended(self, backend: Backend, acc: Any) -> None:
         backend.fill(acc, 0.0)
 
 
 class LateDropped(Stage):
-    """No error feedback in flight: what is not sent is lost when the others set out, and what the codec leaves too."""
+    """No error feedback in flight: unsent values are lost at departure, and so is the codec's error."""
 
     def departed(self, backend: Backend, acc: Any) -> Stage:
         backend.fill(acc, 0.0)

@@ -17,7 +17,7 @@ def sources(old: int, new: int, rank: int) -> list[int]:
 def share_in_shift(old: int, new: int, source: int) -> float:
     """The factor of an old rank's vector in (mean of the old ranks - mean of the sources of the new ranks).
 
-    A new rank's source is the first of its sources(). The sum is exactly nothing where all are taken over equally often.
+    A new rank's source is the first of its sources(). The sum is exactly zero if all are taken over equally often.
     """
     takers = sum(sources(old, new, rank)[0] == source for rank in range(new))
     return (new - takers * old) / (old * new)

@@ -1,13 +1,14 @@
 """The order of a step, for every scheme.
 
-    prepare   local       add up the gradient and collect candidates, in one pass
+    prepare   local       accumulate the gradient and collect candidates, in one pass
     deliver   collective  agree on a threshold and on borders, unite indices, encode, reduce at the owners
     apply     local       settle: keep what was not sent, and adapt; publish: write the mean where the optimizer reads it
 
-deliver gets arrays and returns arrays: it touches no part's state, only what prepare handed to it. At once it reads the
-accumulator, read-only. In flight it runs in a thread while the next step is computed, it gets a snapshot, and its result is
-applied at a fixed later step, never "when it arrives". Values at indices that only the agreement finds cannot be in
-the snapshot: they follow with the next delivery (`Ahead`), so that indices travel one step ahead of their values.
+deliver takes arrays and returns arrays: it touches the state of no part, only what prepare passed to it. At staleness 0
+it reads the accumulator, read-only. In flight it runs in a thread while the next step is computed. It then works on a
+snapshot, and its result is applied at a fixed later step, never "when it arrives". Values at indices that only the
+agreement finds cannot be in the snapshot. They are sent with the next delivery (`Ahead`), so indices travel one step
+ahead of their values.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ if TYPE_CHECKING:
     from mpisparse.comm.exchange import Exchange
     from mpisparse.select.plans import Plan
 
-Peek = Callable[[int, int, float], Candidates]  # what a pass over [lo, hi) will find from a floor on
+Peek = Callable[[int, int, float], Candidates]  # the candidates that a pass over [lo, hi) will find above a floor
 
 
 @dataclass
 class Clock:
-    """Seconds by phase; a lap charges all time since the last one to its phase."""
+    """Seconds by phase; a lap charges the time since the last lap to its phase."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     last: float = field(default_factory=time.perf_counter)
@@ -57,7 +58,7 @@ class Clock:
 
 
 def details_of(works: Works) -> dict[str, float]:
-    """What the statistics say of the scheme's own parts; local."""
+    """Figures of the scheme's own parts for the statistics; local."""
     details = works.scorer.details() if works.scorer.tells else {}
     for stage in works.stages:
         details |= stage.details()
@@ -65,7 +66,7 @@ def details_of(works: Works) -> dict[str, float]:
 
 
 def peeking(works: Works, pieces: Pieces | None) -> Peek | None:
-    """What tells what a step's pass will find before anything is added; None where that cannot be told. Local.
+    """Return a function that finds the step's candidates before the gradient is added, or None if none can. Local.
 
     pieces: what the step adds; None: it was added during backward.
     """
@@ -77,7 +78,7 @@ def peeking(works: Works, pieces: Pieces | None) -> Peek | None:
 def agree(works: Works, notice: Notice, clock: Clock, peek: Peek | None = None) -> Bools | None:
     """Raise on all ranks if any cannot go on; in flight, the delivery does that. Collective.
 
-    peek: what this step's pass will find, where that is known before anything is added. Returns which parameters had a
+    peek: finds this step's candidates before the gradient is added, if that is possible. Returns which parameters had a
     gradient on some rank; None: all.
     """
     exchange, works.opened = works.exchange, None
@@ -91,12 +92,12 @@ def agree(works: Works, notice: Notice, clock: Clock, peek: Peek | None = None) 
 
 
 def _open(works: Works, notice: Notice, clock: Clock, peek: Peek) -> Bools | None:
-    """As agree(); where regions are known already, tell the first counts with the roll call."""
+    """As agree(); if the regions are known already, send the first counts along with the roll call."""
     exchange, backend, plan = works.exchange, works.backend, works.selection.plan(notice.k)
-    assert isinstance(plan, ExclusivePlan)  # for none else a roll call has spare bytes
+    assert isinstance(plan, ExclusivePlan)  # no other plan has spare bytes in its roll call
     opening = plan.opened(backend, peek)
     if opening is not None:
-        notice = told(exchange, notice.nonfinite(opening.found.bad), opening.rider)
+        notice = announce(exchange, notice.nonfinite(opening.found.bad), opening.rider)
         clock.lap("accumulate")
     used = share_readiness(exchange, notice)
     if opening is not None:
@@ -107,7 +108,7 @@ def _open(works: Works, notice: Notice, clock: Clock, peek: Peek) -> Bools | Non
 
 
 def run(works: Works, pieces: Pieces | None, notice: Notice, clock: Clock) -> Delivered | None:
-    """Do one step; collective. Returns what was applied in it: None in the first steps with deliveries in flight."""
+    """Do one step; collective. Returns the delivery that it applied: None in the first steps with deliveries in flight."""
     if works.flight is None:
         outgoing = prepare(works, pieces, notice, clock)
         carry = works.carry or deliver
@@ -117,15 +118,15 @@ def run(works: Works, pieces: Pieces | None, notice: Notice, clock: Clock) -> De
         clock.lap("wait")
         delivered = settle(works, arrived, clock)
         outgoing = prepare(works, pieces, notice, clock)
-        works.flight.send(outgoing._replace(notice=told(works.exchange, outgoing.notice)))
-        if notice.status != FINE:  # this rank moves nothing until all ranks raise why, in the same later step
+        works.flight.send(outgoing._replace(notice=announce(works.exchange, outgoing.notice)))
+        if notice.status != FINE:  # this rank changes nothing until all ranks raise the reason, in the same later step
             delivered = None
     publish(works, delivered, clock)
     return delivered
 
 
 def prepare(works: Works, pieces: Pieces | None, notice: Notice, clock: Clock) -> Outgoing:
-    """Add up the gradient and collect candidates; local."""
+    """Accumulate the gradient and collect candidates; local."""
     opened, works.opened = works.opened, None
     plan = works.selection.plan(notice.k) if opened is None else opened.plan
     scorer, found = works.scorer, NONE
@@ -138,7 +139,7 @@ def prepare(works: Works, pieces: Pieces | None, notice: Notice, clock: Clock) -
 
 
 def prepared(works: Works, plan: Plan, found: Candidates, notice: Notice) -> Outgoing:
-    """What deliver may read of a gradient that is in the accumulator, and the candidates that were found in it; local."""
+    """Return what deliver may read: views of the accumulator, which holds the gradient now, and the candidates. Local."""
     scorer, late = works.scorer, works.flight is not None
     unsent = works.seen if scorer.unsent is None else scorer.unsent
     live = Live(works.backend, unsent, scorer.keys, works.take, found, scorer.tags, scorer.by_magnitude)
@@ -187,10 +188,10 @@ def settle(works: Works, delivered: Arrived | None, clock: Clock) -> Delivered |
         return None
     if isinstance(delivered, Refused):
         raise delivered.refusal
-    came, delivered, backend = delivered.reduced, _landed(works, delivered), works.backend
+    on_carrier, delivered, backend = delivered.reduced, _landed(works, delivered), works.backend
     due, sent, reduced = delivered.due, delivered.sent, delivered.reduced
     if sent.note is None and reduced.left is not None:
-        keep = backend.put if works.flight is None else backend.add_at  # in flight, the values left when they were sent
+        keep = backend.put if works.flight is None else backend.add_at  # in flight, sent values were taken out at departure
         keep(works.acc, sent.index, reduced.left)
         if len(reduced.kept_index):
             backend.add_at(works.acc, reduced.kept_index, reduced.kept)
@@ -198,13 +199,13 @@ def settle(works: Works, delivered: Arrived | None, clock: Clock) -> Delivered |
     if works.flight is not None and works.held.stretches:  # some may have been frozen since this was sent
         works.stages = tuple([stage.hold(backend, works.acc, works.held) for stage in works.stages])
     if reduced.error is not None:
-        works.reducer = works.reducer.after(works.carrier, came)
+        works.reducer = works.reducer.after(works.carrier, on_carrier)
     if delivered.tags is not None:
         works.scorer.received(due.union, delivered.tags)
     if works.scorer.follows:
         works.scorer.sent(due.union)
     clock.lap("feedback")
-    works.selection.learn(delivered.agreed, Outcome(came.index, reduced.nbytes, delivered.figures))
+    works.selection.learn(delivered.agreed, Outcome(on_carrier.index, reduced.nbytes, delivered.figures))
     works.waiting = delivered.agreed
     works.differ = works.differ or delivered.differ
     clock.lap("adapt")
@@ -212,7 +213,7 @@ def settle(works: Works, delivered: Arrived | None, clock: Clock) -> Delivered |
 
 
 def _landed(works: Works, delivered: Delivered) -> Delivered:
-    """What came of a delivery, in the memory of the accumulator if it was carried in another one."""
+    """Return a delivery with its arrays in the accumulator's memory, if it was carried out in another one."""
     backend, due, sent = works.backend, delivered.due, delivered.sent
     if works.carrier is backend:
         return delivered
@@ -233,11 +234,11 @@ def publish(works: Works, delivered: Delivered | None, clock: Clock) -> None:
     clock.lap("publish")
 
 
-def told(exchange: Exchange, notice: Notice, rider: Bytes | None = None) -> Notice:
-    """Tell the other ranks that this one is in a step, and whether it can go on; local.
+def announce(exchange: Exchange, notice: Notice, rider: Bytes | None = None) -> Notice:
+    """Start the roll call: tell the other ranks that this one is in a step, and whether it can go on. Local.
 
-    In flight the training loop does that, in the order of its other calls, and the thread waits for the answers. rider:
-    the first counts of the step.
+    In flight the training loop starts it, in the order of its other collective calls, and the thread waits for the
+    answers. rider: the first counts of the step.
     """
     if notice.call is not None:
         return notice
@@ -246,16 +247,16 @@ def told(exchange: Exchange, notice: Notice, rider: Bytes | None = None) -> Noti
 
 
 def share_readiness(exchange: Exchange, notice: Notice) -> Bools | None:
-    """Raise on all ranks if any is elsewhere or cannot go on, or if densities or frozen parameters differ. Collective.
+    """Raise on all ranks if any is in another call or cannot go on, or if densities or frozen parameters differ. Collective.
 
     Returns which parameters had a gradient on some rank; None if all parameters had one on all ranks.
     """
     if exchange.size == 1:
         return _alone(notice)
-    call = told(exchange, notice).call
+    call = announce(exchange, notice).call
     answered = answers(call, exchange)
     rows = answered[:, 2:]
-    call.exchange.norms = rows[:, 6]  # of all ranks' exchange, not of a thread's
+    call.exchange.norms = rows[:, 6]  # kept in the exchange of all ranks, not in a thread's
     if rows[:, 0].any():
         refuse(rows, notice)
     if (rows[:, 4] != notice.frozen).any():
@@ -273,7 +274,10 @@ def share_readiness(exchange: Exchange, notice: Notice) -> Bools | None:
 
 
 def _readiness_late(exchange: Exchange, notice: Notice) -> tuple[Bools | None, bool]:
-    """What share_readiness() finds, and whether replicas differ: rounding may explain that, so that what left arrives."""
+    """Return what share_readiness() does, and whether replicas differ.
+
+    Rounding alone can make them differ, so the delivery goes on.
+    """
     try:
         return share_readiness(exchange, notice), False
     except ReplicasDiffer as differ:
@@ -281,14 +285,14 @@ def _readiness_late(exchange: Exchange, notice: Notice) -> tuple[Bools | None, b
 
 
 def _alone(notice: Notice) -> Bools | None:
-    """What share_readiness() finds where there is one rank."""
+    """As share_readiness(), with a single rank."""
     if notice.status != FINE:
         refuse(np.array([[notice.status, notice.detail]]), notice)
     return ~notice.unused if notice.unused.any() else None
 
 
 def deliver_late(exchange: Exchange, backend: Backend, out: Outgoing) -> Arrived:
-    """Deliver in flight: what the ranks refuse is part of the result, for them to raise in the same step; collective."""
+    """Deliver in flight; collective. A refusal is returned, so that all ranks raise it in the same step."""
     exchange.reset_counters()
     try:
         return deliver(exchange, backend, out, Clock())
@@ -297,7 +301,7 @@ def deliver_late(exchange: Exchange, backend: Backend, out: Outgoing) -> Arrived
 
 
 def _take_ahead(works: Works) -> Ahead:
-    """Send the values of what the ranks have agreed on off; nothing, before the first agreement."""
+    """Take the values of the last agreement out of the accumulator to send them; none before the first agreement."""
     agreed, works.waiting = works.waiting or nothing_agreed(len(works.acc), works.exchange.size), None
     backend = works.backend
     values = works.scorer.depart(backend, backend.from_host(agreed.union))
@@ -305,7 +309,10 @@ def _take_ahead(works: Works) -> Ahead:
 
 
 def _not_held(works: Works, index: Ints, mean: Floats) -> tuple[Ints, Floats]:
-    """Return what of a mean may be published. What was frozen since it was sent goes back, the same on all ranks."""
+    """Return the part of a mean that may be published.
+
+    Elements frozen since they were sent return to the accumulator, with the same values on all ranks.
+    """
     if works.flight is None or not works.held.stretches:
         return index, mean
     backend, places = works.backend, works.backend.to_host(index)

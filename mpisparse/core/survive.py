@@ -1,7 +1,8 @@
-"""Steps that survive the death of a rank: until all living ranks have delivered one, only the accumulator has changed.
+"""Steps that survive the death of a rank: until all living ranks have delivered a step, only the accumulator changes.
 
-A step then ends its collective part with one agreement, which commits it. If a rank dies before, the others form a smaller
-group, call the roll again and deliver again what is in their accumulators; after it, all of them have done the step.
+One agreement ends the collective part of a step and commits it. If a rank dies before it, the others form a smaller
+group, repeat the roll call and deliver again from their accumulators. If a rank dies after it, all living ranks have
+done the step.
 """
 
 from __future__ import annotations
@@ -29,14 +30,13 @@ if TYPE_CHECKING:
     from mpisparse.wire.reduction import Reducer
 
 T = TypeVar("T")
-PARTS = 32  # of the residual, one of which is measured in each step
+PARTS = 32  # parts of the residual; each step measures one of them
 
 
 class CommittedDelivery:
-    """Delivers a step's values, again if a rank dies meanwhile, and commits them; what step.run calls instead of deliver.
+    """Delivers a step and commits it, and delivers it again if a rank dies meanwhile; step.run calls it instead of deliver.
 
-    owing: tells what this rank was given of [lo, hi) and has not sent. mirror: the copy of another rank's residual, if
-    ranks keep such.
+    owing: returns this rank's residual in [lo, hi). mirror: the copy of another rank's residual, if ranks keep copies.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class CommittedDelivery:
         self.works, self.survival, self.owing, self.mirror = works, survival, owing, mirror
         self.mirrored = 0  # bytes of copies that the last step received
         self.squares = np.zeros(PARTS)
-        self.again: tuple[Bools | None] | None = None  # what a roll call told that was called again in this step
+        self.again: tuple[Bools | None] | None = None  # the result of a repeated roll call in this step
 
     def __call__(self, exchange: Exchange, backend: Backend, out: Outgoing, clock: Clock) -> Delivered:
         """Deliver; collective."""
@@ -56,16 +56,16 @@ class CommittedDelivery:
         return self._mirrored(self.commit(out.notice, attempt))
 
     def commit(self, notice: Notice, attempt: Callable[[bool], T]) -> T:
-        """Do what follows the roll call of a step; if a rank dies before all have done it, after another one. Collective.
+        """Do the part of a step after its roll call; if a rank dies before all have done it, repeat both. Collective.
 
-        The attempt is told whether it is another one.
+        The argument of `attempt` says whether it is a repetition.
         """
         again, self.again = False, None
 
         def called() -> T:
             nonlocal again
             now, again = again, True
-            if now:  # ranks that had not heard of the death are still at the roll call
+            if now:  # ranks that did not know of the death are still at the roll call
                 if self.mirror is not None:
                     self.mirror.arrive()
                 self.again = (share_readiness(self.survival.exchange, notice._replace(digest=0)),)
@@ -74,7 +74,7 @@ class CommittedDelivery:
         return self.survival.surely(called)
 
     def _mirrored(self, delivered: Delivered) -> Delivered:
-        """Note in the copy what was delivered; count its bytes. Local."""
+        """Clear what was delivered in the copy, and count the copy's bytes. Local."""
         if self.mirror is None:
             return delivered
         self.mirror.delivered(delivered.due.union)
@@ -83,16 +83,16 @@ class CommittedDelivery:
         return delivered._replace(nbytes_sent=sent, nbytes_received=received)
 
     def used(self, before: Bools | None) -> Bools | None:
-        """Which parameters had a gradient on some rank that lives, by the last roll call of the step; local.
+        """Which parameters had a gradient on some living rank, by the last roll call of the step; local.
 
-        before: what the first one told.
+        before: the result of the first roll call.
         """
         return before if self.again is None else self.again[0]
 
     def norm(self) -> int:
-        """The norm of the residual as the bits of a float64, each part as it was within the last 32 steps; local.
+        """The norm of the residual as the bits of a float64; each part was measured within the last 32 steps. Local.
 
-        The whole residual is not read in each step: that would take as long as a tenth of the step.
+        Reading the whole residual in each step would take a tenth of the step's time.
         """
         n, part = len(self.works.acc), self.works.selection.step % PARTS
         values = self.owing(part * n // PARTS, (part + 1) * n // PARTS)
@@ -101,17 +101,17 @@ class CommittedDelivery:
 
 
 def collect_again(works: Works, out: Outgoing) -> Outgoing:
-    """Plan a step among fewer ranks and collect candidates for it; the gradient is in the accumulator. Local."""
+    """Plan a step among fewer ranks and collect its candidates; the accumulator already holds the gradient. Local."""
     plan = works.selection.plan(out.notice.k)
     found = works.scorer.keys.select(*plan.scope, plan.floor) if plan.scope[1] > plan.scope[0] else NONE
     return prepared(works, plan, found, out.notice)
 
 
 def reform(works: Works, selection: Selection, reducer: Reducer, rank: int, size: int) -> Callable[[], None]:
-    """Make ready to go on with a selection and a reducer that were made for fewer ranks; collective. Returns what does it.
+    """Prepare to go on with a selection and a reducer made for fewer ranks; collective. Returns the function that does it.
 
-    rank, size: of this rank, before. The accumulator, what its elements are compared by and the stages are this rank's own,
-    whatever the others are. Deliveries in flight are dropped, and what they took returns to the accumulator.
+    rank, size: this rank and the number of ranks before the death. The accumulator, the scorer and the stages belong to
+    this rank alone and stay. Deliveries in flight are dropped, and what they took returns to the accumulator.
     """
     moved = works.reducer.moved(reducer, works.exchange, works.acc, rank, size)
 
@@ -122,7 +122,7 @@ def reform(works: Works, selection: Selection, reducer: Reducer, rank: int, size
             state["flight"] = drop(works, selection, reducer)
             done -= len(works.flight)
         selection.load(state)
-        if selection.step < done:  # of what was dropped nothing is learnt; its steps are done all the same
+        if selection.step < done:  # nothing is learnt from dropped deliveries, but their steps count
             selection.load({**state, "step": done})
         moved()
         works.selection, works.reducer = selection, reducer

@@ -1,7 +1,7 @@
-"""Deliveries in flight that survive the death of a rank: all living ranks take the result of one, or none does.
+"""Deliveries in flight that survive the death of a rank: either all living ranks take a result, or none does.
 
-What has left the accumulator is kept until the ranks have agreed that all of them have the result. If a rank dies before,
-all of them drop what is in flight, take back what has left, and send it again.
+Values that left the accumulator are kept until the ranks have agreed that all of them have the result. If a rank dies
+before, all others drop the deliveries in flight, return these values to the accumulator, and send them again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Departed(NamedTuple):
     """What a delivery took from this rank: values at an index, and the stages as they were.
 
-    agreed: the agreement to send these values, where an earlier delivery brought it.
+    agreed: the agreement to send these values, if an earlier delivery made it.
     """
 
     index: Ints  # type: ignore[assignment]  # hides tuple.index
@@ -39,7 +39,7 @@ class Departed(NamedTuple):
 
     @classmethod
     def of(cls, out: Outgoing) -> Departed:
-        """Note it before it sets out: deliver may overwrite the values."""
+        """Copy it before departure, because deliver may overwrite the values."""
         if out.ahead is not None:
             return cls(out.ahead.sent.index, out.ahead.sent.values.copy(), out.stages, out.ahead.agreed)
         leaving = out.view.leaving
@@ -47,7 +47,7 @@ class Departed(NamedTuple):
 
 
 class CommittedFlight(InFlight[Outgoing, Arrived]):
-    """What is in flight among ranks that may die. departed: what each delivery took, None of one that a state held."""
+    """Deliveries in flight among ranks that may die. departed: what each one took; None for one loaded from a state."""
 
     def __init__(
         self, carry: Callable[[Outgoing], Arrived], staleness: int, survival: Survival, *, threaded: bool = True
@@ -61,7 +61,7 @@ class CommittedFlight(InFlight[Outgoing, Arrived]):
         super().send(outgoing)
 
     def due(self) -> Arrived | None:
-        """As InFlight.due(); collective. None, too, if a rank has died and nothing is in flight any more."""
+        """As InFlight.due(); collective. Also None if a rank has died and nothing is in flight any more."""
         return self._taken() if len(self.waiting) >= self.staleness else None
 
     def oldest(self) -> Arrived | None:
@@ -84,7 +84,7 @@ class CommittedFlight(InFlight[Outgoing, Arrived]):
     def _taken(self) -> Arrived | None:
         """The oldest result, if all living ranks have it; collective.
 
-        The roll call is for ranks that end: they answer one, but agree on nothing.
+        The roll call is for ranks that are ending: they answer it, but take part in no agreement.
         """
 
         def attempt() -> Arrived | None:
@@ -103,9 +103,9 @@ class CommittedFlight(InFlight[Outgoing, Arrived]):
 
 
 def drop(works: Works, selection: Selection, reducer: Reducer) -> list[State]:
-    """Take back what the deliveries in flight took along; local, while no thread carries any.
+    """Return what the deliveries in flight took to the accumulator; local, while no thread delivers.
 
-    Returns those whose results all ranks have, because a state held them, packed: they stay in flight.
+    Deliveries loaded from a state stay in flight, because all ranks have their results. Returns them, packed.
     """
     flight, n, size = works.flight, len(works.acc), works.exchange.size
     assert isinstance(flight, CommittedFlight)
@@ -124,7 +124,7 @@ def drop(works: Works, selection: Selection, reducer: Reducer) -> list[State]:
 
 
 def _at_rest(works: Works, packed: list[State]) -> State:
-    """Bring home what deliveries that a state held would still bring to this rank; what all ranks receive stays in them."""
+    """Move to the accumulator what deliveries loaded from a state still hold of this rank alone; the common mean stays."""
     state: State = {"flight": packed, "waiting": None}
     for stage in works.stages if packed else ():
         state = stage.at_rest({**state, **stage.state()}, works.acc)

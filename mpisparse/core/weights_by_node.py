@@ -1,10 +1,10 @@
 """An aggregator of weights by nodes: the ranks of a node have the same weights W, and each exchanges its shard of them.
 
-    exchange  between nodes    an aggregator of the shard, whose ranks are the nodes, moves W and the shared weights G in it
-    gather    in the node      what moved in the other shards
+    exchange  between nodes    an aggregator of the shard, whose ranks are the nodes, updates W and the shared weights G
+    gather    in the node      what changed in the other shards
 
-G lies once in the memory of a node, which its ranks share; each of them writes only its shard. Where they cannot share
-memory each has a copy, and what moved of G is gathered, too.
+A node keeps one copy of G in memory that its ranks share; each of them writes only its shard. If they cannot share
+memory, each rank has a copy, and the changes of G are gathered, too.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ class Weights(Protocol):
     """A rank's own weights as one vector."""
 
     def flat(self) -> torch.Tensor:
-        """A copy of all."""
+        """A copy of all weights."""
         ...
 
     def at(self, index: Ints) -> Floats:
-        """A copy of those at an ascending index."""
+        """A copy of the weights at an ascending index."""
         ...
 
     def put(self, index: Ints, values: Floats) -> None:
-        """Set those at an ascending index."""
+        """Set the weights at an ascending index."""
         ...
 
     def set_flat(self, values: torch.Tensor) -> None:
-        """Set all."""
+        """Set all weights."""
         ...
 
 
 class WeightsByNode(ByNode):
     """An aggregator whose workers are nodes, with the same weights on all ranks of a node.
 
-    parts: of the whole vector and all ranks, whose residual is G. make: puts the aggregator of a shard together.
+    parts: of the whole vector and all ranks, whose residual is G. make: builds the aggregator of a shard.
     """
 
     def __init__(self, parts: Parts, nodes: Nodes, make: Callable[[Parts], Aggregator], weights: Weights) -> None:
@@ -82,7 +82,7 @@ class WeightsByNode(ByNode):
         return used
 
     def one_step(self, works: Works, pieces: Pieces | None, notice: Notice, clock: Clock) -> Delivered:
-        """Exchange the shard between nodes, and gather what moved in the node; collective."""
+        """Exchange the shard between nodes, and gather all changes in the node; collective."""
         mine = None if pieces is None else pieces.stretch(self.region.lo, self.region.hi)
         return self._exchanged(works, mine, -1, notice, clock)
 
@@ -91,7 +91,7 @@ class WeightsByNode(ByNode):
         super()._refuse(found[0] if found else bad, refused)
 
     def _publish(self, delivered: Delivered, counts: Sequence[int]) -> None:
-        """Gather what moved in all shards, of W and where need be of G; collective inside the node."""
+        """Gather the changes of all shards in W, and in G if each rank has a copy; collective inside the node."""
         union, lo = delivered.due.union, self.region.lo
         if isinstance(union, range):
             self._gather_all()
@@ -110,7 +110,7 @@ class WeightsByNode(ByNode):
                     self._shared[index] = moved[count:]
 
     def _gather_all(self) -> None:
-        """Gather all shards of W, and where need be of G."""
+        """Gather all shards of W, and of G if each rank has a copy."""
         own = self.weights.flat().numpy()
         self._gather(own)
         self.weights.set_flat(torch.from_numpy(own))
@@ -120,9 +120,9 @@ class WeightsByNode(ByNode):
     def _gather(self, vector: Floats) -> None:
         """Replace the other shards of a vector by those of the ranks that have them; collective inside the node."""
         self.nodes.gather(vector[self.region.lo : self.region.hi].copy(), vector)
-        self.nodes.meet()  # the memory of the gathering may be written to again
+        self.nodes.meet()  # the shared memory may be overwritten from here on
 
-    # Beside the steps
+    # Between steps
 
     @property
     def _shared(self) -> Floats:
@@ -135,7 +135,7 @@ class WeightsByNode(ByNode):
         return self.parts.residual
 
     def shift(self, by: torch.Tensor) -> None:
-        """Add to G what is the same on all ranks; collective inside the node."""
+        """Add a vector to G that is the same on all ranks; collective inside the node."""
         part = slice(self.region.lo, self.region.hi) if self.in_common else slice(None)
         self.parts.residual[part] += by[part]
         self.nodes.meet()
@@ -153,7 +153,7 @@ class WeightsByNode(ByNode):
         return bool((rows == rows[0]).all())
 
     def at_rest(self, state: State, residual: Floats) -> None:
-        """What this rank remembers in a saved state goes to the saved weights: there it is one of all ranks' summands."""
+        """Move the error in a saved state to the saved weights, times the ranks, since the mean divides it by them."""
         residual[self.owned()] += np.asarray(self._inner_of(state)["error"]) * np.float32(self.parts.exchange.size)
 
     def owned(self) -> Ints:

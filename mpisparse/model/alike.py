@@ -1,4 +1,4 @@
-"""Whether all ranks were given the same model and the same options."""
+"""Check that all ranks have the same model and the same options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers, such as batch-norm statistics, while shared weights are in the model: rank 0's, their mean, or the rank's own."""
+"""Buffers, such as batch-norm statistics, while the model holds shared weights: rank 0's, their mean, or the rank's own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SharedBuffers:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Have the same buffers on all ranks for a while; collective unless there are none, or each rank keeps its own."""
+        """Use the same buffers on all ranks inside the block; collective unless there are none, or each rank keeps its own."""
         if self._inside or self.how == "own" or self.exchange.size == 1 or not any(True for _ in self.model.buffers()):
             yield
             return
@@ -44,18 +44,18 @@ class SharedBuffers:
         return {name: kept[id(buffer)] for name, buffer in named if id(buffer) in kept}
 
     def forget(self) -> None:
-        """A state was loaded: these are not to be given back."""
+        """Drop the kept buffers, because a state was loaded."""
         self._kept = []
 
     def _share(self) -> None:
         """Put the same buffers into the model of all ranks; collective."""
-        self._give_back()  # of an attempt that a rank's death has ended
+        self._give_back()  # those of an attempt that a rank's death ended
         meet(self.exchange, "global_weights")
         self._take()
 
     @torch.no_grad()
     def _give_back(self) -> None:
-        """Have the rank's own buffers in the model again; local."""
+        """Put the rank's own buffers back into the model; local."""
         for buffer, own in self._kept:
             buffer.copy_(own)
         self._kept = []

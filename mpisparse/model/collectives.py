@@ -22,7 +22,7 @@ Rows = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class Collectives:
-    """What GradientSync offers beside its steps."""
+    """What GradientSync offers besides its steps."""
 
     _exchange: Exchange
 
@@ -36,7 +36,7 @@ class Collectives:
         return mean_of(rows[:, 0])
 
     def _together(self, attempt: Callable[[], T]) -> T:
-        """Do what all ranks do together; again, among the living, if one dies meanwhile and the others are to go on."""
+        """Run a joint operation of all ranks; repeat it among the living if one dies meanwhile and the others are to go on."""
         return together(self._exchange, attempt)
 
     def average(self, value: float) -> float:
@@ -44,7 +44,7 @@ class Collectives:
         return self._mean("average", value)
 
     def agree_any(self, flag: bool) -> bool:
-        """Tell whether the flag is set on any rank; collective."""
+        """Whether the flag is set on any rank; collective."""
         return bool(self._meet("agree_any", int(bool(flag)))[:, 0].any())
 
     def gather_floats(self, row: Rows) -> Rows:

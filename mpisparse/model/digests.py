@@ -1,7 +1,7 @@
-"""What must be equal on all ranks, as one number in the first message of a step: weights, and learning rates.
+"""A digest of what must be equal on all ranks, weights and learning rates, in the first message of a step.
 
-Replicas that receive the same gradients and differ all the same would drift apart unseen. A digest is a sum of the bits as
-integers (mpisparse.backends.digest).
+Without it, replicas that differ although they receive the same gradients would drift apart unnoticed. A digest is a sum
+of the bits as integers (mpisparse.backends.digest).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from mpisparse.comm.exchange import Exchange
 
 ROUNDING = 1e-5  # a difference below this share of the largest weight may be the rounding of different processors
-REPEATED = 3  # first exchanges in which ranks with the same gradients are looked for
+REPEATED = 3  # how many first exchanges look for ranks with the same gradients
 
 
 class Equality:
-    """Compares the replicas every so many steps, and the learning rates of attached optimizers in each.
+    """Compares the replicas every few steps, and the learning rates of attached optimizers in every step.
 
     tensors: the weights that must be equal, one for each slot. rates: the learning rates, by group, where gradients are
     exchanged. every: steps from one comparison to the next; 0: never.
@@ -40,7 +40,7 @@ class Equality:
         self._last = 0
 
     def number(self, step: int) -> int:
-        """What to compare in a step; local. A comparison that is due stays so until a step was done()."""
+        """The digest to compare in a step; local. A comparison stays due until a step is done()."""
         if not self.every:
             return 0
         due = step // self.every > self._last // self.every
@@ -48,7 +48,7 @@ class Equality:
         return (rates * 31 + digest(self.tensors())) & LARGEST if due else rates
 
     def done(self, step: int) -> None:
-        """The ranks have compared what number() gave, or go on from a step whose state was loaded; local."""
+        """Called when the ranks have compared the digest, or when the state of a step was loaded; local."""
         self._last = step
 
     def judge(self, exchange: Exchange) -> None:
@@ -96,7 +96,7 @@ class Equality:
 
 
 def _distance(exchange: Exchange, tensor: torch.Tensor) -> tuple[float, float]:
-    """How far a tensor is from rank 0's, at most over ranks, and rank 0's largest value; collective."""
+    """The largest distance over ranks of a tensor from rank 0's, and rank 0's largest value; collective."""
     own = tensor.detach().cpu().double().contiguous().reshape(-1)
     first = own.clone()
     exchange.broadcast_(first.view(torch.uint8).numpy())
@@ -106,12 +106,12 @@ def _distance(exchange: Exchange, tensor: torch.Tensor) -> tuple[float, float]:
 
 
 class Sameness:
-    """Looks for ranks that have the same gradients in the first exchanges: they train on the same batches."""
+    """Looks for ranks that have the same gradients in the first exchanges, because they train on the same batches."""
 
     def __init__(self) -> None:
         self.done = 0
         self._other: set[tuple[int, int]] = set()  # pairs of ranks that differed once
-        self._same: set[tuple[int, int]] = set()  # pairs of ranks that once had the same, and not nothing
+        self._same: set[tuple[int, int]] = set()  # pairs of ranks that once had the same, which was not zero
 
     @property
     def looks(self) -> bool:
@@ -119,7 +119,7 @@ class Sameness:
         return self.done < REPEATED
 
     def note(self, samples: Sequence[int], rank: int) -> None:
-        """Compare the digests of all ranks, 0 where there is none; on rank 0, warn at last. Local."""
+        """Compare the digests of all ranks (0: none); rank 0 warns after the last comparison. Local."""
         ranks = range(len(samples))
         pairs = [(a, b) for a in ranks for b in ranks if a < b]
         self._other |= {(a, b) for a, b in pairs if samples[a] != samples[b]}
@@ -135,8 +135,8 @@ class Sameness:
 
 
 def rates_of(attached: Iterable[Any]) -> tuple[float, ...]:
-    """The learning rates of attached optimizers, by group; those on a device are left out, which would wait for it."""
+    """The learning rates of attached optimizers, by group, except those on a device, for which the host would wait."""
     found = [group.get("lr") for one in attached for group in one.optimizer.param_groups]
-    rates = [0.0 if rate is None else rate for rate in found]  # some optimizers find their own
+    rates = [0.0 if rate is None else rate for rate in found]  # some optimizers choose their own
     here = [float(rate) for rate in rates if not (isinstance(rate, torch.Tensor) and rate.device.type != "cpu")]
     return tuple(float(np.float32(rate)) for rate in here)  # processors may differ in the last bits of a float64

@@ -1,4 +1,4 @@
-"""Buckets of gradients that set out while backward still makes those of other parameters."""
+"""Buckets of gradients that are sent while backward still computes the others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Loop(Protocol):
-    """What the training loop has set. k: elements to select; syncing: step() follows the backward that is going on."""
+    """Settings of the training loop. k: elements to select; syncing: step() follows the current backward."""
 
     @property
     def k(self) -> int: ...
@@ -29,10 +29,10 @@ class Loop(Protocol):
 
 
 class Early:
-    """Sends a bucket when backward has made its last gradient and all buckets before it are out.
+    """Sends a bucket when backward has computed its last gradient and all earlier buckets are sent.
 
-    look: sees what is frozen now, which k depends on. scaler: the GradScaler by which gradients are still scaled when they
-    set out, if there is one.
+    look: checks what is frozen now, on which k depends. scaler: the GradScaler whose scale gradients still have when they
+    are sent, if there is one.
     """
 
     def __init__(
@@ -52,17 +52,17 @@ class Early:
         self._begin()
 
     def _begin(self) -> None:
-        """A step begins: nothing has come."""
+        """Reset at the beginning of a step."""
         self._round = self.buckets.rounds
-        self._came: dict[int, None] = {}  # parameters in the order in which backward made their gradients
-        self._twice: int | None = None  # a parameter whose gradient came again
+        self._came: dict[int, None] = {}  # parameters in the order in which backward computed their gradients
+        self._twice: int | None = None  # a parameter whose gradient was computed twice
         self._missing = [bucket.last - bucket.first for bucket in self.buckets.buckets]
-        self._sent: dict[int, tuple[torch.Tensor, int]] = {}  # gradients as they set out, with torch's count of writes
-        self._k = 0  # of all buckets, when they set out
+        self._sent: dict[int, tuple[torch.Tensor, int]] = {}  # gradients as they were sent, with torch's count of writes
+        self._k = 0  # of all buckets, when they were sent
         self._unscaled = False
 
     def note(self, i: int) -> None:
-        """Backward has made the gradient of parameter i."""
+        """Called when backward has computed the gradient of parameter i."""
         if self._round != self.buckets.rounds:
             self._begin()
         if not self.loop.syncing:
@@ -76,7 +76,7 @@ class Early:
             pass
 
     def _send(self, number: int) -> bool:
-        """Send a bucket if it is complete and nothing speaks against it; what does is for step() to say."""
+        """Send a bucket if it is complete and there is no objection; step() reports objections."""
         bucket = self.buckets.buckets[number]
         if self._missing[number] or bucket.held.stretches:
             return False
@@ -104,13 +104,13 @@ class Early:
         return collect(bucket.slots, ends, self.layout.kinds[bucket.first : bucket.last], grads)
 
     def unscaled(self) -> None:
-        """The scaler has written to the gradients, which is as it should be."""
+        """Called when the scaler has written to the gradients, which is expected."""
         self._unscaled = True
         self._sent = {i: (grad, grad._version) for i, (grad, _) in self._sent.items()}
         self.watch.seen = self.published.written()
 
     def trouble(self, grads: Sequence[torch.Tensor | None], frozen: Bools) -> str:
-        """Why the buckets that are out do not hold this step's gradients, or an empty text. The step begins."""
+        """Why the buckets in flight do not hold this step's gradients, or an empty text. Begins the step."""
         if self._round != self.buckets.rounds:
             return ""
         last = {self._bucket_of[i]: at for at, i in enumerate(self._came)}
@@ -150,7 +150,7 @@ class Early:
 
 
 def _warn(buckets: Bucketed) -> None:
-    """Say if nothing will overlap, and why."""
+    """Warn if nothing will overlap, and say why."""
     if buckets.parts.exchange.size == 1:
         return
     if not buckets.overlaps:

@@ -1,4 +1,4 @@
-"""Parameters frozen midway: what waits of them is out of sight while a scheme chooses, and in its place between steps."""
+"""Parameters frozen midway: their residual is hidden while a scheme selects, and restored between steps."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Frozen:
         self.backend = backend
         self.mask = np.zeros(len(layout.params), dtype=bool)
         self.digest = 0
-        self.changed = False  # since whoever looks after it has set this back
+        self.changed = False  # since the owner last reset this
         self._memory: dict[str, list[Any]] = {}
 
     def look(self) -> None:
-        """See which are frozen now."""
+        """Check which are frozen now."""
         now = np.fromiter((not p.requires_grad for p in self.layout.params), dtype=bool, count=len(self.layout.params))
         self.hold(now)
 
     def hold(self, now: Bools) -> None:
-        """Let these parameters wait, and no others."""
+        """Hold back these parameters, and no others."""
         if np.array_equal(now, self.mask):
             return
         self.mask, self.changed = now, True
@@ -51,7 +51,7 @@ class Frozen:
         return ", ".join(slot.name for slot, is_frozen in zip(self.layout.slots, self.mask, strict=True) if is_frozen)
 
     def take_out(self, grads: list[torch.Tensor | None]) -> list[tuple[int, torch.Tensor]]:
-        """Take the gradients of frozen parameters out of a list: they came before the freezing, and wait too."""
+        """Take the gradients of frozen parameters out of a list; they were computed before the freezing, and wait, too."""
         out = []
         for i in np.flatnonzero(self.mask).tolist():
             grad, grads[i] = grads[i], None
@@ -61,7 +61,7 @@ class Frozen:
 
     @contextlib.contextmanager
     def out_of_sight(self, vectors: Vectors) -> Iterator[None]:
-        """Have zeros in the stretches that wait, and add what was there afterwards; `vectors`: by name, as they are now."""
+        """Set the held stretches to zero inside the block, and add their values back at its end; `vectors`: by name."""
         if not self.layout.held.stretches:
             yield
             return

@@ -1,4 +1,4 @@
-"""Which gradients are new: hooks on the parameters, and whether the published gradient was zeroed before backward.
+"""Tell which gradients are new, by hooks on the parameters, and whether the published one was zeroed before backward.
 
 After a step p.grad is a view of the published buffer. A backward that adds into it without zero_grad would feed the
 mean back as if it were a gradient. torch counts writes (`_version`) but does not say whose they were, so a few
@@ -20,7 +20,7 @@ from mpisparse.model.published import Published
 
 
 class Watch(Protocol):
-    """What GradientSync has on a model's parameters until it is closed, or until another is made for one of them."""
+    """What GradientSync attaches to a model's parameters until it is closed, or until another is made for one of them."""
 
     removed: bool
 
@@ -41,7 +41,7 @@ def take_over(watch: Watch, params: Sequence[torch.nn.Parameter]) -> None:
 
 
 class GradientWatch:
-    """Notes every gradient that backward accumulates; `on_gradient(i)` is called for each, if given."""
+    """Records every gradient that backward accumulates; `on_gradient(i)` is called for each, if given."""
 
     def __init__(self, layout: Layout, published: Published, on_gradient: Callable[[int], None] | None) -> None:
         self.layout = layout
@@ -61,7 +61,7 @@ class GradientWatch:
         ]
 
     def stale(self) -> list[int]:
-        """The parameters whose gradient since the last step holds the published mean too.
+        """The parameters whose gradient since the last step includes the published mean.
 
         A gradient that is read in step() may have been zeroed or dropped since; one taken during backward may not.
         """
@@ -73,7 +73,7 @@ class GradientWatch:
         return sorted(i for i in self.unzeroed if params[i].grad is views[i])
 
     def reattach(self) -> None:
-        """Make views of the buffer again where a conversion of the module, there and back, has cut them off."""
+        """Recreate the views of the buffer that a conversion of the module, there and back, has cut off."""
         for i in self.published.cut_off():
             before, p = self.published.views[i], self.layout.members[i]
             view = self.published.renew(i)
@@ -81,20 +81,20 @@ class GradientWatch:
                 p.grad = view
 
     def restart(self) -> None:
-        """A step is done: what is in the views now is the published mean."""
+        """Called when a step is done; the views hold the published mean now."""
         self.fresh[:] = False
         self.unzeroed.clear()
         self.zeroed = False
         self.seen = self.published.stamp
 
     def remove(self) -> None:
-        """Take the hooks off the parameters; also done when another watch takes one of them over."""
+        """Remove the hooks from the parameters; also done when another watch takes one of them over."""
         self.removed = True
         for handle in self.handles:
             handle.remove()
 
     def note(self, i: int) -> None:
-        """A gradient of parameter i was accumulated into p.grad."""
+        """Called when a gradient of parameter i was accumulated into p.grad."""
         self.fresh[i] = True
         if self.layout.members[i].grad is self.published.views[i]:
             self._check_zeroed(i)

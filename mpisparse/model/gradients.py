@@ -1,4 +1,4 @@
-"""A model's gradients as a step takes them: which are new, whether they fit, and their mean as p.grad afterwards."""
+"""A model's gradients around a step: which are new, whether they fit, and their mean as p.grad afterwards."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LOOKS, STRIDE = attrgetter("dtype", "shape", "device"), methodcaller("stride")  
 class ModelGradients:
     """Layout, hooks and published views of one model.
 
-    in_backward: gradients are added to the residual by `add` when backward makes them, and dropped. looks: read
+    in_backward: `add` adds gradients to the residual when backward has computed them, and they are dropped. looks: check
     all gradients for non-finite values before anything is added.
     """
 
@@ -58,22 +58,22 @@ class ModelGradients:
         self._looks = [(s.dtype, s.shape, layout.device) for s in layout.slots]
         self._strides = [s.stride for s in layout.slots]
         self._plain = [None if s.dtype is torch.float64 else s.stride for s in layout.slots]  # strides read without a copy
-        self._late: list[tuple[int, torch.Tensor]] = []  # gradients that came before their parameters were frozen
-        self.holds = False  # whether the step has anything to hold back: of these, or of parameters frozen since
-        self._left: set[int] = set()  # path "backward": gradients that could not be read when they came
+        self._late: list[tuple[int, torch.Tensor]] = []  # gradients computed before their parameters were frozen
+        self.holds = False  # whether the step has anything to hold back, of these or of parameters frozen since
+        self._left: set[int] = set()  # accumulate="backward": gradients that could not be read when they were computed
         self._flush: Callable[[Any], None] | None = getattr(backend, "flush", None)
-        self._flushes = False  # at the end of this backward
+        self._flushes = False  # whether a flush is queued for the end of this backward
         self._bad = -1
         self._published_once = False
 
     def send_early(self, early: Early) -> None:
-        """Have buckets set out while backward goes on."""
+        """Send buckets while backward is running."""
         self.early, self.watch.on_gradient = early, early.note
 
     # Before a step
 
     def take(self, k: int, trouble: str) -> tuple[Pieces | None, Notice]:
-        """The gradients since the last step, None where they are in the residual already, and what to tell the ranks."""
+        """The gradients since the last step, None if they are in the residual already, and the notice for the other ranks."""
         views, fresh = self.published.views, self.watch.fresh
         pairs = zip(map(GRAD, self.layout.members), views, strict=True)
         grads = [None if grad is view and not fresh[i] else grad for i, (grad, view) in enumerate(pairs)]
@@ -102,7 +102,7 @@ class ModelGradients:
         return pieces, self._fresh(notice)
 
     def _collect(self, grads: list[torch.Tensor | None]) -> Pieces:
-        """The gradients as pieces of the flat vector; without a copy where all lie in memory as their parameters do."""
+        """The gradients as pieces of the flat vector; without a copy if all have the memory layout of their parameters."""
         alive = [g for g in grads if g is not None]
         plain = self._plain if len(alive) == len(grads) else _at(self._plain, grads)
         if list(map(LAYOUT, alive)).count(torch.strided) < len(alive) or list(map(STRIDE, alive)) != plain:
@@ -116,7 +116,7 @@ class ModelGradients:
         return Pieces(pointers, self.layout.ends, self.layout.kinds, [], alive)
 
     def _fresh(self, notice: Notice) -> Notice:
-        """Note where there is no new gradient, or where the last mean is still in one."""
+        """Record which parameters have no new gradient, and whether one still includes the last mean."""
         if notice.status == NONFINITE:
             return notice
         if notice.unused.all():
@@ -128,7 +128,7 @@ class ModelGradients:
         return notice
 
     def _changed(self, grads: list[torch.Tensor | None]) -> str | None:
-        """What of the model is not as it was at construction, in words; None if nothing that matters."""
+        """A text that says what has changed in the model since construction; None if nothing that matters."""
         new = None
         nothing_came = not self.watch.fresh.any() and all(grad is None for grad in grads)
         if nothing_came or self._registered != registry.count:
@@ -148,7 +148,7 @@ class ModelGradients:
         )
 
     def _as_before(self, grads: list[torch.Tensor | None]) -> bool:
-        """Tell whether parameters and gradients are of the types, shapes and places that they had; False: look closer."""
+        """Whether parameters and gradients have their former types, shapes and devices; if False, a closer check follows."""
         params, looks = self.layout.members, self._looks
         if list(map(LOOKS, params)) != looks or list(map(STRIDE, params)) != self._strides:
             return False
@@ -165,20 +165,20 @@ class ModelGradients:
     # During backward
 
     def _made(self, i: int) -> None:
-        """Path "backward": parameter i's gradient is made. A device adds small ones together, at the end at the latest."""
+        """With accumulate="backward": parameter i's gradient is ready. A device adds small ones together, later in backward."""
         self._accumulate(i)
         if self._flush is not None and not self._flushes:
             self._flushes = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
-        """Backward ends."""
+        """Called at the end of backward."""
         self._flushes = False
         assert self._flush is not None
         self._flush(self.backend.array_of(self.residual))
 
     def _accumulate(self, i: int) -> None:
-        """Path "backward": add parameter i's gradient into the residual and drop it."""
+        """With accumulate="backward": add parameter i's gradient to the residual and drop it."""
         slot, p = self.layout.slots[i], self.layout.members[i]
         assert p.grad is not None
         assert self.add is not None
@@ -191,7 +191,7 @@ class ModelGradients:
         p.grad = None
 
     def _take_left(self) -> None:
-        """Path "backward": take the gradients that could not be read when they came, if they can be now."""
+        """With accumulate="backward": add the gradients that could not be read when they were computed, if they can be now."""
         for i in sorted(self._left):
             if self.layout.members[i].grad is not None and not self.frozen.mask[i]:
                 self._accumulate(i)
@@ -200,21 +200,21 @@ class ModelGradients:
     # In a step
 
     def hold_late(self) -> None:
-        """Keep in the residual what came of parameters before they were frozen."""
+        """Add gradients computed before their parameters were frozen to the residual."""
         for i, grad in self._late:
             self.layout.slots[i].view(self.residual).add_(grad.to_dense().float())
         self._late = []
 
     def refused(self) -> None:
-        """The step is refused: these gradients are still p.grad."""
+        """Called when the step is refused; these gradients are still p.grad."""
         self._late = []
 
     def out_of_sight(self, memories: Callable[[], dict[str, Any]]) -> contextlib.AbstractContextManager[None]:
-        """Have zeros where parameters are frozen, in the residual and in what else elements are selected by."""
+        """Inside the block, zero the frozen parameters in the residual and in other vectors that elements are selected by."""
         return self.frozen.out_of_sight(lambda: {"residual": self.backend.array_of(self.residual), **memories()})
 
     def publish(self, used: Bools | None) -> None:
-        """Make the published views p.grad; a parameter without a gradient on any rank, and nothing published, keeps None."""
+        """Make the published views p.grad; a parameter with no gradient on any rank and nothing published keeps None."""
         mask, pairs = self.frozen.mask, zip(self.layout.members, self.published.views, strict=True)
         absent = mask if used is None else mask | ~used
         if absent.any():
@@ -231,7 +231,7 @@ class ModelGradients:
         watch.zeroed, watch.seen = False, published.stamp
 
     def look(self) -> None:
-        """See which parameters are frozen now."""
+        """Check which parameters are frozen now."""
         moving = list(map(REQUIRES_GRAD, self.layout.params))
         if moving != self._moving:
             self.frozen.look()
@@ -244,7 +244,7 @@ class ModelGradients:
         self.watch.restart()
 
     def restart(self) -> None:
-        """A state was loaded: nothing of before counts."""
+        """Forget earlier gradients, because a state was loaded."""
         self._bad = -1
         self._left.clear()
         self.frozen.changed = True
@@ -256,15 +256,15 @@ T = TypeVar("T")
 
 
 def _at(items: list[T], grads: list[torch.Tensor | None]) -> list[T]:
-    """The items of those parameters that have a gradient."""
+    """The items of the parameters that have a gradient."""
     return [item for item, grad in zip(items, grads, strict=True) if grad is not None]
 
 
 class GradientsBefore:
-    """What a GradientSync does where gradients are exchanged, before the optimizer's step; see WeightsAfter.
+    """What a GradientSync that exchanges gradients does, before the optimizer's step; see WeightsAfter.
 
-    words: what errors call the values, and what to do about them. ahead: step() was called by hand, and the attached
-    optimizer has not followed yet.
+    words: what errors call the values, and their advice. ahead: step() was called by hand, and the attached optimizer has
+    not followed yet.
     """
 
     words: ClassVar[Mapping[str, str]] = {}
@@ -289,7 +289,7 @@ class GradientsBefore:
             self.sync._exchange_now(trouble)
 
     def finish(self) -> None:
-        """The optimizer has used the mean; local."""
+        """Called when the optimizer has used the mean; local."""
         sync, companion = self.sync, self.sync._companion
         if not companion.idle and not companion.draining and sync._stats is not None and not sync._stats.skipped:
             sync._stats = companion.finish(sync._stats)
@@ -299,10 +299,10 @@ class GradientsBefore:
         return rates_of(self.sync._attached)
 
     def sample(self, pieces: Any) -> int:
-        """A number that tells ranks from each other that train on different batches."""
+        """A number that differs between ranks with different batches."""
         number: int = self.sync._gradients.sample(pieces)
         return number
 
     def lost(self, statuses: Collection[int], *, added: bool, late: bool) -> bool:
-        """Whether a step that was refused has changed what waits. added: gradients had been added before."""
+        """Whether a refused step has changed the residual. added: gradients had been added before."""
         return added or (NONFINITE in statuses and self.sync.options.accumulate == "backward")

@@ -1,4 +1,4 @@
-"""Uneven numbers of batches: a rank that has no more takes part in the steps of the others, with zeros."""
+"""Uneven numbers of batches: a rank without more batches takes part in the others' steps with zeros."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def joined_k(call: Call, own: int) -> int:
 
 
 def with_zeros(notice: Notice, call: Call) -> Notice:
-    """The notice of a rank that takes part without a new gradient. Raise if it cannot; it has told that it can."""
+    """The notice of a rank that takes part without a new gradient. Raises if it cannot, after its roll call said it can."""
     if notice.status not in (FINE, NO_BACKWARD):
         raise GradientError(notice.trouble or "a gradient that this rank did not exchange before join() cannot be exchanged")
     return notice._replace(status=FINE, call=call)
@@ -33,7 +33,7 @@ def with_zeros(notice: Notice, call: Call) -> Notice:
 
 @contextlib.contextmanager
 def joining(sync: Any, optimizers: Sequence[torch.optim.Optimizer], each_step: Callable[[], Any] | None) -> Iterator[None]:
-    """Let the loop inside end on different ranks at different steps; collective."""
+    """Let the loop inside the block end at different steps on different ranks; collective."""
     trailing = Trailing(sync, optimizers, each_step)
     if sync.size == 1:
         yield
@@ -44,7 +44,7 @@ def joining(sync: Any, optimizers: Sequence[torch.optim.Optimizer], each_step: C
 
 
 class Trailing:
-    """The steps of a rank that has no more batches."""
+    """The steps of a rank without more batches."""
 
     def __init__(self, sync: Any, optimizers: Sequence[torch.optim.Optimizer], each_step: Callable[[], Any] | None) -> None:
         self.sync, self.each_step = sync, each_step
@@ -87,13 +87,13 @@ class Trailing:
             self._compare()
 
     def _compare(self) -> None:
-        """Raise on all ranks if the replicas differ: the loop may do more to gradients than a rank without batches did."""
+        """Raise on all ranks if replicas differ: the loop may change gradients in ways that a rank without batches did not."""
         sync = self.sync
         if sync._equality.every and len(set(sync._exchange.gather_texts(str(digest(sync._replicated()))))) > 1:
             sync._equality.judge(sync._exchange)
 
     def _step(self) -> bool:
-        """Take part in one step that exchanges gradients; tell whether there was one."""
+        """Take part in one step that exchanges gradients; return whether there was one."""
         sync = self.sync
         call = self._listen()
         if call.rows is None or all_done(call.rows):
@@ -110,9 +110,9 @@ class Trailing:
         return True
 
     def _rest_or_exchange(self) -> bool:
-        """Count one step of an optimizer that moves nothing, and exchange weights if that is due.
+        """Count one optimizer step without movement, and exchange weights if an exchange is due.
 
-        Ranks meet only in exchanges, so the one after the last batch is made on all ranks.
+        Ranks meet only in exchanges, so all ranks make the one after the last batch.
         """
         sync = self.sync
         sync._companion.begin()

@@ -1,4 +1,4 @@
-"""A model's parameters as one flat vector: where each lies, and whether they are still as they were."""
+"""A model's parameters as one flat vector: the place of each, and whether they have changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpisparse.model.shards import Shard, is_sharded, local_of
 class Layout:
     """The slots of all trainable parameters, in the order of model.parameters(); `named`: of these tensors instead.
 
-    Of a sharded parameter (DTensor) it is the local part.
+    For a sharded parameter (DTensor), the slot is that of the local part.
     """
 
     def __init__(self, model: torch.nn.Module, named: Sequence[tuple[str, Any]] | None = None) -> None:
@@ -28,7 +28,7 @@ class Layout:
                 f"{type(model).__name__} has no parameter that requires a gradient; nothing would be exchanged"
             )
         self.params: list[torch.nn.Parameter] = [p for _, p in trainable]
-        self.members: list[Any] = [Shard(p) if is_sharded(p) else p for p in self.params]  # what a rank has of them
+        self.members: list[Any] = [Shard(p) if is_sharded(p) else p for p in self.params]  # this rank's parts
         self.device = self.params[0].device
         self.frozen = [p for p in model.parameters() if not p.requires_grad]
         self.slots: list[Slot] = []
@@ -50,7 +50,7 @@ class Layout:
         return [f"{s.name} {list(s.shape)} {str(s.dtype).removeprefix('torch.')} {list(s.stride)}" for s in self.slots]
 
     def misfit(self, grads: Iterable[torch.Tensor | None]) -> str | None:
-        """What of the parameters or their gradients is not as it was at construction, in words; None if all is."""
+        """A text that says what has changed in the parameters or their gradients since construction; None if nothing."""
         for slot, p, grad in zip(self.slots, self.members, grads, strict=True):
             if not slot.fits(p) or p.device != self.device:
                 was = _looks(slot.dtype, slot.shape, slot.stride, self.device)
@@ -87,12 +87,12 @@ def _looks(dtype: torch.dtype, shape: Iterable[int], stride: Iterable[int] | Non
 
 
 def collect_gradients(layout: Layout, grads: Iterable[torch.Tensor | None]) -> Pieces:
-    """The gradients as pieces of the flat vector; None is an absent one."""
+    """The gradients as pieces of the flat vector; None marks an absent one."""
     return collect(layout.slots, layout.ends, layout.kinds, grads)
 
 
 def refuse_wrapped(model: torch.nn.Module) -> None:
-    """Raise ConfigurationError if a wrapper in the model averages gradients by itself, or if it is no model."""
+    """Raise ConfigurationError if a wrapper in the model averages gradients by itself, or if it is not a model."""
     if not isinstance(model, torch.nn.Module):
         raise ConfigurationError(f"expected the model, a torch.nn.Module, got {type(model).__name__}; pass the model itself")
     for module in model.modules():

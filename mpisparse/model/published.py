@@ -40,10 +40,10 @@ class TypeRun:
 
 
 class Published:
-    """The mean gradient: zero but at the last union, as one buffer for each run of equal types, with a view a parameter.
+    """The mean gradient: zero except at the last union. One buffer per run of equal types, with one view per parameter.
 
-    Only the positions of the last and the new union are written, unless someone else wrote into the views (torch
-    counts that in `_version`): then the whole buffer is cleared.
+    Only the positions of the last and the new union are written. If someone else wrote to the views (torch counts that in
+    `_version`), the whole buffer is cleared.
     """
 
     def __init__(self, layout: Layout, backend: Backend) -> None:
@@ -59,7 +59,7 @@ class Published:
             run.buffer = zeros(run.end - run.begin, run.buffer.dtype, layout.device)
         self.slots = layout.slots
         self.views = [slot.view(run.buffer, run.begin) for slot, run in zip(self.slots, self.run_of, strict=True)]
-        self.addresses = [view.data_ptr() for view in self.views]  # where the buffers are for as long as this object is
+        self.addresses = [view.data_ptr() for view in self.views]  # fixed for the lifetime of this object
         self.union: Any = backend.empty(0, np.int64)  # an ascending index, or the range of all elements
         self.total = torch.empty(0)
         self.uncounted = any(isinstance(member, Shard) for member in layout.members)  # torch counts no writes to these
@@ -72,7 +72,7 @@ class Published:
         return sum(run.buffer._version for run in self.runs)
 
     def is_cut_off(self, i: int) -> bool:
-        """Tell whether a view has other memory than the buffer: converting a module gives its gradients new memory."""
+        """Whether a view has other memory than the buffer, as after converting a module, which reallocates its gradients."""
         return self.views[i].data_ptr() != self.addresses[i]
 
     def cut_off(self) -> list[int]:
@@ -81,7 +81,7 @@ class Published:
         return [i for i, (view, address) in enumerate(pairs) if view.data_ptr() != address]
 
     def renew(self, i: int) -> torch.Tensor:
-        """Make a view of the buffer again; the one before goes on as a tensor of its own."""
+        """Recreate a view of the buffer; the former view lives on as a separate tensor."""
         run = self.run_of[i]
         self.views[i] = self.slots[i].view(run.buffer, run.begin)
         self.addresses[i] = self.views[i].data_ptr()
@@ -120,13 +120,13 @@ class Published:
         self._done()
 
     def whole(self) -> torch.Tensor:
-        """A float32 vector to sum the whole mean into: the buffer itself where it is one of float32."""
+        """A float32 vector to sum the whole mean into: the buffer itself if it is one float32 buffer."""
         direct = len(self.runs) == 1 and self.runs[0].buffer.dtype == torch.float32
         self.total = self.runs[0].buffer if direct else torch.empty(self.runs[-1].end, device=self.runs[0].buffer.device)
         return self.total
 
     def published(self) -> torch.Tensor:
-        """The mean as one flat float32 vector: the buffer itself where it is one of float32."""
+        """The mean as one flat float32 vector: the buffer itself if it is one float32 buffer."""
         return self.runs[0].buffer.float() if len(self.runs) == 1 else torch.cat([run.buffer.float() for run in self.runs])
 
     def _fill(self, acc: Any) -> None:
@@ -139,18 +139,18 @@ class Published:
             run.buffer.copy_(part.clamp(-limit, limit))
             left = self.backend.array_of(part - run.buffer.to(torch.float32))
             self.backend.add(acc[run.begin : run.end], left)
-        self.version = self.written() - 1  # every element was written: the next clear must be of the whole
+        self.version = self.written() - 1  # every element was written, so the next clear must be of the whole buffer
         self.union = range(self.runs[-1].end)
         self._done()
 
     def _done(self) -> None:
-        """Note who wrote so far; of the whole mean also the witnesses, which are found by its values."""
+        """Record the count of writes; of a whole mean also the witnesses, which are chosen by its values."""
         self.stamp = self.written()
         self._witnesses = self.sample(WITNESSES) if isinstance(self.union, range) else None
 
     @property
     def witnesses(self) -> list[int]:
-        """A few published elements by which one sees whether anyone zeroes them; looked for when they are asked for."""
+        """A few published elements that show whether anyone zeroed the buffer; chosen on first use."""
         if self._witnesses is None:
             self._witnesses = self.sample(WITNESSES)
         return self._witnesses
@@ -163,7 +163,7 @@ class Published:
         return [(run, union[a:b]) for run, (a, b) in zip(self.runs, pairwise(cuts), strict=True) if a < b]
 
     def sample(self, count: int) -> list[int]:
-        """About so many indices of the union, at least one if there is one; of the whole mean, some that are not zero."""
+        """About `count` indices of the union, at least one if there is one; of a whole mean, some that are not zero."""
         if isinstance(self.union, range):
             spread = [run.begin + i for run in self.runs for i in _nonzero(run.buffer, count)]
             return spread[:: max(1, len(spread) // count)][:count]
@@ -172,7 +172,7 @@ class Published:
 
 
 def _nonzero(values: torch.Tensor, count: int) -> list[int]:
-    """Some indices, at most so many, where values are not zero, looked for in a few places only."""
+    """At most `count` indices of nonzero values, searched in a few places only."""
     places = torch.arange(0, len(values), max(1, len(values) // (16 * count)), device=values.device)
     found: list[int] = places[values[places] != 0][:count].tolist()
     return found

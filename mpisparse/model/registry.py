@@ -1,4 +1,4 @@
-"""How many parameters were registered in any torch module so far: tells cheaply whether a model may have changed."""
+"""Count the parameters registered in any torch module, a cheap sign that a model may have changed."""
 
 from __future__ import annotations
 

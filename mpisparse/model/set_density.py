@@ -1,4 +1,4 @@
-"""The set density of an exchange, which may be changed while it trains."""
+"""The set density of an exchange, which may be changed during training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class SetDensity:
-    """Has a density that follows the rules of the scheme's options."""
+    """Adds a density that follows the rules of the scheme's options."""
 
     _options: Options
     _density: float

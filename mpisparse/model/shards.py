@@ -1,4 +1,4 @@
-"""Sharded parameters (torch's DTensor, as fully_shard makes them): a rank's own part of each is what is exchanged."""
+"""Sharded parameters (torch's DTensor, as fully_shard makes them): a rank exchanges its own part of each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOW = (
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Tell whether a tensor is a DTensor; torch.distributed.tensor is slow to import, so it is not."""
+    """Whether a tensor is a DTensor; does not import torch.distributed.tensor, which is slow."""
     return hasattr(tensor, "to_local") and hasattr(tensor, "device_mesh")
 
 
@@ -38,7 +38,7 @@ class Shard:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The local part of the gradient; what was assigned, as long as the parameter has it."""
+        """The local part of the gradient; the assigned one, as long as the parameter holds it."""
         grad = self.param.grad
         if grad is None:
             return None

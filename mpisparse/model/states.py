@@ -1,4 +1,4 @@
-"""The state of an exchange: everything that the next step depends on, given as tensors and taken back."""
+"""The state of an exchange: everything that the next step depends on, saved as tensors and loaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class States(Collectives):
-    """Gives and takes the state of GradientSync, which has these parts."""
+    """Saves and loads the state of GradientSync, which has these parts."""
 
     scheme: str
     _options: Options
@@ -55,7 +55,7 @@ class States(Collectives):
 
     @property
     def ranks_a_node(self) -> int:
-        """The ranks whose gradients are summed before they are exchanged; 1 where all ranks exchange with each other."""
+        """The number of ranks whose gradients are summed before the exchange; 1 if all ranks exchange with each other."""
         return 1 if self._nodes is None else self._nodes.ranks
 
     @property
@@ -64,21 +64,21 @@ class States(Collectives):
         return self._exchange.rank if self._nodes is None else self._nodes.first
 
     def _kept(self, copy: bool) -> torch.Tensor:
-        """What a state stores of this rank as one vector: the residual, or the rank's own weights."""
+        """The vector of this rank that a state stores: the residual, or the rank's own weights."""
         kept = self._companion.kept()
         if kept is not None:
             return kept
         return self._aggregator.kept(copy=copy)
 
     def _saved(self, value: Any, copy: bool) -> Any:
-        """A part's value as torch's, on the host."""
+        """A part's value as a torch value, on the host."""
         if isinstance(value, str | int | float | list | dict | None):
             return deepcopy(value) if copy else value
         array: np.ndarray[Any, Any] = self._backend.to_host(value)
         return torch.from_numpy(array.copy() if copy and array is value else array)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a state that state_dict() gave on the same rank of as many ranks; collective, all or none."""
+        """Load a state that state_dict() returned on the same rank of as many ranks; collective, all ranks or none."""
         self._together(lambda: self._load(state))
 
     def _load(self, state: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from mpisparse.core.records import Stats
 
 
 def of_idle_step(step: int, set_density: float, threshold: float, sent: int, received: int, *, skipped: bool) -> Stats:
-    """Return the statistics of a step in which nothing was exchanged. sent, received: bytes all the same."""
+    """Return the statistics of a step in which nothing was exchanged. sent, received: bytes moved nevertheless."""
     return Stats(
         step=step, density=0.0, set_density=set_density, selected=0, threshold=threshold, bytes_sent=sent,
         bytes_received=received, control_bytes=received, imbalance=0.0, seconds={}, skipped=skipped,

@@ -1,4 +1,4 @@
-"""What GradientSync does around its steps where the other ranks go on when one has died."""
+"""What GradientSync does around its steps if the other ranks go on after a death."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_survives(exchange: Exchange, scheme: str, options: Options, *, on_gpu:
 
 
 def check_mirror(exchange: Exchange, scheme: str, options: Options, mirror: object, on_failure: str) -> None:
-    """Raise ConfigurationError unless a rank can keep a copy of what another has not sent; local."""
+    """Raise ConfigurationError unless a rank can keep a copy of another's residual; local."""
     check_whole("mirror", mirror, 1)
     if on_failure != SHRINK:
         raise ConfigurationError(f'mirror is of use with on_failure="shrink" alone, got {on_failure!r}; leave it out')
@@ -43,15 +43,15 @@ def check_mirror(exchange: Exchange, scheme: str, options: Options, mirror: obje
 
 
 class Survivors:
-    """The parts that survive a death together. regrouped: brings what else knows the ranks up to date; collective.
+    """The parts that survive a death together. regrouped: updates everything else that depends on the ranks; collective.
 
-    mirror: the copy of another rank's residual, refreshed within so many steps; None: there are no copies.
+    mirror: the copy of another rank's residual, refreshed within this many steps; None: there are no copies.
     """
 
     def __init__(self, aggregator: Aggregator, options: Options, mirror: int | None, regrouped: Callable[[], None]) -> None:
         self.aggregator, self.options, self.regrouped = aggregator, options, regrouped
         self.exchange = exchange = aggregator.parts.exchange
-        self.formed = exchange.rank, exchange.size  # which the parts were made for
+        self.formed = exchange.rank, exchange.size  # for which the parts were made
         n, works = len(aggregator.parts.residual), aggregator.works
         self.mirror = None if mirror is None else Mirror(exchange, works.scorer, n, mirror)
         self.survival = Survival(exchange, self._rebuild, aggregator.carriers, aggregator.quiet)
@@ -59,7 +59,7 @@ class Survivors:
         aggregator.survive(self.delivery)
 
     def _rebuild(self, living: list[int]) -> Callable[[], float]:
-        """Make ready to go on with fewer ranks; collective. If a rank dies meanwhile it is called again."""
+        """Prepare to go on with fewer ranks; collective. Called again if a rank dies meanwhile."""
         finish = self.aggregator.regrouped(self.options.regrouped, *self.formed)
         kept = 0.0 if self.mirror is None else self.mirror.kept(living, *self.formed)
         self.regrouped()
@@ -74,11 +74,11 @@ class Survivors:
         return go_on
 
     def measured(self, notice: Notice) -> Notice:
-        """A notice that tells, too, how much this rank has not sent; local."""
+        """A notice that includes the norm of this rank's residual; local."""
         return notice._replace(norm=self.delivery.norm())
 
     def met(self, agree: Callable[[Notice], Bools | None], notice: Notice) -> Bools | None:
-        """Agree that all living ranks can go on; collective. Replicas are compared by a first attempt alone."""
+        """Agree that all living ranks can go on; collective. Only the first attempt compares replicas."""
 
         def attempt(again: bool) -> Bools | None:
             if self.mirror is not None:
@@ -88,9 +88,9 @@ class Survivors:
         return self.survival.until_met(attempt)
 
     def ended(self, used: Bools | None, details: dict[str, Any]) -> Bools | None:
-        """A step is done on this rank; local, on all ranks. Returns which parameters had a gradient on some rank that lives.
+        """Called when a step is done; local, on all ranks. Returns which parameters had a gradient on some living rank.
 
-        used: what the first roll call of the step told. details: of the statistics, to be added to.
+        used: the result of the step's first roll call. details: the details of the statistics, to which this adds.
         """
         if self.mirror is not None:
             self.mirror.refresh()
@@ -98,7 +98,7 @@ class Survivors:
         return self.delivery.used(used)
 
     def restart(self) -> None:
-        """All ranks have changed what they have not sent; local, on all ranks."""
+        """Called when all ranks have changed their residuals; local, on all ranks."""
         if self.mirror is not None:
             self.mirror.restart()
 

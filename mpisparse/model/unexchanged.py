@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-ALLOWED = 1  # such steps without a word: a first one may be a trial
+ALLOWED = 1  # such steps without a warning, because a first one may be a trial
 
 _live: weakref.WeakSet[Unexchanged] = weakref.WeakSet()
 
 
 class Unexchanged:
-    """Counts the steps of optimizers that no exchange belongs to, of one GradientSync.
+    """Counts the optimizer steps without an exchange, for one GradientSync.
 
-    since: where weights are exchanged, the steps of each optimizer since the last exchange.
+    since: if weights are exchanged, the steps of each optimizer since the last exchange.
     """
 
     def __init__(self, sync: Any) -> None:
@@ -31,12 +31,12 @@ class Unexchanged:
         _live.add(self)
 
     def exchanged(self) -> None:
-        """An exchange, or what stands for one, was done."""
+        """Called when an exchange, or its substitute, was done."""
         if self.since:
             self.since.clear()
 
     def look(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has done a step: count it if it should have waited for an exchange, and warn once."""
+        """Called when an optimizer has done a step: count it if it should have waited for an exchange, and warn once."""
         sync = self._sync()
         if sync is None or self.count > ALLOWED or self._excused(sync, optimizer):
             return
@@ -63,7 +63,7 @@ class Unexchanged:
         return tied or sync._hooks.removed or sync._companion.draining or not sync._syncing
 
     def _forgotten(self, sync: Any, optimizer: torch.optim.Optimizer, held: list[int]) -> bool:
-        """Whether gradients came that no exchange took; where weights are exchanged, whether this is the second step."""
+        """Whether there are gradients that no exchange took; if weights are exchanged, whether this is the second step."""
         if sync.exchanges_weights:
             self.since[optimizer] = self.since.get(optimizer, 0) + 1
             return self.since[optimizer] > 1
@@ -72,7 +72,7 @@ class Unexchanged:
 
 
 def _listen() -> None:
-    """Look at the steps of all optimizers from now on; once."""
+    """Watch the steps of all optimizers from now on; once."""
     global _listening
     if not _listening:
         _listening = True

@@ -1,4 +1,4 @@
-"""What a GradientSync does where weights are exchanged, after the optimizer's step; see GradientsBefore."""
+"""What a GradientSync that exchanges weights does, after the optimizer's step; see GradientsBefore."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DIVERGED = "nothing was exchanged: lower the learning rate or clip, and load a s
 class WeightsAfter:
     """Weights: every rank has its own, which the optimizer moves before they are exchanged.
 
-    trouble: of the attached optimizer, from before its step; for all ranks to raise in the exchange.
+    trouble: a problem found before the attached optimizer's step, which all ranks raise in the exchange.
     """
 
     words: ClassVar[Mapping[str, str]] = {"advice": DIVERGED, "what": "weight"}
@@ -37,7 +37,7 @@ class WeightsAfter:
         self.finish()
 
     def begin(self, trouble: str | None) -> None:
-        """Exchange the gradients of a dense start, else nothing yet; collective in such a start."""
+        """Exchange gradients during a dense start, otherwise nothing yet; collective during such a start."""
         sync, self.trouble = self.sync, trouble
         sync._check_ready()
         sync._companion.begin()
@@ -46,7 +46,7 @@ class WeightsAfter:
             sync._companion.average(trouble, call)
 
     def finish(self) -> None:
-        """The optimizer has moved the weights: exchange them, if it is time; collective then."""
+        """After the optimizer has moved the weights, exchange them if an exchange is due; collective then."""
         trouble, self.trouble = self.trouble, None
         self.sync._companion.begin()
         if self.sync._companion.is_due():
@@ -55,7 +55,7 @@ class WeightsAfter:
             self.rest()
 
     def rest(self) -> None:
-        """No exchange follows the optimizer's step: what is in flight is applied."""
+        """Called when no exchange follows the optimizer's step: apply deliveries in flight."""
         sync = self.sync
         sync._check_ready()
         sync._unexchanged.exchanged()
@@ -77,10 +77,10 @@ class WeightsAfter:
         return ()
 
     def sample(self, pieces: Any) -> int:
-        """A number that tells ranks from each other that train on different batches; 0: nothing does."""
+        """A number that differs between ranks with different batches; 0: there is none."""
         drift = self.sync._companion.sample()
         return 0 if drift is None else digest([drift])
 
     def lost(self, statuses: Collection[int], *, added: bool, late: bool) -> bool:
-        """Weights are as they were, unless a rank could not add what arrived."""
+        """Whether weights have changed: only if a rank could not add what arrived."""
         return late and BROKEN in statuses

@@ -1,4 +1,4 @@
-"""Schemes by name: each is a record of options, checked when made, and a few lines that put the step's parts together.
+"""Schemes by name: each is a record of options, checked when made, and a few lines that assemble the step's parts.
 
 A scheme's module is imported when the scheme is looked up. Another package may add schemes with `register_scheme`, or
 declare them as entry points in the group "mpisparse.schemes".
@@ -28,7 +28,7 @@ def find_scheme(name: str) -> type[Options]:
 
 
 def register_scheme(name: str, options: type[Options]) -> None:
-    """Add a scheme; refuse a class that is no frozen dataclass of options with `build`, and a name that is taken.
+    """Add a scheme; refuse a name that is taken, and a class that is not a frozen dataclass of options with `build`.
 
     Local: call it on all ranks.
     """

@@ -1,4 +1,4 @@
-"""The selections of other methods, with this project's exchange around them."""
+"""The selections of other methods, with this project's exchange."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Baseline(Options):
         raise NotImplementedError
 
     def scorer(self, parts: Parts) -> Scorer:
-        """What adds up."""
+        """The scorer, which accumulates."""
         return Magnitude(parts.residual, parts.backend)
 
     def build(self, parts: Parts, site: Site | None = None) -> Scheme:
@@ -59,7 +59,7 @@ class Baseline(Options):
 class Local(Baseline):
     """Every rank picks for itself.
 
-    masks: "union": all ranks send what any of them picked; "own": each rank sends its own to owners, who add what arrives.
+    masks: "union": all ranks send what any of them picked; "own": each rank sends its own elements to owners, who add them.
     """
 
     masks: str = "union"
@@ -87,7 +87,7 @@ class LocalTopK(Local):
 
 @dataclass(frozen=True)
 class CyclicLocalTopK(Baseline):
-    """One rank's k largest, in turn, for all."""
+    """One rank's k largest, sent by all ranks; the ranks take turns."""
 
     on_device = True
 
@@ -137,7 +137,7 @@ class FixedThreshold(Local):
 
 @dataclass(frozen=True)
 class StatisticalThreshold(Local):
-    """Each rank's own threshold, by exponentials fitted to the tail of its accumulator in stages."""
+    """Each rank's own threshold, from exponentials fitted in stages to the tail of its accumulator."""
 
     def picker(self, parts: Parts) -> Picker:
         return Sidco(parts.backend, parts.held)

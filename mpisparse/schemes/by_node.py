@@ -10,7 +10,7 @@ from mpisparse.schemes.options import Options
 
 
 def build_by_node(options: Options, parts: Parts, site: Site, nodes: Nodes) -> Scheme:
-    """Put a scheme together that meets inside each node first; `parts` are of all ranks."""
+    """Build a scheme that sums inside each node first; `parts` are those of all ranks."""
     if parts.backend.name == "cuda":
         raise ConfigurationError('hierarchy="node" sums in the memory of the host, and the model is on a CUDA device')
     return options.build_by_node(parts, site, nodes)

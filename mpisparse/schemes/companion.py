@@ -1,4 +1,4 @@
-"""What a scheme consists of: an aggregator, and a companion for schemes that also look after the weights."""
+"""The parts of a scheme: an aggregator, and a companion for schemes that also handle weights."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Places(Protocol):
 
 
 class Site(NamedTuple):
-    """Where a scheme works, for those that look beyond the vector: the model, and its trainable parameters."""
+    """The model and its trainable parameters, for schemes that need more than the vector."""
 
     model: torch.nn.Module
     places: Places
 
 
 class Subject(Protocol):
-    """What of a model is exchanged: read before an exchange, given back after it."""
+    """The part of a model that is exchanged: read before an exchange, written back after it."""
 
     frozen: Any
     watch: Any
@@ -58,11 +58,11 @@ class Subject(Protocol):
 
 
 class Companion:
-    """Hooks around the steps of an aggregator; the defaults are of a scheme that needs none.
+    """Hooks around the steps of an aggregator; by default they do nothing.
 
-    draining: the companion itself calls optimizer.step(), and no exchange belongs to it. subject: what is exchanged
-    instead of gradients, after the optimizer's step. starting: gradients are averaged before it for now, by average().
-    turning: something else is to be exchanged after the step that ends.
+    draining: the companion itself is calling optimizer.step(), without an exchange. subject: what is exchanged instead of
+    gradients, after the optimizer's step. starting: for now, average() averages gradients before the optimizer's step.
+    turning: after the step that ends now, something else is exchanged.
     """
 
     idle = True  # the hooks do nothing
@@ -75,20 +75,20 @@ class Companion:
         """Raise unless step() may be called without an optimizer attached."""
 
     def adopt(self, optimizer: torch.optim.Optimizer, *, scales: bool = False) -> None:
-        """An optimizer was attached. scales: with a GradScaler, which decides over its steps."""
+        """Called when an optimizer is attached. scales: with a GradScaler, which decides on its steps."""
 
     def release(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is attached no more."""
+        """Called when the optimizer is detached."""
 
     def turned(self) -> Companion:
         """The companion of the coming steps, if something else is exchanged in them; collective."""
         return self
 
     def note_loss(self, loss: float) -> None:
-        """Note this rank's loss of the coming step."""
+        """Store this rank's loss of the coming step."""
 
     def begin(self) -> None:
-        """A step begins. Raise if the weights are not where they belong."""
+        """Called when a step begins. Raises if the weights are not where they belong."""
 
     def average(self, trouble: str | None, call: Any = None) -> None:
         """Replace each rank's gradients by their mean; collective. trouble: why this rank cannot go on, if so.
@@ -97,63 +97,63 @@ class Companion:
         """
 
     def published(self, delivered: Delivered | None, stats: Stats, *, sound: bool) -> Stats:
-        """The mean of a delivery is published (None: of none), and the optimizer will use it.
+        """Called when a delivery's mean is published (None: there is none), before the optimizer uses it.
 
         sound: False if this rank cannot go on, and waits for the step in which all ranks raise why.
         """
         return stats
 
     def finish(self, stats: Stats) -> Stats:
-        """The optimizer has used the published mean."""
+        """Called when the optimizer has used the published mean."""
         return stats
 
     def drain(self) -> Iterator[Bools | None]:
-        """Apply what is in flight, let the optimizer use each, and make the replicas equal; collective.
+        """Apply the deliveries in flight, let the optimizer use each, and make the replicas equal; collective.
 
-        Yields which parameters had a gradient on some rank, for each delivery that is to be published; None: all.
+        For each delivery to publish, yields which parameters had a gradient on some rank; None: all.
         """
         yield from ()
 
     def global_weights(self) -> AbstractContextManager[None]:
-        """Have the weights that are the same on all ranks in the model; local."""
+        """Put the weights that are the same on all ranks into the model inside the block; local."""
         return nullcontext()
 
     def hold(self, frozen: Sequence[bool]) -> None:
-        """Other parameters than before are frozen."""
+        """Called when the set of frozen parameters has changed."""
 
     def counted(self, number: int) -> int:
         """The number of the step that an exchange belongs to, for messages; number: that of the exchange."""
         return number
 
     def is_due(self) -> bool:
-        """Count one step of the optimizer; tell whether an exchange follows it."""
+        """Count one step of the optimizer; return whether an exchange follows it."""
         return True
 
     def rested(self, stats: Stats) -> Stats:
-        """The statistics of a step of the optimizer that no exchange followed."""
+        """The statistics of an optimizer's step without an exchange."""
         return stats
 
     def replicated(self) -> Sequence[torch.Tensor] | None:
-        """The weights that are the same on all ranks, one tensor for each parameter, where they are not the model's."""
+        """The weights that are the same on all ranks, one tensor per parameter, if they are not the model's."""
         return None
 
     def drift(self) -> torch.Tensor | None:
-        """What this rank has and the others do not, where that is not the residual."""
+        """The difference of this rank from the others, if that is not the residual."""
         return None
 
     def sample(self) -> torch.Tensor | None:
-        """What tells ranks from each other that train on different batches, where that is drift(); None: nothing does."""
+        """A vector that differs between ranks with different batches, if that is drift(); None: there is none."""
         return self.drift()
 
     def kept(self) -> torch.Tensor | None:
-        """What a state stores of this rank as one vector, where that is not the residual."""
+        """The vector of this rank that a state stores, if that is not the residual."""
         return None
 
     def restore(self, kept: torch.Tensor) -> None:
-        """Take what kept() gave; the model holds the weights that all ranks share."""
+        """Load what kept() returned; the model holds the weights that all ranks share."""
 
     def whole(self, kept: Floats, state: State) -> Floats:
-        """A rank's own weights, from what kept() and state() gave."""
+        """A rank's own weights, from what kept() and state() returned."""
         return kept
 
     def state(self) -> State:
@@ -164,11 +164,11 @@ class Companion:
         """Raise ConfigurationError unless load() could take the state."""
 
     def of(self, state: State) -> Companion:
-        """The companion of the steps that follow a state, in which something else may be exchanged than now."""
+        """The companion of the steps that follow a state, which may exchange something else than now."""
         return self
 
     def load(self, state: State) -> None:
-        """Take what state() gave; the model and the optimizer hold the global weights. Collective."""
+        """Load what state() returned; the model and the optimizer hold the global weights. Collective."""
 
     def upgraded(self, state: State) -> State:
         """Translate what an earlier version saved."""
@@ -181,7 +181,7 @@ class Companion:
 
 
 class Scheme(NamedTuple):
-    """A scheme at work."""
+    """An aggregator and its companion."""
 
     aggregator: Aggregator
     companion: Companion = Companion()

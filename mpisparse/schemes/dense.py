@@ -1,4 +1,4 @@
-"""Everything in every step: what the others are compared with."""
+"""Everything in every step: the baseline of the other schemes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mpisparse.wire.reduction import Divided, Reduced, Reducer, Whole
 
 
 class Straight(Magnitude):
-    """Gradients go where their mean goes, divided by the number of ranks, unless something waits in the accumulator."""
+    """Writes gradients, divided by the number of ranks, to where their mean goes, unless the accumulator holds something."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts.residual, parts.backend)
@@ -79,7 +79,7 @@ class Packing(Magnitude):
 
 
 class AllSent(Stage):
-    """Nothing waits but what a codec left."""
+    """Everything is sent; only the codec's error stays."""
 
     def __init__(self, held: Held) -> None:
         self.held = held
@@ -92,10 +92,10 @@ class AllSent(Stage):
             return self
         if not isinstance(sent.values, Encoded):
             reduced.own.subtract_from(backend, acc)
-        for start, stop in self.held.stretches:  # a codec makes something of the zeros there; it returns to all alike
+        for start, stop in self.held.stretches:  # a codec may decode zeros to other values, the same on all ranks
             rest = acc[start:stop]
             rest += reduced.mean[start:stop]
-            backend.fill(reduced.mean[start:stop], 0.0)  # nothing of it is published, nor rounded
+            backend.fill(reduced.mean[start:stop], 0.0)  # neither published nor rounded
         return self
 
 
@@ -136,11 +136,11 @@ class Dense(Overlapping):
         return Scheme(aggregator)
 
     def _parts(self, parts: Parts) -> tuple[Scorer, Reducer]:
-        """Nothing can be left of float32; what rounding to a parameter's type leaves waits in the accumulator."""
+        """float32 leaves no error; what rounding to a parameter's type leaves stays in the accumulator."""
         plain = Magnitude(parts.residual, parts.backend)
         if self.codec == "fp32":
             exact = all(slot.dtype is torch.float32 for slot in parts.slots) and parts.backend.name != "cuda"
-            exact = exact and not parts.survives  # what waits in the accumulator can be sent again
+            exact = exact and not parts.survives  # values in the accumulator can be sent again
             return Straight(parts) if exact else plain, Whole(parts.sink.whole)
         codec, exchange = CODECS[self.codec], parts.exchange
         region = even_regions(len(parts.residual), exchange.size)[exchange.rank]

@@ -1,4 +1,4 @@
-"""Means that arrive a step late: what is in flight at the end is applied by the attached optimizer."""
+"""Means that arrive a step late: the attached optimizer applies those still in flight at the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class InFlightMeans(Companion):
         self.optimizer = None
 
     def drain(self) -> Iterator[Bools | None]:
-        """Apply what is in flight; without an attached optimizer the caller steps with the mean in p.grad."""
+        """Apply deliveries in flight; without an attached optimizer the caller steps with the mean in p.grad."""
         self.draining = True
         try:
             for delivered in self.aggregator.arrivals():

@@ -1,4 +1,4 @@
-"""What schemes must know of optimizers, by their names: optimizers of other packages too."""
+"""What schemes need to know about optimizers, by their names, so that those of other packages are covered, too."""
 
 from __future__ import annotations
 

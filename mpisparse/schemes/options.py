@@ -93,20 +93,20 @@ class Options:
     segment_nbytes: int = SEGMENT_NBYTES
     buffers: str = "rank0"
     hierarchy: str = FLAT
-    on_device: ClassVar[bool] = False  # whether all parts of the scheme work in the memory of a CUDA device
-    renamed: ClassVar[Mapping[str, str]] = {}  # options by the names that they had in earlier versions
-    refused: ClassVar[Mapping[str, str]] = {  # options of other schemes that are not for this one, and why
+    on_device: ClassVar[bool] = False  # whether all parts of the scheme work in device memory
+    renamed: ClassVar[Mapping[str, str]] = {}  # options by their names in earlier versions
+    refused: ClassVar[Mapping[str, str]] = {  # options of other schemes that this one lacks, and why
         "every": "gradients are exchanged in every step of the optimizer; to add several batches up use sync.no_sync(), to "
         'have ranks train apart for some steps choose scheme "drift"'
     }
-    publishes_mean: ClassVar[bool] = True  # whether what is published, added to the residual again, undoes a step
+    publishes_mean: ClassVar[bool] = True  # whether adding what was published to the residual undoes a step
     flat_only: ClassVar[str] = ""  # why nodes cannot sum gradients first, if they cannot
-    remembering: ClassVar[str] = (  # what ranks remember that the others cannot do without, where one may die
+    remembering: ClassVar[str] = (  # what ranks remember and the others cannot do without if one dies
         "what its ranks remember between exchanges cannot be put together without the rank that died; choose exdyna, "
         "momentum, dense or a baseline such as topk, or leave on_failure out and requeue the job"
     )
-    suits_optimizer: ClassVar[bool] = False  # whether it chooses by itself what suits the attached optimizer
-    of_weights: ClassVar[bool] = False  # whether ranks have weights and optimizers of their own, exchanged after its step
+    suits_optimizer: ClassVar[bool] = False  # whether it adapts to the attached optimizer by itself
+    of_weights: ClassVar[bool] = False  # whether ranks have their own weights and optimizers, and exchange after its step
 
     def __post_init__(self) -> None:
         check_density(self.density)
@@ -127,7 +127,7 @@ class Options:
             self._check_hierarchy()
 
     def _check_hierarchy(self) -> None:
-        """Raise ConfigurationError unless the ranks of a node can meet first."""
+        """Raise ConfigurationError unless the ranks of a node can sum first."""
         if self.flat_only:
             raise ConfigurationError(f"hierarchy={self.hierarchy!r} is not for this scheme: {self.flat_only}; leave it out")
         if self.accumulate == "backward":
@@ -159,7 +159,7 @@ class Options:
 
     @property
     def unmirrored(self) -> str:
-        """Why no rank can keep a copy of what another has not sent; empty if one can."""
+        """Why no rank can keep a copy of another's residual; empty if one can."""
         if getattr(self, "compensate", True) is False:
             return "with compensate=False nothing waits to be sent"
         if self.in_flight:
@@ -170,7 +170,7 @@ class Options:
 
     @property
     def with_backward(self) -> str:
-        """An option that needs a model's backward around the step, if one is set."""
+        """An option that needs a model's backward, if one is set."""
         return ""
 
     def codecs(self) -> Sequence[str]:
@@ -190,41 +190,41 @@ class Options:
         return float(replace(self, density=density).density)
 
     def density_of(self, step: int, density: float) -> float:
-        """Return the density of a step, if the set one is `density`."""
+        """Return the density of a step, from the set one."""
         return density
 
     def check_saved(self, saved: Mapping[str, Any]) -> None:
-        """Raise ConfigurationError if an exchange with these options cannot take the state of one with others.
+        """Raise ConfigurationError if an exchange with these options cannot load the state of one with others.
 
-        That all options but FREE_OPTIONS are the same is checked elsewhere.
+        Another check makes sure that all options but FREE_OPTIONS are the same.
         """
 
     def build(self, parts: Parts, site: Site | None = None) -> Scheme:
-        """Put the scheme together. `site` is None where a plain vector is averaged, with no model around it."""
+        """Build the scheme. `site` is None if a plain vector is averaged, without a model."""
         raise NotImplementedError
 
     def regrouped(self, parts: Parts) -> tuple[Selection, Reducer]:
-        """The selection and the reducer for as many ranks as there are now, where some have died."""
+        """The selection and the reducer for the present number of ranks, after some have died."""
         works = self.build(parts).aggregator.works
         return works.selection, works.reducer
 
     def build_for_model(self, parts: Parts, site: Site) -> Scheme:
-        """Put the scheme together for a model whose backward may still be going on while parts of it are exchanged."""
+        """Build the scheme for a model whose backward may still be running while parts of its gradient are exchanged."""
         return self.build(parts, site)
 
     def build_by_node(self, parts: Parts, site: Site | None, nodes: Nodes) -> Scheme:
-        """Put the scheme together for workers that are nodes; `parts` are of all ranks."""
+        """Build the scheme for workers that are nodes; `parts` are those of all ranks."""
         from mpisparse.core.by_node import ByNode
 
         return Scheme(ByNode(parts, nodes, lambda shard: self.build(shard).aggregator))
 
     def build_in_flight(self, parts: Parts, staleness: int) -> Aggregator:
-        """Put an aggregator of a plain vector together whose deliveries are in flight; refused unless a scheme can."""
+        """Build an aggregator of a plain vector with deliveries in flight; refused unless a scheme supports it."""
         raise ConfigurationError('this scheme delivers at once: a staleness above 0 needs scheme "exdyna"')
 
     @classmethod
     def upgraded(cls, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Saved values by the names that options have today; what there was not then has its default."""
+        """Saved values by the present names of options; options that did not exist then have their defaults."""
         defaults = {field.name: field.default for field in fields(cls)}
         return defaults | {cls.renamed.get(name, name): value for name, value in saved.items()}
 

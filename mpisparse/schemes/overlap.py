@@ -18,12 +18,12 @@ MB = 1e6
 class Overlapping(Options):
     """Exchange in buckets while backward goes on.
 
-    overlap: True sends the gradient in buckets, each as soon as backward has made its last gradient; the bits are those of
-        the same buckets sent in step().
-    bucket_mb: MB (1e6 bytes) of float32 gradients in a bucket at most, if it has several parameters; with overlap=True only.
+    overlap: True sends the gradient in buckets, each as soon as backward has computed its last gradient; the bits are the
+        same as if these buckets were sent in step().
+    bucket_mb: largest size of a bucket of several parameters, in MB (1e6 bytes) of float32; with overlap=True only.
     """
 
-    copies_whole: ClassVar[bool] = False  # whether a delivery needs nothing but a copy of the vector
+    copies_whole: ClassVar[bool] = False  # whether a copy of the vector is all that a delivery needs
     overlap: bool = False
     bucket_mb: float = 8.0
 

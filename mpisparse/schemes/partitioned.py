@@ -35,13 +35,13 @@ class Partitioned(Falling):
     """Selection in exclusive partitions, re-balanced, with a threshold found online.
 
     controller: "tail" finds the threshold inside each step; "paper" scales it between steps, as published; "fixed" keeps
-        the threshold of the first step, to compare with.
+        the threshold of the first step, for comparison.
     partitioner: "best" draws the borders by this step's counts; "paper" moves one block per step, as published; "static"
-        keeps even shares, to compare with.
+        keeps even partitions, for comparison.
     blocks: number of blocks that borders are drawn between; None chooses it by the number of ranks.
     reduce: "owner" sums in rank order at the partition's owner; "allreduce" leaves the sum to MPI (fp32 only).
-    masks: "owners": the owner of a partition selects there for all ranks. "own": each rank selects k elements everywhere
-        by its own scores and sends them to owners, who add what arrives.
+    masks: "owners": the owner of a partition selects there for all ranks. "own": each rank selects k elements in the whole
+        vector by its own scores and sends them to owners, who add them up.
     """
 
     controller: str = "tail"
@@ -75,7 +75,7 @@ class Partitioned(Falling):
         self, parts: Parts, scorer: Scorer, *, keep: bool, masked: bool = False, exact: bool = False,
         stages: Sequence[Stage] = (), staleness: int = 0,
     ) -> Aggregator:  # fmt: skip
-        """The aggregator of these options, with what a scheme adds; `keep`: what is not sent stays in the residual."""
+        """Build the aggregator of these options with a scheme's additions; `keep`: unsent values stay in the residual."""
         codec, own, late = CODECS[self.codec], self.masks == "own", staleness > 0
         selection, reducer = self.shared_out(parts, scorer, keep=keep, masked=masked, exact=exact, late=late)
         blend = self.beta if codec.blended else None
@@ -91,7 +91,7 @@ class Partitioned(Falling):
     def shared_out(
         self, parts: Parts, scorer: Scorer, *, keep: bool, masked: bool, exact: bool, late: bool
     ) -> tuple[Selection, Reducer]:
-        """Who selects where, and who adds what: the parts that know how many ranks there are.
+        """The selection and the reducer, which depend on the number of ranks.
 
         The arguments are those of put_together(). late: deliveries are in flight.
         """
@@ -114,7 +114,7 @@ class Partitioned(Falling):
 
 
 def feedback(*, keep: bool, blend: float | None, own: bool = False, late: bool = False) -> list[Stage]:
-    """The stages beyond plain error feedback: momentum (`blend`: its share), and dropping what is not sent.
+    """The stages beyond plain error feedback: momentum (`blend`: its share), and dropping unsent values.
 
     own: each rank sends its own elements; late: in flight.
     """
@@ -126,7 +126,7 @@ def each_its_own(
     options: Options, parts: Parts, scorer: Scorer, chooser: Chooser, *, keep: bool, stages: Sequence[Stage] = (),
     staleness: int = 0,
 ) -> Aggregator:  # fmt: skip
-    """An aggregator in which each rank chooses its own elements."""
+    """Build an aggregator in which each rank chooses its own elements."""
     codec = CODECS[options.codec]
     selection, reducer = own_elements(options, parts, chooser, late=staleness > 0)
     return Aggregator(
@@ -140,14 +140,14 @@ def each_its_own(
 
 
 def own_elements(options: Options, parts: Parts, chooser: Chooser, *, late: bool) -> tuple[Selection, Reducer]:
-    """The selection of each rank's own elements, and who adds them. late: deliveries are in flight."""
+    """The selection of each rank's own elements, and their reducer. late: deliveries are in flight."""
     carrier = parts.carrier(late=late)
     selection = OwnSelection(chooser, carrier, len(parts.residual), parts.exchange.size, late=late)
     return selection, on_host(carrier, OwnByOwner(CODECS[options.codec]))
 
 
 def uncontrolled(percentile: str, masks: str) -> dict[str, str]:
-    """What has no effect where the threshold is found by sorting: all scores, or each rank's own."""
+    """Options without effect if the threshold is found by sorting all scores, or each rank's own."""
     if masks == "own":
         return {"percentile": 'masks="own" sorts each rank\'s own scores; choose masks="owners"'}
     exact = 'percentile="exact" finds the threshold without a controller; choose percentile="estimate"'
@@ -157,7 +157,7 @@ def uncontrolled(percentile: str, masks: str) -> dict[str, str]:
 def check_late(options: Partitioned, staleness: int, *, keep: bool, whole: str = "") -> None:
     """Raise ConfigurationError unless these options go with deliveries in flight.
 
-    keep: what is not sent stays in the residual. whole: an option that looks at every element, if one is set.
+    keep: unsent values stay in the residual. whole: an option that reads every element, if one is set.
     """
     if options.masks == "own":
         return
@@ -178,7 +178,7 @@ def check_late(options: Partitioned, staleness: int, *, keep: bool, whole: str =
 
 @dataclass(frozen=True)
 class Sparse(Scored, Partitioned):
-    """Selection by a scorer, which sends what it selects.
+    """Selection by a scorer; the selected elements are sent.
 
     compensate: True keeps what is not sent in the residual for later steps; False drops it.
     """
@@ -212,7 +212,7 @@ class Sparse(Scored, Partitioned):
         return False
 
     def aggregated(self, parts: Parts, site: Site | None, staleness: int) -> Aggregator:
-        """The scorer and the rest, put together."""
+        """Build the aggregator with its scorer."""
         scorer = self.scorer_of(parts, parts.residual, site, lambda: made.number, late=staleness > 0)
         made = self.put_together(
             parts, scorer, keep=self.compensate, masked=self.masked, exact=self.exact, staleness=staleness
@@ -224,8 +224,8 @@ class Sparse(Scored, Partitioned):
 class Exdyna(Overlapping, Scoring, Sparse):
     """Select by the magnitude of the accumulator, with a threshold that gives the set density in every step.
 
-    staleness: 0 exchanges in step(); 1 exchanges while the next step is computed, so that p.grad is the mean of what an
-        earlier step sent, and zero in the first steps.
+    staleness: 0 exchanges in step(); 1 exchanges while the next step is computed, so that p.grad is the mean of an earlier
+        step's values, and zero in the first steps.
     """
 
     on_device = True
@@ -248,7 +248,7 @@ class Exdyna(Overlapping, Scoring, Sparse):
         return f"staleness={self.staleness}" if self.staleness else super().with_backward
 
     def _check_plain_late(self) -> None:
-        """Raise ConfigurationError for what would act on a step before its delivery has come."""
+        """Raise ConfigurationError for options that would act on a step before its delivery has arrived."""
         if self.overlap:
             raise ConfigurationError("overlap=True delivers within a step, staleness=1 in the next one; choose one of them")
         if self.accumulate != "step" or self.nonfinite != "raise":

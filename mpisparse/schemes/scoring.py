@@ -1,4 +1,4 @@
-"""What matters, for schemes that let the user choose: scorers by name, and the options that belong to them."""
+"""Scorers by name, with their options, for schemes that let the user choose."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from mpisparse.schemes.side_gradient import gradient_aside
 from mpisparse.schemes.speculative.influence import Influence, InfluenceScorer, Probe
 from mpisparse.select.scorers import Average, Magnitude, Scorer
 
-PLAIN = ("magnitude", "average")  # which know each element by itself, and so go wherever gradients go
+PLAIN = ("magnitude", "average")  # scorers that treat each element by itself, and so work on any part of a vector
 EPSILON, AVERAGE_RATE = 1e-3, 0.5  # the defaults of scheme "speculative"
 
 
 @dataclass(frozen=True)
 class Scored(Options):
-    """By one score for every element.
+    """Selection by one score per element.
 
     scorer: "magnitude" of the accumulator, or "average", a moving average of the gradients' magnitudes.
     alpha: weight of the newest gradient in that average; for scorer "average" only.
@@ -55,7 +55,7 @@ class Scored(Options):
     def scorer_of(
         self, parts: Parts, residual: torch.Tensor, site: Site | None, number: Callable[[], int], *, late: bool
     ) -> Scorer:
-        """A scorer of what adds up in `residual`. number: tells how many steps have begun."""
+        """A scorer for the sums in `residual`. number: returns how many steps have begun."""
         if self.scorer == "average":
             return Average(residual, parts.backend, parts.slots, self.alpha)
         return Magnitude(residual, parts.backend)
@@ -63,11 +63,11 @@ class Scored(Options):
 
 @dataclass(frozen=True)
 class Scoring(Scored):
-    """By any score.
+    """Selection by any score.
 
-    scorer: "magnitude" of what waits to be sent; "average", a moving average of the gradients' magnitudes; "predicted"
-        importance, as scheme "predictive" learns it; "influence" on the loss, as in scheme "speculative". Where weights are
-        exchanged, what training moves them by counts as the gradient.
+    scorer: "magnitude" of the accumulated value; "average", a moving average of the gradients' magnitudes; "predicted"
+        importance, as scheme "predictive" learns it; "influence" on the loss, as in scheme "speculative". If weights are
+        exchanged, their movement in training takes the place of the gradient.
     history: how many of the last gradients a net sees: 3, 4 or 5; for scorer "predicted" only.
     validation: a callable that returns the loss of a held-out batch, from which the nets of scorer "predicted" learn.
     validate_every: steps between two calls of `validation`.
@@ -144,7 +144,7 @@ def predicted(
     validate: Callable[[], Any] | None, every: int, late: bool, delay: int = 4, budget: float = 0.1, rate: float = 0.01,
     seed: int = 0,
 ) -> Predicted:  # fmt: skip
-    """Importance that nets predict; the defaults are those of scheme "predictive"."""
+    """A scorer by importance that nets predict; the defaults are those of scheme "predictive"."""
     mine, ends = (seed, parts.exchange.rank), np.array([slot.end for slot in parts.slots], dtype=np.int64)
     return Predicted(
         residual,
@@ -162,7 +162,7 @@ def predicted(
 
 
 def _held_out(parts: Parts, site: Site | None, loss: Callable[[], Any] | None) -> Callable[[], Pieces] | None:
-    """The gradient of the held-out batch, by which importance is learnt; None without one."""
+    """The gradient of the held-out batch, from which importance is learnt; None without one."""
     if loss is not None and site is not None:
         aside = functools.partial(gradient_aside, site.model, list(site.places.params), loss, "validation")
         return validation(parts.slots, aside)
@@ -175,7 +175,7 @@ def _held_out(parts: Parts, site: Site | None, loss: Callable[[], Any] | None) -
 
 
 def check_nets(history: int, validate: object, every: int) -> None:
-    """Raise ConfigurationError for what nets cannot learn from."""
+    """Raise ConfigurationError for options with which nets cannot learn."""
     check_whole("history", history, 3)
     if history > 5:
         raise ConfigurationError(f"history must be 3, 4 or 5 gradients, got {history}")

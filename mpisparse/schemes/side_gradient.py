@@ -1,4 +1,4 @@
-"""Computing a gradient on the side, so that the training around it does not notice."""
+"""Compute an extra gradient without any effect on training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpisparse.randomness import random_state, set_random_state
 
 @contextlib.contextmanager
 def untouched(model: torch.nn.Module) -> Iterator[None]:
-    """Put buffers and the global random generators back afterwards."""
+    """Restore buffers and the global random generators at the end of the block."""
     places = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -33,7 +33,7 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Have all modules in eval mode, and each in its own again afterwards."""
+    """Put all modules into eval mode inside the block, and restore each one's mode at its end."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

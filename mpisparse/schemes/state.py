@@ -1,4 +1,4 @@
-"""Whether a saved state is one that an exchange of the same scheme can go on with. No MPI."""
+"""Check whether an exchange of the same scheme can go on from a saved state. No MPI."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def step_state(state: dict[str, Any]) -> dict[str, Any]:
 def resize_states(
     states: Mapping[int, dict[str, Any]], old: int, new: int, rank: int, aggregator: Aggregator, companion: Companion
 ) -> dict[str, Any]:
-    """A rank's state among `new` ranks, from the states of the `old` ranks in sources(), of all where weights are exchanged.
+    """A rank's state among `new` ranks, from the `old` ranks in sources(), or from all of them if weights are exchanged.
 
-    Every part knows its own keys. Each state is looked up once, so that a mapping may read it when it is asked for.
+    Every part knows its own keys. Each state is looked up only once, so a mapping may read it on demand.
     """
     taken = {source: states[source] for source in sources(old, new, rank)}
     first = next(iter(taken.values()))
@@ -104,7 +104,7 @@ def _from_all(
 
 
 def check_options(text: Any, options: Options) -> None:
-    """Raise ConfigurationError unless options that were saved as JSON are those here, but for what may differ."""
+    """Raise ConfigurationError unless options saved as JSON equal those here, apart from those that may differ."""
     try:
         saved, here = options.upgraded(dict(json.loads(text))), options.values()
     except (TypeError, ValueError, RecursionError) as error:
@@ -117,7 +117,7 @@ def check_options(text: Any, options: Options) -> None:
 
 
 def check_kinds(state: dict[str, Any], here: dict[str, Any]) -> None:
-    """Raise ConfigurationError unless the scheme's values are of the types that it has; None goes with any but numbers."""
+    """Raise ConfigurationError unless the scheme's values have its types; None stands for any value but a number."""
     for key, now in here.items():
         value = state[key]
         if isinstance(now, np.ndarray):

@@ -1,4 +1,4 @@
-"""A scorer with something around it: all calls go on to the one inside."""
+"""Base of a scorer that wraps another: all calls are forwarded to the inner one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Around(Scorer):
-    """Does what the scorer inside does."""
+    """Forwards every call to the inner scorer."""
 
     def __init__(self, inner: Scorer) -> None:
         self.inner = inner

@@ -1,4 +1,4 @@
-"""Candidates: the elements that a rank found worth sending, and what is done with them. Pure."""
+"""Candidates for sending that a rank collected, and operations on them. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Keys(Protocol):
-    """What elements are compared with thresholds by. vector: their values, where each has one of its own."""
+    """The keys of elements, which are compared with thresholds. vector: their values, if each element has its own key."""
 
     @property
     def vector(self) -> Any: ...
@@ -63,7 +63,7 @@ def count_ties(found: Candidates, threshold: float) -> Ints:
 
 
 def drop_ties(found: Candidates, threshold: float, share: int, turn: int) -> Candidates:
-    """Keep what lies above the threshold, and `share` of what equals it: different ones every turn, so that none starves."""
+    """Keep candidates above the threshold, and `share` of those equal to it: others every turn, so that none starves."""
     level = np.float32(threshold)
     kept = found.magnitude > level
     equal = np.flatnonzero(found.magnitude == level)

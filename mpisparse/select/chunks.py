@@ -60,7 +60,7 @@ class ChunkPlan(NamedTuple):
     floor: float = 0.0
 
     def look(self, live: Live, notice: Notice) -> View:
-        """What the scorer compares by."""
+        """The keys of the scorer."""
         return live
 
     def agree(self, exchange: Exchange, backend: Backend, notice: Notice, view: View) -> Agreed:
@@ -71,12 +71,12 @@ class ChunkPlan(NamedTuple):
         return Agreed(NONE, 0.0, np.zeros(exchange.size, dtype=np.int64), [], union=mine)
 
     def united(self, agreed: Agreed, union: Ints) -> Agreed:
-        """There is nothing to unite."""
+        """Nothing to unite."""
         return agreed
 
 
 class ChunkSelection(Everything):
-    """The largest of each chunk, from step to step."""
+    """Plans each step's selection of the largest elements of each chunk."""
 
     def __init__(self, n: int, stretches: Sequence[Chunks]) -> None:
         super().__init__(n)

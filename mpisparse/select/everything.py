@@ -1,4 +1,4 @@
-"""Select everything: the whole vector in every step, or a part of it that all ranks know."""
+"""Select everything: in every step the whole vector, or a part of it that all ranks know."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NO_VALUES: Floats = np.empty(0, dtype=np.float32)
 
 
 def everything(n: int, part: Subset | None = None) -> Agreed:
-    """The agreement to send all elements, or all of a part: nobody has selected any."""
+    """The agreement to send all elements, or all of a part; no rank selects."""
     nobody = np.zeros(1, dtype=np.int64)
     if part is None:
         return Agreed(NONE, 0.0, nobody, [], union=range(n))
@@ -49,7 +49,7 @@ class PartValues:
 
 
 class EverythingPlan(NamedTuple):
-    """One step in which all is sent, or all of a part; `own` in flight."""
+    """One step that sends everything, or all of a part; `own` in flight."""
 
     n: int
     part: Subset | None = None
@@ -59,13 +59,13 @@ class EverythingPlan(NamedTuple):
     floor: float = 0.0
 
     def look(self, live: Live, notice: Notice) -> View:
-        """All that the scorer compares by, or the part of it; a copy in flight."""
+        """The scorer's keys, of the whole vector or the part; a copy in flight."""
         values: Any = live.keys.vector if self.part is None else PartValues(live.keys.vector, self.part)
         if self.own:
-            if notice.status != FINE:  # which is refused before it is read
+            if notice.status != FINE:  # the step is refused before anything is read
                 return live._replace(take=lambda _: NO_VALUES)
             values = values.copy() if hasattr(values, "copy") else values
-            if hasattr(live.backend, "copied"):  # a device copies in the order of its stream; who reads it waits
+            if hasattr(live.backend, "copied"):  # a device copies in stream order; the reader waits for it
                 arrived = live.backend.copied(values)
                 return live._replace(take=lambda _: arrived())
         return live._replace(take=lambda _: values)
@@ -76,12 +76,12 @@ class EverythingPlan(NamedTuple):
         return everything(self.n, self.part)
 
     def united(self, agreed: Agreed, union: Ints) -> Agreed:
-        """There is nothing to unite."""
+        """Nothing to unite."""
         return agreed
 
 
 class Everything:
-    """The whole vector, from step to step. late: deliver gets a copy of it."""
+    """Plans each step's sending of the whole vector. late: deliver gets a copy of it."""
 
     added: ClassVar[State] = {}
 
@@ -107,7 +107,7 @@ class Everything:
         int(state["step"])
 
     def load(self, state: State) -> None:
-        """Take what state() gave."""
+        """Load a state that state() returned."""
         self.step = int(state["step"])
 
     def resize(self, states: Sequence[State]) -> State:
@@ -115,7 +115,7 @@ class Everything:
         return {"step": states[0]["step"]}
 
     def packed(self, agreed: Agreed) -> State:
-        """An agreement in flight as plain values: there is nothing to agree on."""
+        """An agreement in flight as plain values; here it is empty."""
         return {}
 
     def unpacked(self, state: State) -> Agreed:

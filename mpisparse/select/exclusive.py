@@ -1,4 +1,4 @@
-"""Selection in exclusive regions: one threshold for all ranks, each of which selects where no other does."""
+"""Selection in exclusive regions: one threshold for all ranks, and each rank selects in a region of its own."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from mpisparse.comm.exchange import Exchange
 
 NO_RUNGS: Rungs = np.empty(0, dtype=np.float32)
-DRAWS = 3  # borders are drawn at most so often
-SPARE = 0.6  # a snapshot reaches so far below the lowest rung
-SHORT = 1 << 20  # elements that are looked at twice in the time of a message
-MARGIN = 4  # a snapshot holds so many times what a rank is likely to send
+DRAWS = 3  # how often borders are drawn in a step at most
+SPARE = 0.6  # the floor of a snapshot, as a share of the lowest rung
+SHORT = 1 << 20  # elements that a second pass reads in the time of a message
+MARGIN = 4  # the size of a snapshot, as a multiple of what a rank is likely to send
 
 
 class Rules(NamedTuple):
-    """How exclusive selection goes.
+    """Options of exclusive selection.
 
-    masked: thresholds come from the keys, but what is selected is what reaches them in the accumulator. exact: the
-    threshold is the key that k elements reach, found by gathering all. scored: keys are not the accumulator's magnitudes.
-    keeps: what is not sent waits in the accumulator. Keys that do not grow with it would let some of it wait for ever, so
-    that every 16th step selects by magnitude. late: deliver gets a snapshot.
+    masked: thresholds come from the keys, but elements are selected whose accumulator reaches them. exact: the threshold is
+    the key that exactly k elements reach, found by gathering all keys. scored: keys are not the accumulator's magnitudes.
+    keeps: unsent values stay in the accumulator. Keys that do not grow with them could let some elements wait for ever, so
+    every 16th step selects by magnitude. late: deliver gets a snapshot.
     """
 
     masked: bool = False
@@ -49,12 +49,12 @@ class Rules(NamedTuple):
 
     @property
     def by_ladder(self) -> bool:
-        """Tell whether candidates of the pass decide."""
+        """Whether the threshold is found by counting the pass's candidates on a ladder."""
         return not (self.masked or self.exact)
 
 
 class Evidence(NamedTuple):
-    """What the next step's threshold is learnt from; `settled` is None if this step tells nothing about it."""
+    """What the next step's threshold is learnt from; `settled` is None if this step says nothing about it."""
 
     selector: ExclusiveSelector
     settled: Settled[Any] | None
@@ -64,7 +64,7 @@ class Evidence(NamedTuple):
 def settle_in_regions(
     search: Search[Scope, Collected], selector: ExclusiveSelector, scope: Scope, rungs: Rungs, found: Collected
 ) -> tuple[Settled[Collected], ExclusiveSelector]:
-    """Agree on the threshold; where borders are drawn in the step, once for them and once inside them.
+    """Agree on the threshold; if borders are drawn in the step, once to draw them and once inside them.
 
     Returns the selector with the borders of this step.
     """
@@ -76,9 +76,9 @@ def settle_in_regions(
     everywhere, floor = settled.found, settled.rungs[0]
     able, mine = search.able, scope
     totals: Ints | None = settled.workloads
-    for _ in range(DRAWS if search.gathers else 1):  # sums would lead to much the same borders again
+    for _ in range(DRAWS if search.gathers else 1):  # redrawing from sums would give nearly the same borders
         counts = search.block_counts(everywhere, settled.threshold, selector.edges, totals)
-        if search.gathers and totals is not None:  # the borders of the last step are there still
+        if search.gathers and totals is not None:  # the selector still has the borders of the last step
             selector = selector.judged(selector.loads(counts))
         able = search.able if search.gathers else not_poor(settled.workloads)
         selector = selector.drawn(counts, able, search.least, None if search.gathers else settled.workloads)
@@ -86,14 +86,14 @@ def settle_in_regions(
             search.drawn(counts, selector)
         mine, inside = search.inside(everywhere, selector.cut)
         settled = both(settled, search.settle(mine, settled.rungs, inside))
-        short = settled.workloads.sum() < search.k  # no borders help then, and candidates would be the whole vector
+        short = settled.workloads.sum() < search.k  # then no borders help, and the whole vector would be candidates
         if imbalance(settled.workloads[able]) <= BALANCED or (short and settled.rungs[0] <= TINY):
             break
-        totals = None  # those of the new threshold are not known everywhere
-        if settled.rungs[0] < floor:  # selected again below: the next borders need candidates from there
+        totals = None  # not all ranks know the counts at the new threshold
+        if settled.rungs[0] < floor:  # the ladder moved down, so the next borders need candidates from its lowest rung
             floor = settled.rungs[0]
             everywhere = search.select(scope, float(floor))
-    if len(able) < search.size:  # what only ranks without a partition have must not wait
+    if len(able) < search.size:  # elements that only ranks without a partition have must be sent, too
         found = search.add_poor(settled.found, settled.threshold, able, selector.cut)
         settled = both(settled, search.settle(mine, settled.rungs, found))
     return settled, _verdict(search, settled, selector)
@@ -102,7 +102,7 @@ def settle_in_regions(
 def _verdict(
     search: Search[Scope, Collected], settled: Settled[Collected], selector: ExclusiveSelector
 ) -> ExclusiveSelector:
-    """The selector, whose borders do not stay if they leave ranks with too little to select."""
+    """Return the selector; its borders are redrawn next if they leave ranks with too little to select."""
     return replace(selector, calm=0) if is_short(search, settled) else selector
 
 
@@ -110,9 +110,9 @@ def settle_step(
     search: Search[Scope, Collected], selector: ExclusiveSelector, scope: Scope, rungs: Rungs, found: Collected,
     sound: Callable[[Settled[Collected]], Settled[Collected]] | None = None, *, tells: bool = True,
 ) -> tuple[Settled[Collected], Evidence]:  # fmt: skip
-    """Agree on threshold and borders, and hold k where the controller does; the same for real ranks and simulated ones.
+    """Agree on threshold and borders, and select exactly k if the controller holds k; for real ranks and simulated ones.
 
-    sound: leaves out what should not be sent. tells: whether this step's threshold says anything of the next one's.
+    sound: leaves out elements that should not be sent. tells: whether the next threshold can be learnt from this step.
     """
     settled, selector = settle_in_regions(search, selector, scope, rungs, found)
     k, selected = search.k, int(settled.workloads.sum())
@@ -125,23 +125,23 @@ def settle_step(
 
 
 def may_look(selector: ExclusiveSelector) -> bool:
-    """Tell whether the candidates of a step are worth a look before anything is added.
+    """Whether it pays to find a step's candidates before the gradient is added.
 
-    With accumulate="backward" it was added before. Else the look is a second pass, which pays for a message if the vector is
-    short: on 25 M elements in shared memory a step took 1.2 times as long with it.
+    With accumulate="backward" it was added during backward. Otherwise this takes a second pass, which costs less than the
+    message it saves only if the vector is short: on 25 M elements in shared memory a step took 1.2 times as long with it.
     """
     return selector.reads_region or selector.n <= SHORT
 
 
 def first_rungs(selector: ExclusiveSelector, k: int) -> Rungs:
-    """The ladder that a step begins with; of everything, one rung that all reach."""
+    """The ladder that a step starts with; if everything is sent, one rung that all elements reach."""
     return selector.controller.ladder(k) if k < selector.n else np.zeros(1, dtype=np.float32)
 
 
 def next_selector(
     controller: Controller, lesson: Evidence, union: Ints, search: Callable[..., Ints], pick: Callable[..., Ints]
 ) -> ExclusiveSelector:
-    """The selector of the next step; `controller` is the newest there is."""
+    """The selector of the next step; `controller` is the latest one."""
     settled, k = lesson.settled, lesson.k
     if settled is not None and k < lesson.selector.n:
         controller = controller.after(settled.rungs, settled.total, settled.rung, k)
@@ -161,12 +161,12 @@ class ExclusivePlan(NamedTuple):
     floor: float
     looks: bool
     own: bool = False
-    told: Ints | None = None  # every rank's counts on the ladder, where the roll call told them
+    told: Ints | None = None  # every rank's counts on the ladder, if they came with the roll call
 
     def opened(self, backend: Backend, peek: Callable[[int, int, float], Candidates]) -> Opening | None:
-        """What may be told with the roll call; local.
+        """The counts to send with the roll call, if possible; local.
 
-        peek: what a pass will find, without adding anything.
+        peek: finds the candidates of a pass without adding anything.
         """
         if self.by_magnitude or not len(self.rungs) or not may_look(self.selector):
             return None
@@ -182,7 +182,7 @@ class ExclusivePlan(NamedTuple):
             floor = float(locate_rungs(live.histogram(*self.region), wanted)[0])
             found = live.select(*self.region, floor)
         values, found = live.backend.to_host(live.take(found.index)), found.on_host(live.backend)
-        if self.k < self.selector.n:  # what has just set out (`Ahead`) must not be selected again: nothing is left of it
+        if self.k < self.selector.n:  # values that just departed (`Ahead`) are zero now and must not be selected again
             waits = values != 0.0
             found, values = Candidates(found.index[waits], found.magnitude[waits]), values[waits]
         return Snapshot(live.backend, found, values)
@@ -202,7 +202,7 @@ class ExclusivePlan(NamedTuple):
         if self.selector.controller.at_least_one and not self.rules.exact:
             settled = _at_least_one(settled, lesson.selector, exchange.rank, backend)
         found, threshold, union = settled.found, float(settled.rungs[settled.rung]), None
-        if exchange.size == 1 and isinstance(found.index, np.ndarray):  # nobody is to be told
+        if exchange.size == 1 and isinstance(found.index, np.ndarray):  # no other rank needs it
             union = found.index[found.magnitude >= np.float32(threshold)]
         return Agreed(
             found, threshold, settled.workloads, lesson.selector.cut, union, reselected=settled.reselected,
@@ -210,13 +210,13 @@ class ExclusivePlan(NamedTuple):
         )  # fmt: skip
 
     def united(self, agreed: Agreed, union: Ints) -> Agreed:
-        """The regions are exclusive: their indices joined are the union."""
+        """Regions are exclusive, so their concatenated indices are the union."""
         return agreed._replace(union=union)
 
     def _settle_percentile(
         self, search: Settlement, exchange: Exchange, backend: Backend, notice: Notice, view: View
     ) -> Settled[Candidates]:
-        """A threshold by the keys in the ranks' regions, and what reaches it in the masked vector."""
+        """Find a threshold from the keys in the ranks' regions, and select what reaches it in the masked vector."""
         if self.rules.exact:
             rungs = np.array([self._percentile(exchange, backend, view)], dtype=np.float32)
             idle = np.zeros(exchange.size, dtype=np.int64)
@@ -234,7 +234,7 @@ class ExclusivePlan(NamedTuple):
     def _without_zeros(
         exchange: Exchange, backend: Backend, view: View, settled: Settled[Candidates]
     ) -> Settled[Candidates]:
-        """Leave out elements with a score but nothing in the accumulator: they would displace others. Collective."""
+        """Leave out elements that have a score but a zero in the accumulator; they would displace others. Collective."""
         selected = settled.found.on_host(backend).reaching(settled.threshold)
         held = view.holds(selected.index)
         counts = exchange.allgather(np.array([len(held), np.count_nonzero(held)], dtype=np.int64))
@@ -244,14 +244,14 @@ class ExclusivePlan(NamedTuple):
         return replace(settled, found=kept.on_device(backend), workloads=counts[:, 1])
 
     def _percentile(self, exchange: Exchange, backend: Backend, view: View) -> float:
-        """The key that k of all ranks' keys in their regions reach, by gathering and sorting all; for tests."""
+        """The k-th largest key over all ranks' regions, found by gathering and sorting all keys; for tests."""
         n, regions = self.selector.n, sorted(self.selector.cut)
         mine = backend.to_host(view.select(*self.region, 0.0).magnitude).view(np.uint8)
         every = exchange.allgatherv(mine, [4 * (r.hi - r.lo) for r in regions], [4 * r.lo for r in regions])
         return max(float(np.partition(every.view(np.float32), n - self.k)[n - self.k]), TINY)
 
     def _first_of_equals(self, exchange: Exchange, backend: Backend, selected: Candidates, threshold: float) -> Candidates:
-        """Of elements that just reach the threshold, take the first until k are selected."""
+        """Of elements equal to the threshold, take the first until k are selected."""
         on_host = selected.on_host(backend)
         rows = exchange.allgather(count_ties(on_host, threshold))
         order = [r.rank for r in self.selector.cut]
@@ -262,7 +262,7 @@ class ExclusivePlan(NamedTuple):
 def _at_least_one(
     settled: Settled[Candidates], selector: ExclusiveSelector, rank: int, backend: Backend
 ) -> Settled[Candidates]:
-    """Have ranks that selected nothing send the first element of their region; all know who they are. Local."""
+    """Let ranks that selected nothing send the first element of their region; all ranks know which do. Local."""
     empty = settled.workloads == 0
     for region in selector.cut:
         empty[region.rank] &= region.hi > region.lo
@@ -276,7 +276,7 @@ def _at_least_one(
 
 
 class ExclusiveSelection:
-    """Exclusive regions and an online threshold, from step to step."""
+    """Plans each step's exclusive regions, with an online threshold."""
 
     added: ClassVar[State] = {"calm": 0, "needed": LEAST_CALM}
 
@@ -291,7 +291,7 @@ class ExclusiveSelection:
         return self.selector.step
 
     def plan(self, k: int) -> ExclusivePlan:
-        """Where this rank collects candidates in the coming step, and from which floor on."""
+        """Where this rank collects candidates in the coming step, and the floor that they must reach."""
         selector, rules = self.selector, self.rules
         waits = rules.by_ladder and rules.scored and rules.keeps and selector.controller.holds
         by_magnitude = waits and selector.is_due and k < selector.n
@@ -307,7 +307,7 @@ class ExclusiveSelection:
         if self.rules.late and agreed.lesson.settled is None and isinstance(controller, TailAware):
             controller = replace(controller, threshold=0.0)  # the ladder missed: the next step counts its whole vector
         after = next_selector(controller, agreed.lesson, agreed.union, backend.search, backend.pick)
-        # In flight for two steps or more, the lesson's selector has not counted the steps that were learnt from meanwhile.
+        # At staleness 2 or more, the lesson's selector has missed the steps that were learnt from meanwhile.
         self.selector = after if after.step == before.step + 1 else replace(after, step=before.step + 1)
 
     def state(self) -> State:
@@ -319,15 +319,15 @@ class ExclusiveSelection:
         self.selector.check(state)
 
     def load(self, state: State) -> None:
-        """Take what state() gave."""
+        """Load a state that state() returned."""
         self.selector = self.selector.loaded(state)
 
     def resize(self, states: Sequence[State]) -> State:
-        """All ranks have the same state; other numbers of ranks begin with even shares."""
+        """All ranks have the same state; another number of ranks starts with even partitions."""
         return {key: states[0][key] for key in self.state()}
 
     def packed(self, agreed: Agreed) -> State:
-        """An agreement in flight: also what the next threshold is learnt from."""
+        """An agreement in flight, with what the next threshold is learnt from."""
         lesson: Evidence | None = agreed.lesson
         if lesson is None:  # nothing_agreed(), before the first agreement
             return pack_agreed(agreed)
@@ -336,7 +336,7 @@ class ExclusiveSelection:
         return {**pack_agreed(agreed), "selector": lesson.selector.state(), "lesson_k": lesson.k, **learnt}
 
     def unpacked(self, state: State) -> Agreed:
-        """What packed() was given; raises KeyError, TypeError or ValueError if that cannot be."""
+        """The agreement that packed() packed; raises KeyError, TypeError or ValueError if the state is invalid."""
         agreed = unpack_agreed(state)
         if "selector" not in state:
             return agreed
@@ -351,7 +351,7 @@ class ExclusiveSelection:
 
 
 def _is_ladder(settled: Settled[Any], *, of_all: bool) -> bool:
-    """Tell whether thresholds ascend from above 0 (of all elements: from 0), reached by fewer and fewer elements."""
+    """Whether thresholds ascend from above 0 (from 0 if all elements are sent) and their counts fall."""
     rungs, total = settled.rungs, settled.total
     if rungs.ndim != 1 or total.shape != rungs.shape or not 0 <= settled.rung < len(rungs):
         return False

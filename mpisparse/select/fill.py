@@ -1,8 +1,8 @@
-"""Select exactly k where a threshold in exclusive regions cannot: drop ties beyond k, and top up what is short.
+"""Select exactly k when a threshold in exclusive regions cannot: drop ties beyond k, and fill up a shortage.
 
-A threshold selects too many where magnitudes are equal. Regions select too few where an owner's own values are zero in its
-region although other ranks have some there: experts, heads, frozen parts, a rank without data. Then every rank nominates
-its k largest elements to their owners, and the largest of what the owners did not select fill the step up to k.
+A threshold selects too many elements if magnitudes are equal. Regions select too few if an owner's own values are zero in
+its region but other ranks' are not: experts, heads, frozen parts, a rank without data. Then every rank nominates its k
+largest elements to their owners, and the largest nominees that the owners did not select fill the step up to k.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def is_short(search: Search[Scope, Collected], settled: Settled[Collected]) -> b
 def fill(
     search: Search[Scope, Collected], scope: Scope, settled: Settled[Collected], regions: list[Region], turn: int
 ) -> Settled[Collected]:
-    """Bring what the regions select to k, or to all that is not zero on any rank if that is less. Collective."""
+    """Bring the selection to k elements, or to all that are nonzero on some rank if these are fewer. Collective."""
     if is_short(search, settled):
         found = search.nominate(settled.found, settled.threshold, regions)
         settled = both(settled, search.settle(scope, spread(TINY, HUGE), found))
@@ -37,7 +37,7 @@ def fill(
 
 
 def _drop_ties(search: Search[Scope, Collected], settled: Settled[Collected], turn: int) -> Settled[Collected]:
-    """Of what equals the threshold keep as many as k has room for, shared out by how many each rank has."""
+    """Of ties at the threshold keep as many as k has room for, in proportion to how many each rank has."""
     above, equal = search.tied(settled.found, settled.threshold).T
     shares = even_shares(equal, search.k - int(above.sum()))
     found = search.cut(settled.found, settled.threshold, shares, turn)
@@ -45,12 +45,12 @@ def _drop_ties(search: Search[Scope, Collected], settled: Settled[Collected], tu
 
 
 def even_shares(equal: Ints, room: int) -> Ints:
-    """Share out the room in proportion to what each rank has; none gets more than that."""
+    """Divide the room in proportion to the ties that each rank has; none gets more than it has."""
     ends = np.cumsum(equal) * min(room, int(equal.sum())) // max(1, int(equal.sum()))
     return np.diff(ends, prepend=0)
 
 
 def ascending_shares(equal: Ints, room: int) -> Ints:
-    """Share out the room to the first ranks."""
+    """Give the room to the first ranks."""
     before: Ints = np.cumsum(equal) - equal
     return np.clip(room - before, 0, equal)

@@ -1,4 +1,4 @@
-"""Select whole groups of neighbours, in exclusive regions, by one key for each group."""
+"""Select whole groups of neighbouring elements, in exclusive regions, by one key per group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class GroupPlan(NamedTuple):
-    """One step: the plan of a vector with one element for each group, whose union stands for their elements.
+    """One step: the plan for a vector with one element per group, whose union is then expanded to the groups' elements.
 
     to_host: the backend's.
     """
@@ -41,7 +41,7 @@ class GroupPlan(NamedTuple):
         return self.inner.floor
 
     def look(self, live: Live, notice: Notice) -> View:
-        """The groups' keys in place of the vector."""
+        """The groups' keys instead of the vector."""
         return live._replace(acc=live.keys.vector)
 
     def agree(self, exchange: Exchange, backend: Backend, notice: Notice, view: View) -> Agreed:
@@ -57,7 +57,7 @@ class GroupPlan(NamedTuple):
 
 
 class GroupSelection:
-    """Groups of `width` neighbours, from step to step; `inner` selects among them."""
+    """Plans each step's selection of groups of `width` neighbours; `inner` selects among them."""
 
     def __init__(self, inner: ExclusiveSelection, n: int, width: int) -> None:
         self.inner = inner
@@ -73,7 +73,7 @@ class GroupSelection:
         return self.inner.added
 
     def plan(self, k: int) -> GroupPlan:
-        """The coming step, with as many groups as k elements fill."""
+        """Plan the coming step, with as many groups as k elements fill."""
         groups = self.inner.selector.n
         plan = self.inner.plan(min(groups, max(1, round(k / self.width))))
         return GroupPlan(plan, self.n, self.width, self.inner.backend.to_host)
@@ -95,7 +95,7 @@ class GroupSelection:
         return self.inner.resize(states)
 
     def packed(self, agreed: Agreed) -> State:
-        raise NotImplementedError  # nothing is in flight
+        raise NotImplementedError  # groups are never in flight
 
     def unpacked(self, state: State) -> Agreed:
         raise NotImplementedError

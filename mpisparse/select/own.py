@@ -1,8 +1,8 @@
-"""Every rank chooses everywhere, by what it has itself, and sends its own elements to the owners of regions, who add them.
+"""Every rank chooses in the whole vector, by its own values, and sends its elements to the owners of regions to be added.
 
-What is chosen is on the host, also where the vector is on a device.
+The chosen elements are on the host, even if the vector is on a device.
 
-Regions only say who adds what. They follow what was sent last, so that sums are balanced.
+Regions only say which rank adds what. They follow what was sent last, so that the sums are balanced.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend
     from mpisparse.comm.exchange import Exchange
 
-DUE = 16  # one of so many steps chooses by magnitude, where scores could let elements wait for ever
+DUE = 16  # every so many steps it chooses by magnitude, if scores could let elements wait for ever
 
 
 class Chooser:
-    """How a rank chooses among all elements. The defaults are of one that remembers nothing."""
+    """How a rank chooses among all elements. By default it remembers nothing."""
 
     def choose(self, live: Live, k: int, step: int) -> Picked:
         """Choose about k elements; local."""
         raise NotImplementedError
 
     def learn(self, step: int, lesson: Any, outcome: Outcome) -> None:
-        """Take what came of a step that is done: the choice's lesson, None if it was saved meanwhile, and the exchange."""
+        """Learn from a step that is done: from the choice's lesson (None if a state was saved meanwhile) and the outcome."""
 
     def state(self) -> State:
         """What the next choice depends on."""
@@ -53,10 +53,10 @@ class Chooser:
 
 
 class Largest(Chooser):
-    """The k elements with the largest keys among those that have anything to send.
+    """The k elements with the largest keys among those with a nonzero value to send.
 
     masked: instead of them, all whose accumulator reaches the k-th largest key. turns: every 16th step goes by magnitude,
-    because keys that do not grow with what waits could let some of it wait for ever.
+    because keys that do not grow with the unsent values could let some elements wait for ever.
     """
 
     def __init__(self, *, masked: bool = False, turns: bool = False) -> None:
@@ -74,7 +74,7 @@ class Largest(Chooser):
 
     @staticmethod
     def _with_something(view: Live, k: int) -> Candidates:
-        """The k largest keys where the accumulator is not zero: more and more keys are looked at until there are k."""
+        """The k largest keys where the accumulator is not zero; looks at more and more keys until there are k."""
         n, wanted = len(view.acc), k
         while True:
             found = largest(view.backend, view.keys, n, wanted)
@@ -86,7 +86,7 @@ class Largest(Chooser):
 
 
 class ByPicker(Chooser):
-    """As a picker chooses."""
+    """Chooses as a picker does."""
 
     def __init__(self, picker: Picker, held: Held) -> None:
         self.picker = picker
@@ -110,7 +110,7 @@ class ByPicker(Chooser):
 
 
 class Chosen(NamedTuple):
-    """What this rank sends in a step, and what its chooser is to learn from it."""
+    """What this rank sends in a step, and what its chooser learns from it."""
 
     index: Ints  # type: ignore[assignment]  # hides tuple.index
     values: Floats
@@ -118,7 +118,7 @@ class Chosen(NamedTuple):
 
 
 class OwnPlan(NamedTuple):
-    """One step in which each rank sends its own elements. note: is told what was chosen. late: deliver gets a snapshot."""
+    """One step in which each rank sends its own elements. note: called with the choice. late: deliver gets a snapshot."""
 
     chooser: Chooser
     k: int
@@ -133,7 +133,7 @@ class OwnPlan(NamedTuple):
     floor: float = 0.0
 
     def look(self, live: Live, notice: Notice) -> View:
-        """Choose; nothing is chosen where a rank cannot go on."""
+        """Choose; nothing if this rank cannot go on."""
         picked = self.chooser.choose(live, self.k, self.step) if notice.status == FINE else Picked(NONE.index, 0.0)
         picked = picked._replace(index=live.backend.to_host(picked.index))
         values = live.backend.to_host(live.take(live.backend.from_host(picked.index)))
@@ -144,7 +144,7 @@ class OwnPlan(NamedTuple):
         return Snapshot(live.backend, found, values, leaving=picked.index, picked=picked)
 
     def agree(self, exchange: Exchange, backend: Backend, notice: Notice, view: View) -> Agreed:
-        """Tell each other how many each sends, and from which key on: the largest is the step's. Collective."""
+        """Share how many elements each rank sends, and its threshold; the largest is the step's. Collective."""
         found, picked = view.found, view.picked
         bits = int(np.float32(picked.threshold).view(np.uint32))
         counts = share_counts(exchange, notice, np.array([len(found.index), bits], dtype=np.int64), self.n)
@@ -158,9 +158,9 @@ class OwnPlan(NamedTuple):
 
 
 class OwnSelection:
-    """Each rank's own elements, from step to step. one_server: rank 0 makes all sums.
+    """Plans steps in which each rank sends its own elements. one_server: rank 0 makes all sums.
 
-    fixed: regions stay as they are, because their owners remember something of them.
+    fixed: regions never change, because their owners keep an error for them.
     step: deliveries learnt from; begun: steps begun. chosen: what the last step sends.
     """
 
@@ -182,13 +182,13 @@ class OwnSelection:
         self.regions = self._first_regions()
 
     def _first_regions(self) -> list[Region]:
-        """Who sums what before anything is known of where it lies: all ranks alike, or rank 0 everything."""
+        """The regions before any selection is known: even ones, or everything at rank 0."""
         return cut_at([self.n] * (self.size - 1), self.n) if self.one_server else even_regions(self.n, self.size)
 
     def plan(self, k: int) -> OwnPlan:
         """The coming step."""
         plan = OwnPlan(self.chooser, k, self.begun, self.n, self.regions, self._note, self.late)
-        if self.late:  # it has begun for good; at once, a refused step begins again
+        if self.late:  # in flight a step has begun for good; at staleness 0 a refused step begins again
             self.begun += 1
         return plan
 
@@ -226,7 +226,7 @@ class OwnSelection:
         self.regions = cut_at(borders[1:], self.n) if len(borders) == self.size else self._first_regions()
 
     def resize(self, states: Sequence[State]) -> State:
-        """All ranks have the same state; other numbers of ranks begin with even regions."""
+        """All ranks have the same state; another number of ranks starts with even regions."""
         return {key: states[0][key] for key in self.state()}
 
     def packed(self, agreed: Agreed) -> State:

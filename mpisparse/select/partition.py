@@ -18,7 +18,7 @@ PAPER_BLOCKS = 1024
 PAPER_ALIGN = 32
 BLOCKS_PER_RANK, MOST_BLOCKS = 256, 16_384
 FEW_BLOCKS, FEW_PER_RANK, PER_BLOCK = 384, 64, 2
-ROOM = 256  # of a part of mean weight
+ROOM = 256  # the room of a part of mean weight
 
 LeastBorders = Callable[[Sequence[Ints], Ints, int, Sequence[int], int, int, int], Ints]
 
@@ -32,9 +32,9 @@ def even_edges(n: int, blocks: int) -> Ints:
 
 
 def worked_edges(n: int, blocks: int, union: Ints, bounds: Ints, pick: Callable[[Ints, Ints], Ints] = np.take) -> Ints:
-    """Cut half of the blocks evenly by elements and half by the indices selected last, so that no block holds many.
+    """Cut half of the blocks evenly by elements and half by the indices selected last, so that no block holds many of them.
 
-    bounds: where else to cut. `pick` knows how to take elements of the union at some places.
+    bounds: further places to cut. `pick` takes elements of the union at given places.
     """
     share = max(1, len(union) // max(1, blocks // 2))
     sample = pick(union, np.arange(share - 1, len(union), share))
@@ -55,17 +55,17 @@ def paper_edges(n: int, blocks: int = PAPER_BLOCKS) -> Ints:
 
 
 def default_blocks(size: int) -> int:
-    """Blocks for a rank count: enough that one of them is a small part of a partition, few enough to count in every step."""
+    """Number of blocks for a rank count: each a small part of a partition, yet few enough to count in every step."""
     return max(PAPER_BLOCKS, min(BLOCKS_PER_RANK * size, MOST_BLOCKS), size)
 
 
 def enough_blocks(blocks: int, size: int, selected: int) -> int:
-    """Blocks, fewer where few elements are selected: their counts should take no more bytes than these elements."""
+    """Number of blocks, reduced if few elements are selected: the counts should take no more bytes than the elements."""
     return min(blocks, max(FEW_BLOCKS, FEW_PER_RANK * size, selected // PER_BLOCK))
 
 
 def even_borders(blocks: int, size: int) -> Ints:
-    """Share the blocks evenly: the start of every run."""
+    """Divide the blocks evenly; return the start of every run."""
     return np.array([p * blocks // size for p in range(size + 1)], dtype=np.int64)
 
 
@@ -80,7 +80,7 @@ def partition_of(rank: int, step: int, size: int) -> int:
 
 
 def block_counts(union: Ints, edges: Ints, search: Callable[[Ints, Ints], Ints] = np.searchsorted) -> Ints:
-    """Count the selected indices (sorted) in every block; `search` knows how to search them."""
+    """Count the selected indices (sorted) in every block; `search` is the backend's searchsorted."""
     return np.diff(search(union, edges)).astype(np.int64)
 
 
@@ -91,13 +91,13 @@ def best_borders(
     """Find the borders that make the heaviest part lightest, none longer than `longest` elements if given.
 
     work[p][b] is what block b would cost in partition p (its owner's count), times weights[p] if given, in units of their
-    mean; a part of little weight holds four times as much as one of mean weight at most. The least feasible bound on the
-    heaviest part is found by bisection, by a backend's `least`. `longest` is widened to what runs of whole blocks can
-    always meet.
+    mean; a part of little weight holds at most four times as much as one of mean weight. A backend's `least` finds the least
+    feasible bound on the heaviest part by bisection. `longest` is raised to a length that runs of whole blocks can always
+    meet.
     """
     size, n = len(work), int(edges[-1])
     limit = n if not longest or longest >= n else max(longest, -(-n // size) + int(np.diff(edges).max()))
-    distinct = {id(w): w for w in work}  # often all are one and the same
+    distinct = {id(w): w for w in work}  # often all are the same array
     low, high = 0, max(int(w.sum()) for w in distinct.values())
     if high == 0:
         return best_borders([np.diff(edges)] * size, edges, longest) if n else even_borders(len(edges) - 1, size)
@@ -107,7 +107,7 @@ def best_borders(
 
 
 def _rooms(weights: Sequence[int] | None, size: int) -> list[int]:
-    """How much of a bound each part may hold, in units of a ROOMth: the more, the less its work weighs."""
+    """The share of the bound that each part may hold, in units of 1 / ROOM: larger if its work weighs less."""
     if weights is None:
         return [ROOM] * size
     mean = max(1, sum(weights) // size)
@@ -140,6 +140,6 @@ def paper_borders(borders: Ints, counts: Ints, edges: Ints, blocks: int = PAPER_
 
 
 def imbalance(workloads: Ints) -> float:
-    """How much more than the mean the busiest rank has selected, as a share of the mean."""
+    """How much more than the mean the busiest rank selected, as a share of the mean."""
     total = int(workloads.sum())
     return int(workloads.max()) * len(workloads) / total - 1 if total else 0.0

@@ -1,7 +1,7 @@
 """The selections of other methods: every rank's largest elements, one rank's for all, a fixed threshold, or at random.
 
 None of them has exclusive regions, so selections may build up: all ranks send what any of them picked
-(`Stats.build_up`). The sums of a step are shared out evenly.
+(`Stats.build_up`). The summation is divided evenly over ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PIECE = 65_536
 
 
 class Picked(NamedTuple):
-    """A rank's own pick: ascending indices, the magnitude from which they were picked (0: none), and what to learn."""
+    """A rank's own pick: ascending indices, the threshold that they reach (0: none), and what the picker learns from."""
 
     index: Ints  # type: ignore[assignment]  # hides tuple.index
     threshold: float
@@ -40,7 +40,7 @@ class Picked(NamedTuple):
 
 
 class Picker:
-    """How a rank picks; reads only. The defaults are of a picker that wants what is set and remembers nothing.
+    """How a rank picks; reads only. By default a picker wants the set k and remembers nothing.
 
     common: the pick is the same on all ranks without a message.
     """
@@ -48,7 +48,7 @@ class Picker:
     common: bool = False
 
     def wanted(self, k: int, n: int, step: int) -> int:
-        """How many of n elements to pick where k are set."""
+        """How many of n elements to pick if the set density asks for k."""
         return k
 
     def pick(self, acc: Floats, k: int, step: int) -> Picked:
@@ -56,7 +56,7 @@ class Picker:
         raise NotImplementedError
 
     def learn(self, lesson: Any) -> None:
-        """Take what a pick taught, when the step is done."""
+        """Learn from a pick when its step is done."""
 
     def state(self) -> State:
         """What the next pick depends on."""
@@ -70,7 +70,7 @@ class Picker:
 
 
 class TopK(Picker):
-    """The k largest of this rank, as torch.topk finds them; on a device, of equal ones the first, and no zeros."""
+    """The k largest of this rank, as torch.topk finds them; on a device, the first of ties, and no zeros."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
@@ -84,7 +84,7 @@ class TopK(Picker):
 
 
 class SampledTopK(Picker):
-    """What reaches the threshold of the k largest in a sample; of far too many, the k largest.
+    """Elements that reach the threshold of the k largest in a sample; the k largest if these are far too many.
 
     Over the first `warm_up` steps k falls from a quarter of all, by the same factor in every step.
     """
@@ -116,7 +116,7 @@ class SampledTopK(Picker):
 
 
 class CyclicTopK(TopK):
-    """The k largest of one rank, which all take; it is another rank's turn in every step."""
+    """The k largest of one rank, which all ranks send; the ranks take turns."""
 
     def __init__(self, backend: Any, rank: int, size: int) -> None:
         super().__init__(backend)
@@ -147,7 +147,7 @@ class RandomK(Picker):
 
 
 class HardThreshold(Picker):
-    """All that reach a fixed threshold; none given: the one that gave this rank k in the first step that had as many."""
+    """All elements that reach a fixed threshold; by default the one that k of this rank reached in the first step with k."""
 
     def __init__(self, backend: Any, threshold: float | None, density: float, held: Held | None = None) -> None:
         self.backend = backend
@@ -157,7 +157,7 @@ class HardThreshold(Picker):
 
     def pick(self, acc: Floats, k: int, step: int) -> Picked:
         found = self.threshold
-        if found <= 0.0:  # by the density that was set at first, not by that of a warm-up
+        if found <= 0.0:  # found at the density that was set first, not at a warm-up's
             found = self._first(acc, max(1, int(self.density * (self.held.remaining if self.held else len(acc)))))
         threshold = max(found, TINY)
         index, _, _ = self.backend.select(acc, 0, len(acc), threshold)
@@ -188,8 +188,8 @@ class HardThreshold(Picker):
 class Sidco(Picker):
     """A threshold by fitting exponentials to the tail: the mean excess over one threshold leads to the next.
 
-    A stage leaves a quarter, the last what is wanted. The more stages, the farther out the fit; one more is tried
-    whenever the mean over five steps is off by more than a fifth, and after the most that the density allows, one again.
+    Each stage leaves a quarter of the elements, the last one k. More stages fit farther out in the tail. One more is tried
+    whenever the mean over five steps is off by more than a fifth; after the most that the density allows, it starts at one.
     """
 
     STAGE, PATIENCE, TOLERANCE = 0.25, 5, 0.2
@@ -239,7 +239,7 @@ class Sidco(Picker):
 
 
 def values_of(backend: Any, acc: Any, places: Ints | None) -> Floats:
-    """The values at some places, in any order, or all of them; on the host."""
+    """The values at given places in any order, or all values; on the host."""
     if isinstance(acc, np.ndarray):
         return acc if places is None else acc[places]
     values: Floats = backend.to_host(acc if places is None else backend.values_at(acc, backend.from_host(places)))
@@ -254,7 +254,7 @@ def mean_magnitude(acc: Floats, n: int) -> float:
 
 
 class UnionPlan(NamedTuple):
-    """One step in which all ranks send what any of them picked. What ranks pick is on the host, the union where acc is."""
+    """One step in which all ranks send what any of them picked. Picks are on the host, the union is where acc is."""
 
     backend: Any
     picker: Picker
@@ -272,7 +272,7 @@ class UnionPlan(NamedTuple):
         return live
 
     def agree(self, exchange: Exchange, backend: Backend, notice: Notice, view: View) -> Agreed:
-        """Pick, and tell each other how many; collective."""
+        """Pick, and share how many; collective."""
         share_counts(exchange, notice, NONE.index, self.n)  # nobody picks among values that are not finite
         live: Live = view  # type: ignore[assignment]  # these pickers read the whole accumulator
         k = self.picker.wanted(min(self.k, self.n), self.remaining, self.step)
@@ -289,14 +289,14 @@ class UnionPlan(NamedTuple):
         return Agreed(picked, most, counts[:, 0], everywhere, k=k, lesson=lesson)
 
     def united(self, agreed: Agreed, union: Ints) -> Agreed:
-        """Every index once, and the sums shared out evenly."""
+        """Remove duplicate indices, and divide the summation evenly."""
         picked = self.backend.to_host(union)
         once = picked if np.count_nonzero(agreed.workloads) <= 1 else merged(picked)
         return agreed._replace(union=self.backend.from_host(once), regions=shared_out(once, self.n, len(agreed.workloads)))
 
 
 class UnionSelection:
-    """All ranks send what any of them picked, from step to step."""
+    """Plans steps in which all ranks send what any of them picked."""
 
     added: ClassVar[State] = {}
 
@@ -343,7 +343,7 @@ class UnionSelection:
 
 
 def merged(picked: Ints) -> Ints:
-    """The different ones of several ascending runs, ascending; a stable sort merges runs, where np.unique hashes."""
+    """The distinct values of several ascending runs, ascending; a stable sort merges runs, whereas np.unique hashes."""
     ordered = np.sort(picked, kind="stable")
     different: Ints = ordered[np.diff(ordered, prepend=-1) != 0]
     return different

@@ -1,7 +1,7 @@
-"""What a selection hands to the step: a plan before the pass, and what the ranks agreed on.
+"""What a selection passes to the step: a plan before the pass, and the ranks' agreement after it.
 
-A Selection lives from step to step and is local. The Plan that it makes for a step is frozen; its `agree` is collective,
-reads only what it is given, and changes nothing, so that it may run in a thread while the next step is computed.
+A Selection keeps its state between steps and is local. The Plan that it makes for a step is frozen; its `agree` is
+collective, reads only its arguments and changes nothing, so it may run in a thread while the next step is computed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class Agreed(NamedTuple):
     """What the ranks agreed to send. All but `mine` is the same on all ranks.
 
-    mine: what this rank selected, those that reach the threshold. workloads: how many each rank selected. regions: who
-    sums what. union: what is sent, where ranks know it without telling each other. own: each rank sends its own elements,
-    not the union's. k: how many were wanted, where that is not what was set. lesson: what the selection learns from.
+    mine: the elements that this rank selected. workloads: how many each rank selected. regions: which rank sums what. union:
+    the elements that are sent, if ranks know them without a message. own: each rank sends its own elements, not the union.
+    k: how many were wanted, if that differs from the set k. lesson: what the selection learns from.
     """
 
     mine: Candidates
@@ -49,7 +49,7 @@ def nothing_agreed(n: int, size: int) -> Agreed:
 
 
 class Outcome(NamedTuple):
-    """What came of an exchange: where the mean is, bytes per rank where sizes travel, and means of the ranks' figures."""
+    """The outcome of an exchange: the mean's index, bytes per rank if sizes travel, and means of the ranks' figures."""
 
     index: Ints  # type: ignore[assignment]  # hides tuple.index
     nbytes: int
@@ -57,9 +57,9 @@ class Outcome(NamedTuple):
 
 
 class Plan(Protocol):
-    """One step's selection: where to collect candidates (`scope`), from which key on (`floor`), and how to agree.
+    """One step's selection: where to collect candidates (`scope`), the key they must reach (`floor`), and how to agree.
 
-    own: the values to send are at hand when a delivery starts, as where each rank sends its own elements. looks: deliver
+    own: the values to send are known when a delivery starts, as when each rank sends its own elements. looks: deliver
     gets what look() returns, not the accumulator.
     """
 
@@ -73,7 +73,7 @@ class Plan(Protocol):
     def floor(self) -> float: ...
 
     def look(self, live: Live, notice: Notice) -> View:
-        """What deliver may read, when the pass is done; local."""
+        """Return what deliver may read, after the pass; local."""
         ...
 
     def agree(self, exchange: Exchange, backend: Backend, notice: Notice, view: View) -> Agreed:
@@ -81,14 +81,14 @@ class Plan(Protocol):
         ...
 
     def united(self, agreed: Agreed, union: Ints) -> Agreed:
-        """The agreement with the united indices of all ranks in it; local."""
+        """Return the agreement with the united indices of all ranks; local."""
         ...
 
 
 class Selection(Protocol):
-    """Where and how many: plans each step and learns from it. `step` counts the steps done.
+    """Plans where and how many elements each step selects, and learns from it. `step` counts the steps done.
 
-    added: what of state() earlier versions did not save, as it was then.
+    added: keys of state() that earlier versions did not save, with the values that they had then.
     """
 
     @property
@@ -107,7 +107,7 @@ class Selection(Protocol):
         ...
 
     def unpacked(self, state: State) -> Agreed:
-        """The agreement that packed() was given, as far as settling needs it."""
+        """The agreement that packed() packed, as far as settling needs it."""
         ...
 
 

@@ -1,9 +1,8 @@
-"""Counts that travel with the roll call: those of a ladder that each rank counts in a region known before the step.
+"""Counts on a ladder that travel with the roll call, if each rank's region is known before the step.
 
-A step whose borders stay knows where each rank selects before any message. So a rank counts first, without adding its
-gradient, and tells the counts together with where it is and whether it can go on. Roll calls have the same length in all
-entry points; counts that do not fit, or those of a rank that cannot tell them, make all ranks send theirs in a message
-of their own.
+If borders stay from the last step, all regions are known before any message. So a rank counts first, without adding its
+gradient, and sends the counts along with its call and its status. Roll calls have the same length in all entry points. If
+a rank's counts do not fit, or it has none to send, all ranks send theirs in a separate message.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from mpisparse.select.candidates import Candidates
 if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend
 
-HEAD = 2  # numbers before the coded counts: one more than the first count (0: none are told), and the last count
+HEAD = 2  # numbers before the coded counts: the first count plus one (0: no counts), and the last count
 NBYTES = 256  # room for the counts on 256 rungs of 16,000 elements
 
 
 class Opening(NamedTuple):
-    """What a rank found before it added its gradient, and its counts on the ladder, as bytes; None: they do not fit."""
+    """The candidates found before the gradient is added, and the counts on the ladder as bytes; None: they do not fit."""
 
     found: Candidates
     rider: Bytes | None
 
 
 def pack(backend: Backend, counts: Ints) -> Bytes | None:
-    """Falling counts as bytes of a roll call; None if they do not fit."""
+    """Encode falling counts as bytes of a roll call; None if they do not fit."""
     between, last = counts[:-1], int(counts[-1])
     rider: Bytes = np.zeros(NBYTES, dtype=np.uint8)
     head, room = rider[: 8 * HEAD].view(np.int64), rider[8 * HEAD :]
@@ -48,7 +47,7 @@ def fits(counts: Ints) -> bool:
 
 
 def unpack(backend: Backend, riders: Bytes, rungs: int) -> Ints | None:
-    """The counts of all ranks, one row per rank; None unless all told theirs."""
+    """The counts of all ranks, one row per rank; None unless all ranks sent theirs."""
     heads = np.ascontiguousarray(riders[:, : 8 * HEAD]).view(np.int64)
     if (heads[:, 0] == 0).any():
         return None

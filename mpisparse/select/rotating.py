@@ -1,4 +1,4 @@
-"""Select a different part of the vector in each step, so that all of it is sent in every so many steps."""
+"""Select a different part of the vector in each step, so that all of it is sent every few steps."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mpisparse.select.plans import Agreed
 
 @dataclass(frozen=True)
 class Pace:
-    """In how many steps everything is sent, from which step on: (first step, every), ascending, the first from step 0."""
+    """How many steps it takes to send everything, by step: pairs (first step, every), ascending, starting at step 0."""
 
     changes: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, every: object) -> Pace:
-        """Read a number, or a text such as "5, 200:40": every 5, and from step 200 on every 40. Raises ValueError."""
+        """Parse a number, or a text such as "5, 200:40": every 5, and from step 200 on every 40. Raises ValueError."""
         if isinstance(every, bool) or not isinstance(every, int | str):
             raise ValueError(f"got {every!r}")
         first, *later = str(every).split(",")
@@ -29,13 +29,13 @@ class Pace:
         return cls(tuple(pairs))
 
     def at(self, step: int) -> tuple[int, int]:
-        """How many steps it takes at a step, and how many such steps there were before."""
+        """The period at a step, and how many steps with this period came before."""
         start, every = [change for change in self.changes if change[0] <= step][-1]
         return every, step - start
 
 
 class Rotating(Everything):
-    """Every so-many-th block, from step to step. late: deliver gets a copy of their values."""
+    """Plans steps that each send every n-th block, n being the pace. late: deliver gets a copy of the values."""
 
     def __init__(self, n: int, pace: Pace, *, late: bool = False) -> None:
         super().__init__(n, late=late)
@@ -51,7 +51,7 @@ class Rotating(Everything):
         return {"every": agreed.union.every, "phase": agreed.union.phase}
 
     def unpacked(self, state: State) -> Agreed:
-        """What packed() was given."""
+        """The agreement that packed() packed."""
         every, phase = int(state["every"]), int(state["phase"])
         if not 0 <= phase < every:
             raise ValueError(f"there is no part {phase} of {every}")

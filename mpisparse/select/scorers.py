@@ -1,6 +1,6 @@
-"""What matters: a key for every element, kept up to date in the pass that accumulates.
+"""Scorers: a key for every element, updated in the pass that accumulates.
 
-A scorer adds a step's gradient into the accumulator, collects candidates in the same pass, and provides the keys that are
+A scorer adds a step's gradient to the accumulator, collects candidates in the same pass, and provides the keys that are
 compared with thresholds. Only the step calls it, in the order of the methods below.
 """
 
@@ -31,25 +31,25 @@ DensePieces = tuple[NDArray[np.uint64], Ints, Bytes]  # addresses, ends and kind
 
 
 class Scorer:
-    """The protocol, with defaults for a scorer that remembers nothing beside the accumulator.
+    """The protocol, with defaults for a scorer that remembers nothing besides the accumulator.
 
-    prior: the logarithm of how much keys are expected to grow from the first step to the second. What waits in an
-    accumulator adds up, an average does not. by_magnitude: whether keys are the accumulator's magnitudes, so that what
-    is not sent grows until it is. tags: one byte per element; the tags of selected elements are sent with their indices.
+    prior: the logarithm of the expected growth of keys from the first step to the second. Values in an accumulator add
+    up, an average does not. by_magnitude: whether keys are the accumulator's magnitudes, so that unsent elements grow
+    until they are sent. tags: one byte per element; the tags of selected elements are sent along with their indices.
     """
 
     prior: float = 0.0
     by_magnitude: bool = False
-    follows: bool = False  # whether sent() does anything; found out by itself, as the next two
-    tells: bool = False  # whether details() says anything
+    follows: bool = False  # whether sent() does anything; set by __init_subclass__, as the next two are
+    tells: bool = False  # whether details() returns anything
     asks: bool = False  # whether ready() does anything
-    peeks: bool = False  # whether peek() can tell what a step will find
+    peeks: bool = False  # whether peek() works
     tags: Bytes | None = None
-    cause: Exception | None = None  # the error behind what ready() last reported
+    cause: Exception | None = None  # the exception behind the last report of ready()
     acc: Floats
     keys: Keys  # what elements are compared by
-    unsent: Floats | None = None  # what waits to be sent, in magnitude, where that is not the accumulator; read-only
-    take: Callable[[Ints], Floats] | None = None  # the values to send at an index, where they are not the accumulator's
+    unsent: Floats | None = None  # the values to be sent, in magnitude, if they are not the accumulator; read-only
+    take: Callable[[Ints], Floats] | None = None  # returns the values to send at an index, if not the accumulator's
 
     def __init_subclass__(cls) -> None:
         """Note which hooks a scorer has, so that a step calls no others."""
@@ -58,7 +58,7 @@ class Scorer:
         )
 
     def ready(self, exempt: Exempt, lap: Lap) -> str:
-        """Wait for what the step needs of this rank alone; return why it cannot go on, or an empty text.
+        """Wait for what the step needs from this rank alone; return why it cannot go on, or an empty text.
 
         `exempt(phase)` exempts a long phase from the watchdog; `lap(phase)` charges the time since the last lap to a phase.
         """
@@ -69,54 +69,54 @@ class Scorer:
         raise NotImplementedError
 
     def peek(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
-        """What accumulate() will collect in [lo, hi); changes nothing. Only where `peeks`, and of dense pieces."""
+        """What accumulate() will collect in [lo, hi); changes nothing. Only if `peeks`, and only for dense pieces."""
         raise NotImplementedError
 
     def add(self, i: int, slot: Slot, grad: torch.Tensor) -> int:
-        """Add one parameter's gradient during backward; return a flat index that is not finite now, or -1."""
+        """Add one parameter's gradient during backward; return a flat index whose sum is not finite, or -1."""
         raise NotImplementedError
 
     def depart(self, backend: Backend, index: Ints) -> Floats:
-        """Move values out of the accumulator: they set out in flight, and look() finds nothing there."""
+        """Take values out of the accumulator for a delivery in flight; look() finds nothing there then."""
         values: Floats = backend.empty(len(index), np.float32)
         backend.take(self.acc, index, values)
         return values
 
     def give_back(self, backend: Backend, index: Ints, values: Floats) -> None:
-        """Take values back that depart() has moved out: they were not delivered."""
+        """Put back values that depart() took out, because they were not delivered."""
         backend.add_at(self.acc, index, values)
 
     def figures(self) -> tuple[float, ...]:
-        """Numbers of this rank whose means over ranks travel with the step."""
+        """Numbers of this rank that the step averages over ranks."""
         return ()
 
     def received(self, index: Ints, tags: Bytes) -> None:
-        """Take the tags that came with the ranks' selections."""
+        """Store the tags that came with the ranks' selections."""
 
     def sent(self, index: Ints) -> None:
         """Note that these elements were sent; the step ends."""
 
     def details(self) -> dict[str, float]:
-        """What the statistics say beyond what all schemes have in common."""
+        """Figures for the statistics beyond those of all schemes."""
         return {}
 
     def memories(self) -> dict[str, Any]:
-        """Vectors beside the accumulator that elements are compared by."""
+        """Further vectors, besides the accumulator, that elements are compared by."""
         return {}
 
     def owing(self, lo: int, hi: int) -> Floats:
-        """What this rank was given of [lo, hi) and has not sent, to be read at once."""
+        """This rank's residual in [lo, hi), to be read before anything changes it."""
         return self.acc[lo:hi]
 
     def take_over(self, values: Floats) -> None:
-        """Add to that what another rank had not sent."""
+        """Add another rank's residual to this one's."""
         self.acc += values
 
     def close(self) -> None:
-        """End what runs in the background."""
+        """End background work."""
 
     def state(self) -> State:
-        """What the next step depends on beside the accumulator."""
+        """What the next step depends on besides the accumulator."""
         return {}
 
     def check(self, state: State) -> None:
@@ -131,7 +131,7 @@ class Scorer:
 
 
 class Magnitude(Scorer):
-    """The accumulator's magnitudes: no pass and no memory beside it."""
+    """The accumulator's magnitudes: no extra pass, no extra memory."""
 
     prior = FIRST_GROWTH
     by_magnitude = True
@@ -173,7 +173,7 @@ class Magnitude(Scorer):
 class WholeGradient(Scorer):
     """A scorer that learns from each step's gradient, and so must see it once and whole.
 
-    A parameter without a gradient has one of zeros. What was given when a step is refused stays; backward may give more.
+    A parameter without a gradient has one of zeros. Gradients given to a refused step stay; backward may add more.
     """
 
     def __init__(self, residual: torch.Tensor, backend: Backend, slots: Sequence[Slot]) -> None:
@@ -181,8 +181,8 @@ class WholeGradient(Scorer):
         self.backend: Any = backend
         self.acc = backend.array_of(residual)
         self.slots = slots
-        self.seen = np.zeros(len(slots), dtype=bool)  # since the last step that was done
-        self.whole = np.zeros(len(slots), dtype=bool)  # since the last step that was asked for
+        self.seen = np.zeros(len(slots), dtype=bool)  # has a gradient since the last step that was done
+        self.whole = np.zeros(len(slots), dtype=bool)  # has a gradient since the last step that was asked for
 
     def ready(self, exempt: Exempt, lap: Lap) -> str:
         self.whole[:] = False
@@ -207,15 +207,15 @@ class WholeGradient(Scorer):
         return self.keys.select(lo, hi, floor)
 
     def _pass(self, dense: DensePieces, lo: int, hi: int, floor: float) -> Candidates:
-        """Take all gradients, and collect what reaches the floor in [lo, hi)."""
+        """Add all gradients, and collect what reaches the floor in [lo, hi)."""
         raise NotImplementedError
 
     def _update(self, slot: Slot, pointer: int) -> int:
-        """Take one parameter's gradient (0: one of zeros); return where in it the accumulator is not finite, or -1."""
+        """Add one parameter's gradient (0: one of zeros); return where in it the accumulator is not finite, or -1."""
         raise NotImplementedError
 
     def _complete(self) -> None:
-        """Path "backward": give zeros to the parameters that had no gradient."""
+        """With accumulate="backward", add zeros for the parameters that had no gradient."""
         for i in np.flatnonzero(~self.seen).tolist():
             self._update(self.slots[i], 0)
         self.seen[:] = False
@@ -286,7 +286,7 @@ class Average(Remembering):
 class Corrected(Remembering):
     """Accumulate the gradient's momentum, factor x momentum + gradient, instead of the gradient; sending clears it.
 
-    `clip`: the largest norm of this rank's gradient. Path "backward" has no whole gradient and so no norm.
+    `clip`: the largest norm of this rank's gradient. accumulate="backward" never has the whole gradient, and so no norm.
     """
 
     prior = FIRST_GROWTH
@@ -322,7 +322,7 @@ class Corrected(Remembering):
         return bad
 
     def sent(self, index: Ints) -> None:
-        """Clear the momentum of what was sent: stale momentum must not go on moving it."""
+        """Clear the momentum of sent elements, so that stale momentum does not keep moving them."""
         zeros = self.backend.empty(len(index), np.float32)
         self.backend.fill(zeros, 0.0)
         self.backend.put(self.memory, index, zeros)

@@ -1,4 +1,4 @@
-"""The search for the threshold that gives k over all ranks. All ranks decide alike, on the same integers."""
+"""The search for the threshold that gives k over all ranks. All ranks take the same decisions, on the same integers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 Scope = TypeVar("Scope")
 Collected = TypeVar("Collected")
 
-GATHERED_RANKS = 16  # up to so many ranks counts are gathered with their owners; beyond, summed
-REACH = 16  # bins of a histogram, two octaves: so far may the threshold be lowered to give a poor rank its share
-POOR = 32  # beyond 16 ranks: a rank with so many times less than the mean is poor
-LADDER, LEAST, MOST_REACH = 2, 16, 8  # a ladder's message has room for so many times what is likely, and so many more
-HISTOGRAM = 2  # everywhere, a histogram counts up to so many times what is wanted
+GATHERED_RANKS = 16  # up to this many ranks, counts are gathered per rank; beyond, summed
+REACH = 16  # bins of a histogram, two octaves: how far the threshold may be lowered to give a poor rank its share
+POOR = 32  # beyond 16 ranks, a rank is poor if it has less than 1 / POOR of the mean
+LADDER, LEAST, MOST_REACH = 2, 16, 8  # room in a ladder's message: LADDER times the likely count, plus LEAST
+HISTOGRAM = 2  # in the whole vector, a histogram counts up to this multiple of the wanted count
 BINS = 2048
 
 
@@ -62,11 +62,11 @@ def harmonic(rows: Ints) -> Ints:
 
 
 def able_ranks(histograms: Ints, k: int) -> Ints:
-    """The ranks that share the selection, by a histogram of each rank's magnitudes.
+    """The ranks that share the selection, from a histogram of each rank's magnitudes.
 
-    A rank whose gradient is zero, or far smaller than the others', selects nothing at a threshold that suits them: balanced
-    borders would give it nearly the whole vector. The poorest ranks are left out until the rest together select k at most
-    two octaves below the threshold at which a rank selects k on average. If no choice of ranks does, all take part.
+    A rank whose gradient is zero, or far smaller than the others', selects nothing at a threshold that suits them. Balanced
+    borders would give it nearly the whole vector. So the poorest ranks are left out until the rest together select k at most
+    two octaves below the threshold at which a rank selects k on average. If no set of ranks does, all take part.
     """
     tails: Ints = np.cumsum(histograms[:, ::-1], axis=1)[:, ::-1]
     reached = np.flatnonzero(tails.sum(axis=0) >= k * len(tails))
@@ -83,8 +83,8 @@ def able_ranks(histograms: Ints, k: int) -> Ints:
 class Ladder(NamedTuple):
     """What all ranks know of a ladder's message before it is sent.
 
-    above: every rank's count at the end of a finer ladder; None: the ladder is new. totals: how many elements each rank has
-    between the ends; of a new ladder, how many there is room for. told: the ranks' statuses are known.
+    above: every rank's count at the upper end of a finer ladder; None: the ladder is new. totals: each rank's elements
+    between the ends; for a new ladder, how many there is room for. told: the ranks' statuses are known.
     """
 
     above: list[int] | None
@@ -93,12 +93,12 @@ class Ladder(NamedTuple):
 
 
 class Search(Generic[Scope, Collected]):
-    """The search for the rung that gives k over all ranks; subclasses say how ranks count and select.
+    """The search for the rung that gives k over all ranks; subclasses define how ranks count and select.
 
-    A scope is where candidates are collected. A subclass is one rank among others, or all ranks in one process. `able` are
-    the ranks that get a partition where borders are drawn in the step. Up to 16 ranks, `rungs` and `rows` are the last
-    ladder and all ranks' counts on it, `spread_out` those of the last one in the whole vector; `inner` and `outer` what each
-    rank is likely to select in its region, of so many everywhere. `least` draws borders.
+    A scope is where candidates are collected. A subclass is one rank among others, or all ranks in one process. able: the
+    ranks that get a partition if borders are drawn in the step. Up to 16 ranks, rungs and rows are the last ladder and all
+    ranks' counts on it, and spread_out is the last ladder over the whole vector with its counts. inner and outer: how many
+    elements each rank is likely to select in its region, and in the whole vector. `least` draws borders.
     """
 
     def __init__(self, controller: Controller, k: int, n: int, size: int) -> None:
@@ -126,7 +126,7 @@ class Search(Generic[Scope, Collected]):
         raise NotImplementedError
 
     def message(self, rungs: Rungs, everywhere: bool, finer: bool) -> Ladder:
-        """What the ranks know of the message of a ladder; up to 16 ranks."""
+        """What the ranks know of a ladder's message beforehand; up to 16 ranks."""
         if self.rows is None:
             return Ladder(None, [self._room_for(rungs)] * self.size, False)
         if finer:
@@ -149,20 +149,20 @@ class Search(Generic[Scope, Collected]):
         return int(self.k * min(reach, MOST_REACH)) + LEAST
 
     def note(self, rungs: Rungs, rows: Ints, everywhere: bool) -> None:
-        """Keep what a ladder told of all ranks."""
+        """Keep all ranks' counts on a ladder."""
         self.rungs, self.rows = rungs, rows
         if everywhere:
             self.spread_out = rungs, rows
 
     def drawn(self, counts: Sequence[Ints], selector: ExclusiveSelector) -> None:
-        """Keep what each rank has in its region and everywhere, from all ranks' block counts."""
+        """Keep each rank's count in its region and in the whole vector, from all ranks' block counts."""
         self.inner = selector.loads(counts).tolist()
         self.outer = [max(1, int(row.sum())) for row in counts]
 
     def histogram(self, scope: Scope, most: int) -> Ints:
         """The histogram of all ranks' magnitudes in their scopes, by exponent and the first bits of the mantissa.
 
-        Up to 16 ranks, of each rank the `most` largest count that lie below the last ladder; those on it are in one bin.
+        Up to 16 ranks, only the `most` largest of each rank below the last ladder count; those on the ladder are in one bin.
         """
         raise NotImplementedError
 
@@ -173,7 +173,7 @@ class Search(Generic[Scope, Collected]):
     def below(self, counted: Ints, rank: int, most: int) -> Ints:
         """The part of a rank's histogram that lies below the last ladder, from bin 0 to the rung's.
 
-        `most` are wanted; of what the ladder does not have of them, all might be this rank's.
+        `most` elements are wanted; all that the ladder lacks of them might be this rank's.
         """
         reached = np.zeros(self.size, dtype=np.int64) if self.rows is None else self.rows[:, 0]
         at = bin_of(self.rungs[0])
@@ -182,7 +182,7 @@ class Search(Generic[Scope, Collected]):
         return tallies.clipped(part, max(1, most - int(reached.sum())))
 
     def with_ladder(self, parts: Ints) -> Ints:
-        """The sum of histograms below the last ladder, and what lies on it in one bin above."""
+        """The sum of histograms below the last ladder, and all that lies on the ladder in one bin above."""
         reached = 0 if self.rows is None else int(self.rows[:, 0].sum())
         total = np.zeros(BINS, dtype=np.int64)
         total[: parts.shape[1]] = parts.sum(axis=0)
@@ -194,14 +194,14 @@ class Search(Generic[Scope, Collected]):
         raise NotImplementedError
 
     def block_counts(self, found: Collected, threshold: float, edges: Ints, totals: Ints | None) -> list[Ints]:
-        """Every rank's count in every block above the threshold, in rank order; for many ranks all have the sum of all.
+        """Every rank's count above the threshold per block, in rank order; with many ranks, only the sum over ranks.
 
-        totals: every rank's count in all blocks, where that is known.
+        totals: every rank's count over all blocks, if it is known.
         """
         raise NotImplementedError
 
     def inside(self, found: Collected, regions: list[Region]) -> tuple[Scope, Collected]:
-        """The part of a scope, and of the candidates in it, that lies in the region of its rank."""
+        """The part of a scope, and of its candidates, that lies in the rank's region."""
         raise NotImplementedError
 
     def tied(self, found: Collected, threshold: float) -> Ints:
@@ -209,22 +209,22 @@ class Search(Generic[Scope, Collected]):
         raise NotImplementedError
 
     def cut(self, found: Collected, threshold: float, shares: Ints, turn: int) -> Collected:
-        """What lies above the threshold, and of what equals it as many as each rank's share."""
+        """The candidates above the threshold, and of those equal to it as many as each rank's share."""
         raise NotImplementedError
 
     def nominate(self, found: Collected, threshold: float, regions: list[Region]) -> Collected:
-        """What each region's owner selected, marked as certain, and what is among other ranks' k largest there."""
+        """What each region's owner selected, marked as certain, and those of the other ranks' k largest that lie there."""
         raise NotImplementedError
 
     def add_poor(self, found: Collected, threshold: float, able: Ints, regions: list[Region]) -> Collected:
-        """The owners' candidates, and what ranks that are not able have in their regions from the threshold on."""
+        """The owners' candidates, and what ranks without a partition have in these regions that reaches the threshold."""
         raise NotImplementedError
 
     def settle(self, scope: Scope, rungs: Rungs, found: Collected, *, everywhere: bool = False) -> Settled[Collected]:
         """Find the rung for the candidates that the ranks collected in their scopes (`everywhere`: in the whole vector).
 
-        Where k lies between two rungs, count a finer ladder; where it lies below all, place a new ladder by a histogram and
-        select again. With `everywhere`, leave poor ranks out first: without them the ladder may do.
+        If k lies between two rungs, count a finer ladder. If it lies below all, place a new ladder by a histogram and select
+        again. With `everywhere`, leave poor ranks out first: without them the ladder may be enough.
         """
         k = self.k
         everything = k >= self.n
@@ -254,7 +254,7 @@ class Search(Generic[Scope, Collected]):
             found = self.select(scope, float(rungs[0]))
 
     def _count(self, scope: Scope, by_rank: bool, most: int, *, first: bool) -> Ints:
-        """The histogram to place a ladder by; by rank, that of the able ranks, which the first one tells."""
+        """The histogram to place a ladder by; with by_rank, over the able ranks, which the first histogram determines."""
         if not by_rank:
             return self.histogram(scope, most)
         rows = self.histograms(scope, most * self.size)
@@ -284,11 +284,11 @@ def share_counts(exchange: Exchange, notice: Notice, counts: Ints, most: int) ->
 
 
 def share_ladder(exchange: Exchange, backend: Backend, notice: Notice, counts: Ints, message: Ladder, most: int) -> Ints:
-    """Gather counts that fall from rung to rung, one row per rank; raise on all ranks if any status is bad. Collective.
+    """Gather counts that fall from rung to rung, one row per rank; raise on all ranks if any cannot go on. Collective.
 
-    What lies between two rungs travels as bytes of a size that all ranks know beforehand. If a rank has more on a new
-    ladder than there is room for, its counts follow in a second message. The ends of a finer ladder are known. No count
-    exceeds `most`.
+    The counts between two rungs travel as bytes of a size that all ranks know beforehand. If a rank has more on a new ladder
+    than there is room for, its counts follow in a second message. The counts at the ends of a finer ladder are known. No
+    count exceeds `most`.
     """
     if exchange.size == 1:
         return share_counts(exchange, notice, counts, most)
@@ -329,7 +329,7 @@ def share_ladder(exchange: Exchange, backend: Backend, notice: Notice, counts: I
 def _gather_falling(
     exchange: Exchange, backend: Backend, counts: Ints, above: int, spaces: Sequence[int], head: bytes = b""
 ) -> tuple[Bytes, list[int]]:
-    """Gather messages of a head and falling counts; also return where each starts, and where the last ends."""
+    """Gather messages of a head and falling counts; also return the start of each, and the end of the last."""
     sizes = [len(head) + space for space in spaces]
     payload: Bytes = np.empty(sizes[exchange.rank], dtype=np.uint8)
     payload[: len(head)] = np.frombuffer(head, dtype=np.uint8)
@@ -339,13 +339,13 @@ def _gather_falling(
 
 
 def _read_falling(backend: Backend, coded: Bytes, total: int, above: int, row: Ints) -> None:
-    """Write a rank's falling counts into its row."""
+    """Decode a rank's falling counts into its row."""
     if not backend.decode_falling(coded, total, above, row):
         raise RuntimeError(tallies.DAMAGED)
 
 
 def late_sizes(slots: int, totals: Sequence[int], spaces: Sequence[int]) -> list[int]:
-    """Bytes of the second messages, of ranks whose counts may not fit into the first."""
+    """Bytes of the second messages, from ranks whose counts may not fit into the first."""
     return [size if size > space else 0 for size, space in zip(tallies.rooms(slots, totals), spaces, strict=True)]
 
 
@@ -355,14 +355,14 @@ def count_type(most: int) -> type[np.unsignedinteger[Any]]:
 
 
 class Settlement(Search[tuple[int, int], Candidates]):
-    """The search as one rank among others does it: one message per ladder. Reads the rank's view only; collective."""
+    """The search on one rank among others: one message per ladder. Reads only the rank's view; collective."""
 
     def __init__(
         self, exchange: Exchange, backend: Backend, view: View, controller: Controller, notice: Notice, n: int,
         told: Ints | None = None,
     ) -> None:  # fmt: skip
         super().__init__(controller, notice.k, n, exchange.size)
-        self.told = told  # every rank's counts on the first ladder, where the roll call told them
+        self.told = told  # every rank's counts on the first ladder, if they came with the roll call
         self.exchange = exchange
         self.backend = backend
         self.least = backend.least_borders
@@ -370,7 +370,7 @@ class Settlement(Search[tuple[int, int], Candidates]):
         self.notice = notice
 
     def ladder(self, found: Candidates, rungs: Rungs, everywhere: bool, finer: bool) -> tuple[Ints, Callable[[int], Ints]]:
-        """Combine the ladders over ranks; beyond 16 ranks by a sum, and each rank's share at the rung by another message."""
+        """Combine the ladders over ranks; beyond 16 ranks by a sum, then one more message for the counts at the rung."""
         rows, self.told = self.told, None
         if rows is None and self.gathers:
             counts = self.backend.tail_counts(found.magnitude, rungs)
@@ -429,7 +429,7 @@ class Settlement(Search[tuple[int, int], Candidates]):
         return merge(found.on_host(self.backend), nominated).on_device(self.backend)
 
     def _route(self, mine: Candidates, regions: list[Region]) -> Candidates:
-        """Send candidates to the owners of their regions; what other ranks send here. On the host."""
+        """Send candidates to the owners of their regions; return what other ranks sent here. On the host."""
         owners = sorted(regions, key=lambda region: region.rank)
         parts = [mine.within(np.searchsorted, r.lo, r.hi) for r in owners]
         counts = np.array([len(part.index) for part in parts], dtype=np.int64)
@@ -450,10 +450,10 @@ def block_count_type(edges: Ints, ranks: int = 1) -> type[np.unsignedinteger[Any
 
 
 def not_poor(loads: Ints) -> Ints:
-    """The ranks that select at least a small part of the mean."""
+    """The ranks that select at least 1 / POOR of the mean."""
     return np.flatnonzero(loads * POOR * len(loads) >= loads.sum())
 
 
 def both(first: Settled[Collected], second: Settled[Collected]) -> Settled[Collected]:
-    """The second, with the first's effort added."""
+    """The second result, with the first's effort added."""
     return replace(second, reselected=first.reselected + second.reselected, refined=first.refined + second.refined)

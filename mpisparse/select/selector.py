@@ -1,9 +1,9 @@
 """Where a rank may select: exclusive partitions, rotated over ranks and re-balanced by what is selected in them.
 
 What a rank selects depends on its own batch, so the counts of the last step predict the balance of this one badly (on four
-ranks the busiest selected half as much again as the mean). Where the pass covers the whole vector anyway, the counts of
-this step decide instead: `in_step`. Every rank then collects candidates everywhere, and the borders are drawn when all
-ranks' block counts, or their sum where ranks are many, are known. Elsewhere the borders follow a moving average of past
+ranks the busiest selected half as much again as the mean). If the pass covers the whole vector anyway, the counts of this
+step decide instead: `in_step`. Every rank then collects candidates in the whole vector, and the borders are drawn once all
+ranks' block counts are known, or their sum if there are many ranks. Otherwise the borders follow a moving average of past
 counts.
 """
 
@@ -25,25 +25,25 @@ from mpisparse.select import partition
 from mpisparse.select.threshold import CONTROLLERS, Controller
 
 PARTITIONERS = ("best", "paper", "static")
-FRACTION = 8  # bits behind the point of the moving average
-SMOOTHING = 2  # it moves by 2^-2 of the difference at each step
-SWEEP = 64  # every so many steps partitions are held ones, so that each rank selects everywhere in turn
-DUE = 16  # every so many steps scores give way to magnitude
-ROTATION = 16  # up to so many ranks, borders that are not drawn in the step stay for a whole rotation
-BALANCED, STAYS = 0.1, 0.15  # borders that give at most this imbalance, chance aside, are kept; beyond the second dropped
-LEAST_CALM, MOST_CALM = 2, 64  # steps after which borders stay, the more the more often that was wrong
-READS_PER_SELECTED = 128  # elements that can be read in the time that handling one selected element takes
+FRACTION = 8  # fractional bits of the moving average
+SMOOTHING = 2  # the average moves by 2^-2 of the difference in each step
+SWEEP = 64  # period in steps of sweeps, in which partitions are held so that each rank selects everywhere in turn
+DUE = 16  # period in steps of selecting by magnitude instead of scores
+ROTATION = 16  # up to this many ranks, borders that are not drawn in the step stay for a whole rotation
+BALANCED, STAYS = 0.1, 0.15  # imbalance, beyond what chance explains, up to which borders fit; STAYS: up to which they stay
+LEAST_CALM, MOST_CALM = 2, 64  # how many steps borders must fit before they stay; grows each time that was wrong
+READS_PER_SELECTED = 128  # elements read in the time that it takes to handle one selected element
 
 SearchSorted = Callable[[Any, Ints], Ints]
 
 
 @dataclass(frozen=True, eq=False)
 class ExclusiveSelector:
-    """Partitions and threshold of one step; equal on all ranks, because they depend only on what all ranks saw.
+    """Partitions and threshold of one step; equal on all ranks, because they depend only on what all ranks know.
 
-    `reads_region`: a rank selects by reading its own region only, so that the length of a region costs time too. `calm`:
-    steps in a row that the borders of the step before balanced, up to judged() without this one; `needed`: after so many
-    they stay.
+    `reads_region`: a rank reads only its own region, so the length of a region costs time, too. `calm`: consecutive steps
+    that the previous step's borders balanced; judged() adds this one. `needed`: how many such steps it takes for borders
+    to stay.
     """
 
     size: int
@@ -59,8 +59,8 @@ class ExclusiveSelector:
     needed: int = LEAST_CALM
     n: int = field(init=False)  # the length of the vector
     draws: bool = field(init=False)  # borders are drawn in the step, sweeps aside
-    is_due: bool = field(init=False)  # this step looks after elements whose scores would let them wait for ever
-    keeps: bool = field(init=False)  # the borders of the last step stay although they might be drawn
+    is_due: bool = field(init=False)  # this step selects by magnitude, so that low scores let no element wait for ever
+    keeps: bool = field(init=False)  # the borders of the last step stay, although they could be drawn anew
     in_step: bool = field(init=False)  # the borders of this step are drawn in it
     cut: list[Region] = field(init=False)  # the regions of this step in ascending order
     region_of: dict[int, tuple[int, int]] = field(init=False)  # by rank
@@ -100,9 +100,9 @@ class ExclusiveSelector:
 
     @property
     def sweeps(self) -> bool:
-        """Tell whether this step's partitions are held until each rank has selected in each of them once.
+        """Whether this step's partitions are held until each rank has selected in each of them once.
 
-        Balanced borders depend on what ranks have, and may keep a rank away for ever from elements that no other has.
+        Balanced borders depend on the ranks' values, and may for ever keep a rank away from elements that no other rank has.
         Borders that stay for a whole rotation cannot.
         """
         due = self.partitioner == "best" and self.step % SWEEP == SWEEP - 1
@@ -110,12 +110,12 @@ class ExclusiveSelector:
 
     @property
     def stays(self) -> bool:
-        """Tell whether borders stay the same while partitions go once around the ranks."""
+        """Whether borders stay the same while partitions go once around the ranks."""
         return self.partitioner == "best" and not self.draws and self.size <= ROTATION
 
     @property
     def turn(self) -> int:
-        """How far the partitions have rotated over ranks; those of sweeps rotate among themselves."""
+        """How far the partitions have rotated over ranks; partitions of sweeps have a rotation of their own."""
         return self.step // SWEEP if self.sweeps else self.step
 
     def regions(self) -> list[Region]:
@@ -129,9 +129,9 @@ class ExclusiveSelector:
     def drawn(
         self, counts: Sequence[Ints], able: Ints, least: partition.LeastBorders, loads: Ints | None = None
     ) -> ExclusiveSelector:
-        """This step with borders by every rank's block counts (in rank order); only able ranks get a partition.
+        """This step with borders from every rank's block counts (in rank order); only able ranks get a partition.
 
-        Where the counts are only the sum over ranks, `loads` are what each rank would select everywhere.
+        If the counts are only the sum over ranks, `loads` are what each rank would select in the whole vector.
         """
         owners, chosen = [partition.owner(p, self.turn, self.size) for p in range(self.size)], set(able.tolist())
         sharing = [owner for owner in owners if owner in chosen]
@@ -142,17 +142,17 @@ class ExclusiveSelector:
         return replace(self, borders=borders)
 
     def loads(self, counts: Sequence[Ints]) -> Ints:
-        """What each rank selects within the borders, by every rank's block counts; in rank order."""
+        """What each rank selects within the borders, from every rank's block counts; in rank order."""
         ends = dict(zip((r.rank for r in self.cut), pairwise(self.borders.tolist()), strict=True))
         return np.array([int(row[slice(*ends[rank])].sum()) for rank, row in enumerate(counts)])
 
     def judged(self, loads: Ints) -> ExclusiveSelector:
-        """This step, with what its loads within the borders of the last one say of those of the next.
+        """This step, updated by how well its loads are balanced within the last step's borders.
 
-        Where borders that stayed turn out unbalanced, the next ones have to prove themselves for twice as many steps.
+        If borders that stayed turn out unbalanced, the next ones must fit for twice as many steps before they stay.
         """
         total = int(loads.sum())
-        chance = math.sqrt(self.size / total) if total else math.inf  # a count of many independent ones varies by its root
+        chance = math.sqrt(self.size / total) if total else math.inf  # a count's deviation is about its square root
         bound = STAYS + 2 * chance if self.keeps else BALANCED + chance
         fits = bool(total > 0 and partition.imbalance(loads) <= bound)
         if not self.keeps:
@@ -172,7 +172,7 @@ class ExclusiveSelector:
         return coming._prepared(union, search, pick) if self.partitioner == "best" and self.size > 1 else coming
 
     def _prepared(self, union: Ints, search: SearchSorted, pick: SearchSorted) -> ExclusiveSelector:
-        """This step with its borders or, where they are drawn in it, its blocks."""
+        """This step with its borders or, if they are drawn in the step, its blocks."""
         n = self.n
         if self.sweeps:
             edges = partition.even_edges(n, self.blocks)
@@ -191,7 +191,7 @@ class ExclusiveSelector:
         return self
 
     def _held(self, union: Ints, search: SearchSorted) -> ExclusiveSelector:
-        """Borders that balance what was selected last, and stay until sweeps have gone once around the ranks."""
+        """Borders that balance the last selection, and stay until sweeps have gone once around the ranks."""
         work = self.work
         if self.turn % self.size == 0:
             work = partition.block_counts(union, self.edges, search) << FRACTION
@@ -237,7 +237,7 @@ class ExclusiveSelector:
             raise ConfigurationError(f"the work in the state is not that of {blocks} blocks")
 
     def _try_controller(self, fields: dict[str, Any]) -> None:
-        """Raise ConfigurationError unless a controller with these numbers finds thresholds for any number of elements."""
+        """Raise ConfigurationError unless a controller with these values finds a threshold for any number of elements."""
         try:
             tried = type(self.controller)(**fields)
             with np.errstate(all="ignore"):
@@ -248,7 +248,7 @@ class ExclusiveSelector:
             raise ConfigurationError(f"the controller in the state leads to no threshold: {fields}")
 
     def loaded(self, state: dict[str, Any]) -> ExclusiveSelector:
-        """The selector that state() was taken of; on another number of ranks it begins with even shares."""
+        """The selector that a state describes; on another number of ranks it starts with even partitions."""
         known = self.controller.state()
         fields = {key: type(value)(state[f"controller.{key}"]) for key, value in known.items()}
         taken = replace(self, step=int(state["step"]), controller=type(self.controller)(**fields), calm=0)
@@ -260,5 +260,5 @@ class ExclusiveSelector:
 
 
 def _fitted(state: dict[str, Any]) -> tuple[int, int]:
-    """For how many steps borders fitted, and for how many they must; states of earlier versions do not tell."""
+    """For how many steps borders fitted, and for how many they must; states of earlier versions lack both."""
     return int(state.get("calm", 0)), int(state.get("needed", LEAST_CALM))

@@ -1,8 +1,8 @@
-"""Counts as bytes, for messages that only agree on something: ladders, counts in blocks, histograms.
+"""Counts as bytes, for control messages: ladders, counts in blocks, histograms.
 
 A row of counts travels as coded indices (mpisparse.backends.numpy_tallies): a thousand counts of three hundred items take
-a hundred bytes. How many bytes they take at most follows from the number of counts and their sum. A rank that knows the
-sums of all ranks thus knows the sizes of their messages.
+a hundred bytes. The number of counts and their sum bound the number of bytes, so a rank that knows the sums of all ranks
+also knows the sizes of their messages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DAMAGED = "the counts of a message do not decode: it is damaged"
 
 
 def room(slots: int, total: int) -> int:
-    """Bytes that so many counts with this sum take at most."""
+    """The largest number of bytes of this many counts with this sum."""
     return most_nbytes(min(slots, total), slots + total)
 
 
@@ -41,14 +41,14 @@ def encode(backend: Backend, counts: Ints) -> Bytes:
 
 
 def padded(coded: Bytes, nbytes: int) -> Bytes:
-    """Bytes with zeros behind them up to a size."""
+    """Bytes padded with zeros to a size."""
     payload: Bytes = np.zeros(nbytes, dtype=np.uint8)
     payload[: len(coded)] = coded
     return payload
 
 
 def decode(backend: Backend, payload: Bytes, slots: int, total: int) -> Ints:
-    """The counts that encode() was given."""
+    """The counts that encode() encoded."""
     counts: Ints = np.empty(slots, dtype=np.int64)
     if not backend.decode_counts(payload, total, counts):
         raise RuntimeError(DAMAGED)
@@ -56,7 +56,7 @@ def decode(backend: Backend, payload: Bytes, slots: int, total: int) -> Ints:
 
 
 def starts_of(nbytes: Sequence[int]) -> list[int]:
-    """Where messages start that lie one behind the other, and where the last ends."""
+    """The start of every message in a concatenation, and the end of the last."""
     return list(accumulate(nbytes, initial=0))
 
 
@@ -67,12 +67,12 @@ def gather(exchange: Exchange, backend: Backend, counts: Ints, totals: Ints | No
     """
     if totals is not None:
         return gather_parts(exchange, backend, counts, totals, rooms(len(counts), totals.tolist()))
-    told = exchange.allgather(np.array([counts.sum(), len(encode(backend, counts))], dtype=np.int64))
-    return gather_parts(exchange, backend, counts, told[:, 0], told[:, 1].tolist())
+    sums_and_sizes = exchange.allgather(np.array([counts.sum(), len(encode(backend, counts))], dtype=np.int64))
+    return gather_parts(exchange, backend, counts, sums_and_sizes[:, 0], sums_and_sizes[:, 1].tolist())
 
 
 def gather_parts(exchange: Exchange, backend: Backend, counts: Ints, totals: Ints, nbytes: list[int]) -> Ints:
-    """As gather(), of those ranks for which there are bytes; the rows of others are zeros."""
+    """As gather(), for the ranks whose messages have bytes; the rows of others are zeros."""
     starts, mine = starts_of(nbytes), nbytes[exchange.rank]
     payload = padded(encode(backend, counts), mine) if mine else np.empty(0, dtype=np.uint8)
     gathered = exchange.allgatherv(payload, nbytes, starts[:-1])
@@ -84,6 +84,6 @@ def gather_parts(exchange: Exchange, backend: Backend, counts: Ints, totals: Int
 
 
 def clipped(histogram: Ints, most: int) -> Ints:
-    """A histogram whose sums from the top stop at `most`: enough to find where fewer than that are reached."""
+    """A histogram whose cumulative count from the top stops at `most`: enough to place any smaller count."""
     tails = np.minimum(np.cumsum(histogram[::-1]), most)
     return np.diff(tails, prepend=0)[::-1].copy()

@@ -1,9 +1,9 @@
-"""Density control: which magnitude to select from, so that k elements are selected. Pure functions and records.
+"""Density control: the threshold at which k elements are selected. Pure functions and records.
 
 A controller proposes a ladder of rungs (ascending thresholds; the lowest is the floor of the pass that collects
-candidates). When the counts at every rung, summed over ranks, are known, it answers with the rung to use, with a finer
-ladder inside the same candidates, or with neither: then k lies below the floor and a histogram of all magnitudes
-places a new ladder. Decisions depend on integer counts alone, so all ranks decide alike.
+candidates). Given the counts at every rung, summed over ranks, it answers with the rung to use, with a finer ladder
+inside the same candidates, or with neither: then k lies below the floor, and a histogram of all magnitudes places a new
+ladder. Decisions depend on integer counts alone, so all ranks take the same ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HISTOGRAM_SHIFT = 20
 
 SPAN_LEAST, SPAN_MOST = math.log(1.6), math.log(8.0)
 SLOPE_LEAST, SLOPE_MOST = 0.5, 64.0
-FIRST_GROWTH = 0.5  # log of what the second step multiplies: sqrt 2 if gradients are independent, 2 if they are equal
+FIRST_GROWTH = 0.5  # log of the growth of magnitudes in the second step: sqrt 2 for independent gradients, 2 for equal ones
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Choice:
 class Controller(Protocol):
     """Density control, as data in and data out; `after` returns the controller of the next step.
 
-    `holds`: it selects k in every step, so that ties beyond k are dropped and a shortage is topped up
+    `holds`: exactly k elements are selected in every step: ties beyond k are dropped and a shortage is filled up
     (mpisparse.select.fill). `at_least_one`: a rank that selects nothing in its region sends the region's first element.
     """
 
@@ -72,19 +72,19 @@ def spread(low: float, high: float, count: int = RUNGS) -> Rungs:
 
 
 def nearest_rung(counts: Counts, k: int) -> int:
-    """The rung whose count is nearest to k; of two equally near the one that selects more."""
+    """The rung whose count is nearest to k; of two equally near, the one that selects more."""
     return int(np.argmin(np.abs(counts - k)))
 
 
 def is_close(count: int, k: int) -> bool:
-    """Tell whether a count is as near to k as control aims for."""
+    """Whether a count is within the tolerance of k."""
     return count > 0 and abs(count - k) <= max(1.0, TOLERANCE * k)
 
 
 def choose_rung(rungs: Rungs, counts: Counts, k: int) -> Choice:
     """Take the rung that gives k, or narrow the ladder to the two around it.
 
-    Where no float lies between these two, elements are tied at the lower one: it is taken, and selects more than k.
+    If no float lies between these two, elements are tied at the lower one, which is taken and selects more than k.
     """
     if len(rungs) == 0 or (counts[0] < k and not is_close(int(counts[0]), k) and rungs[0] > TINY):
         return Choice()
@@ -101,7 +101,7 @@ def choose_rung(rungs: Rungs, counts: Counts, k: int) -> Choice:
 
 
 def locate_rungs(histogram: Counts, k: int) -> Rungs:
-    """Place a ladder by the histogram of all magnitudes: from the bin below which k is certain, one bin and a half up."""
+    """Place a ladder by the histogram of all magnitudes: from the highest bin edge that k elements reach, two bins up."""
     tails = np.cumsum(histogram[::-1])[::-1]
     enough = np.flatnonzero(tails >= k)
     top = int(enough[-1]) if len(enough) else 0
@@ -122,7 +122,7 @@ def _bin_edge(index: int) -> float:
 
 @dataclass(frozen=True)
 class TailAware:
-    """Ladder around the threshold that the last ones lead to, spaced by the tail's slope, as wide as they have been wrong.
+    """A ladder around the threshold extrapolated from the last ones, spaced by the tail's slope, as wide as its past errors.
 
     Rungs are placed so that counts, not thresholds, are evenly spaced: near k the count falls as threshold ** -slope.
     """
@@ -166,7 +166,7 @@ class TailAware:
         return TailAware(chosen, slope, trend, error, k, self.steps + 1, self.prior)
 
     def _measured_slope(self, rungs: Rungs, counts: Counts, rung: int) -> float:
-        """Fit the tail between the rungs that select up to half as many again and a third fewer."""
+        """Fit the tail between the rungs that select from a third fewer to half as many again."""
         here = int(counts[rung])
         near = np.flatnonzero((counts <= here + here // 2) & (counts >= here - here // 3) & (counts > 0))
         if here < 8 or len(near) < 2:
@@ -220,7 +220,7 @@ def paper_factor(ratio: float) -> float:
 
 @dataclass(frozen=True)
 class Fixed:
-    """No control: the threshold that gave k in the first step, for ever. To compare with."""
+    """No control: the threshold that gave k in the first step is used for ever. For comparison."""
 
     threshold: float = 0.0
     prior: float = 0.0

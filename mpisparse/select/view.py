@@ -1,9 +1,9 @@
-"""What a delivery may read of this rank: its vectors while nothing else runs, or a snapshot of what it collected.
+"""What a delivery may read of this rank: its vectors while nothing else runs, or a snapshot of its candidates.
 
-At once, deliver reads the accumulator itself, read-only. In flight the accumulator goes on changing, so deliver gets a
-Snapshot: the candidates and their values. To the search for a threshold a snapshot is a vector that is zero
+At staleness 0, deliver reads the accumulator itself, read-only. In flight the accumulator goes on changing, so deliver
+gets a Snapshot: the candidates and their values. The search for a threshold sees a snapshot as a vector that is zero
 everywhere else. If the ladder of thresholds misses (k lies below the lowest rung), there is nothing to fall back on: the
-ranks agree on all candidates, fewer than k, and the next step takes its candidates by a histogram of the whole vector. What
+ranks agree on all candidates, fewer than k, and the next step places its floor by a histogram of the whole vector. What
 was not sent stays in the accumulator for later steps.
 """
 
@@ -39,8 +39,8 @@ class VectorKeys(NamedTuple):
 class View(Protocol):
     """A rank's vector as deliver sees it.
 
-    found: the candidates that prepare collected. leaving: what leaves the accumulator when a delivery in flight starts.
-    picked: how they were chosen, where each rank sends its own.
+    found: the candidates that prepare collected. leaving: the elements that leave the accumulator when a delivery in flight
+    starts. picked: how they were chosen, if each rank sends its own.
     """
 
     @property
@@ -72,9 +72,9 @@ class Live(NamedTuple):
     backend: Backend
     acc: Floats
     keys: Keys
-    take: Callable[[Ints], Floats]  # a copy of the accumulator's values at an index
+    take: Callable[[Ints], Floats]  # copies the accumulator's values at an index
     found: Candidates = NONE
-    scores: Bytes | None = None  # one byte per element that travels with its index, where a scorer wants that
+    scores: Bytes | None = None  # one byte per element that travels with its index, if the scorer has tags
     plain: bool = False  # whether the keys are magnitudes already
     picked: Any = None
 
@@ -87,11 +87,11 @@ class Live(NamedTuple):
         return self.keys.histogram(lo, hi)
 
     def by_magnitude(self) -> Live:
-        """The same with the accumulator's magnitudes as keys."""
+        """The same view with the accumulator's magnitudes as keys."""
         return self if self.plain else self._replace(keys=VectorKeys(self.backend, self.acc), plain=True)
 
     def carried(self, backend: Backend) -> Live:
-        """The same for a delivery that uses these kernels, and reads nothing of the accumulator but what take() has."""
+        """The same view for a delivery with other kernels, which reads the accumulator through take() only."""
         return self._replace(backend=backend)
 
     def largest(self, k: int) -> Candidates:
@@ -99,7 +99,7 @@ class Live(NamedTuple):
         return largest(self.backend, self.by_magnitude().keys, len(self.acc), k)
 
     def holds(self, index: Ints) -> Bools:
-        """Tell where the accumulator is not zero."""
+        """Where the accumulator is not zero."""
         held: Bools = self.backend.to_host(self.take(self.backend.from_host(index))) != 0.0
         return held
 
@@ -109,12 +109,12 @@ class Live(NamedTuple):
 
     @property
     def leaving(self) -> Ints:
-        """Nothing leaves the accumulator before it is delivered."""
+        """Nothing: values stay in the accumulator until they are delivered."""
         return NOTHING
 
 
 class Snapshot(NamedTuple):
-    """Candidates and their values as they were when prepare ended. leaving: those that are sent for certain."""
+    """Candidates and their values as they were at the end of prepare. leaving: those that are certain to be sent."""
 
     backend: Backend
     found: Candidates
@@ -158,12 +158,12 @@ class Snapshot(NamedTuple):
         return values
 
     def tags(self) -> Bytes | None:
-        """Nothing travels with the indices."""
+        """Nothing: no tags travel with the indices."""
         return None
 
 
 def read_only(array: Any) -> Any:
-    """An array on the same memory that refuses writes; an array of a device as it is."""
+    """A read-only view of an array; a device's array as it is."""
     if not isinstance(array, np.ndarray):
         return array
     view = array.view()

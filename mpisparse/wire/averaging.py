@@ -1,4 +1,4 @@
-"""Flat vectors averaged over ranks at fixed owners; what the codec leaves waits here, on both ways."""
+"""Flat vectors averaged over ranks at fixed owners, with the codec's errors of both ways kept here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpisparse.wire.feedback import WholeAtOwners
 class Averaging:
     """Replaces the vector in `work` by its mean over ranks.
 
-    residual: what this rank has given and not sent. error: what it remembers as the owner of its stretch [lo, hi).
+    residual: what this rank added and has not sent. error: what it remembers as the owner of its stretch [lo, hi).
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Averaging:
         self.error, self._spare = (zeros(self.hi - self.lo, torch.float32, device) for _ in range(2))
 
     def average_(self, codec: str) -> None:
-        """Average work and what waits; what is left waits for the next time. Collective."""
+        """Average work plus the kept errors; keep the codec's new errors for the next call. Collective."""
         residual: Any = self.backend.array_of(self.residual)
         self.backend.add(residual, self.backend.array_of(self.work))
         reducer = self._reducer(codec, self.error, self._spare)
@@ -43,7 +43,7 @@ class Averaging:
         self.error, self._spare = self._spare, self.error
 
     def average_once_(self, codec: str, share: torch.Tensor) -> None:
-        """Average work alone, with nothing that waits; `share` of what is left waits then. Collective.
+        """Average work alone, without the kept errors; then keep `share` of the codec's new errors. Collective.
 
         share: a factor for each element.
         """
@@ -57,23 +57,23 @@ class Averaging:
         self.error.addcmul_(left, share[self.lo : self.hi])
 
     def _reducer(self, codec: str, error: torch.Tensor, left: torch.Tensor) -> WholeAtOwners:
-        """A reducer that writes the mean into work, and what it remembers into `left`."""
+        """A reducer that writes the mean to work, and what it remembers to `left`."""
         self.backend.use_threads(torch.get_num_threads())
         target: Any = lambda: self.work  # noqa: E731
         remembered, spare = (self.backend.array_of(each) for each in (error, left))
         return WholeAtOwners(CODECS[codec], remembered, self.n, spare=spare, target=target)
 
     def scale_(self, factors: torch.Tensor) -> None:
-        """What waits is in other units from now on."""
+        """Scale the kept errors to new units."""
         self.residual.mul_(factors)
         self.error.mul_(factors[self.lo : self.hi])
 
     def give_back_(self, lo: int, hi: int, share: torch.Tensor | None) -> None:
-        """The mean of [lo, hi) is not used: it waits on all ranks, or `share` of it."""
+        """Keep the mean of [lo, hi), or `share` of it, on all ranks, because it is not used."""
         mean = self.work[lo:hi] if share is None else self.work[lo:hi] * share[lo:hi]
         self.residual[lo:hi] += mean
 
     def forget_(self) -> None:
-        """Nothing waits any more."""
+        """Drop the kept errors."""
         self.residual.zero_()
         self.error.zero_()

@@ -1,4 +1,4 @@
-"""Values as bytes, chunk by chunk: a chunk stays in cache while it is read, encoded and summed."""
+"""Values as bytes, chunk by chunk, so that a chunk stays in cache while it is read, encoded and summed."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ Chunk = tuple[int, int, Any]  # elements [start, stop), and their bytes or value
 
 
 class Rooms:
-    """Memory that is used again in every step, by name: the system clears fresh memory page by page. On the host."""
+    """Host memory by name, reused in every step, because the system clears fresh memory page by page."""
 
     def __init__(self) -> None:
         self._rooms: dict[str, Bytes] = {}
 
     def of(self, name: str, nbytes: int) -> Bytes:
-        """So many bytes, which hold anything."""
+        """Return nbytes of uninitialised memory."""
         if name not in self._rooms or len(self._rooms[name]) < nbytes:
             self._rooms[name] = np.empty(nbytes, dtype=np.uint8)
         return self._rooms[name][:nbytes]
 
 
 class Encoded(NamedTuple):
-    """The bytes of some spans of a vector, one span behind the other. sizes: the bytes of each."""
+    """The bytes of some spans of a vector, concatenated. sizes: the bytes of each."""
 
     codec: Codec
     payload: Any
@@ -46,7 +46,7 @@ class Encoded(NamedTuple):
 
     @property
     def starts(self) -> list[int]:
-        """Where in the payload each span begins."""
+        """The offset of each span in the payload."""
         return [0, *np.cumsum(self.sizes[:-1]).tolist()]
 
     def values(self, backend: Backend) -> Iterator[Chunk]:
@@ -63,7 +63,7 @@ class Encoded(NamedTuple):
             yield from chunks(self.codec, self.payload[at : at + size], span)
 
     def write(self, backend: Backend, vector: Any) -> None:
-        """Write the values where they belong in a vector."""
+        """Write the values to their places in a vector."""
         kernels = chunk_kernels(self.codec, backend)
         if kernels is not None:
             for (start, stop), at, size in zip(self.spans, self.starts, self.sizes, strict=True):
@@ -73,7 +73,7 @@ class Encoded(NamedTuple):
             self.codec.decode(backend, part, vector[start:stop])
 
     def subtract_from(self, backend: Backend, vector: Any) -> None:
-        """Subtract the values where they belong in a vector."""
+        """Subtract the values at their places in a vector."""
         for start, stop, part in self.parts():
             subtract_decoded(self.codec, backend, part, vector[start:stop])
 
@@ -93,7 +93,7 @@ def chunk_kernels(codec: Codec, backend: Backend) -> Any:
 
 
 def check(encoded: Encoded) -> None:
-    """Raise ValueError unless the bytes can be those of the spans and decode to finite numbers; for what a file held."""
+    """Raise ValueError unless the bytes fit the spans and decode to finite numbers; for data read from a file."""
     codec, payload, spans, sizes = encoded
     fits = len(sizes) == len(spans) and min(sizes, default=0) >= 0 and sum(sizes) == len(payload)
     for span, at, size in zip(spans, encoded.starts, sizes, strict=False):
@@ -130,7 +130,7 @@ def span_nbytes(codec: Codec, span: Span) -> int:
 
 
 def write_chunk(codec: Codec, backend: Backend, values: Any, payload: Any) -> int:
-    """Encode a chunk, which is only read, at the start of a payload; returns the bytes written."""
+    """Encode a chunk at the start of a payload without changing it; returns the bytes written."""
     room = _room(codec, payload, len(values))
     return _with_header(codec, payload, pack_values(codec, backend, values, room))
 
@@ -140,7 +140,7 @@ def settle_chunk(
 ) -> tuple[int, Any]:
     """Encode left = sum of the rows' values / by + error at the start of a payload; `left` becomes what is not sent.
 
-    Returns the bytes written, and the first index that is not finite or -1; of a device as a vector of one.
+    Returns the bytes written, and the first non-finite index or -1; a device returns the index as a vector of one.
     """
     size, bad = settle(codec, backend, rows, by, error, left, _room(codec, payload, len(left)))
     return _with_header(codec, payload, size), bad
@@ -152,7 +152,7 @@ def _room(codec: Codec, payload: Any, count: int) -> Any:
 
 
 def _with_header(codec: Codec, payload: Any, size: int) -> int:
-    """Write how many bytes follow, if that varies; returns the bytes in all."""
+    """Write how many bytes follow, if that varies; returns the total number of bytes."""
     if not codec.variable:
         return size
     payload[:HEADER] = np.array([size], dtype=np.uint32).view(np.uint8)
@@ -162,7 +162,7 @@ def _with_header(codec: Codec, payload: Any, size: int) -> int:
 def settle_span(
     codec: Codec, backend: Backend, rows: Sequence[Any], span: Span, by: float, error: Any, left: Any, payload: Any
 ) -> tuple[int, int]:
-    """As settle_chunk, for a whole span, of which each row has all bytes; waits for a device once."""
+    """As settle_chunk, for a whole span; each row holds all bytes of it. Waits for a device only once."""
     at, lo, kernels = 0, span[0], chunk_kernels(codec, backend)
     late: list[tuple[int, Any]] = []
     if kernels is not None:
@@ -182,7 +182,7 @@ def settle_span(
 
 
 def _first_of(backend: Any, late: Sequence[tuple[int, Any]]) -> int:
-    """The first index that is not finite in chunks that begin at some elements, or -1, where a device knows them."""
+    """The first non-finite index over chunks, from what the device found in each; -1 if all are finite."""
     if not late:
         return -1
     bads = backend.empty(len(late), np.int64)
@@ -195,9 +195,9 @@ def _first_of(backend: Any, late: Sequence[tuple[int, Any]]) -> int:
 def encode_sum(
     codec: Codec, kernels: Any, acc: Any, dense: Dense, spans: Sequence[Span], rooms: Rooms
 ) -> tuple[Encoded, int]:
-    """Add gradients into acc and encode the sums, by kernels for many chunks; what is not sent stays in acc.
+    """Add gradients to acc and encode the sums, by kernels for many chunks; what is not sent stays in acc.
 
-    The spans lie one behind the other and cover acc. Returns the first index that is not finite, or -1.
+    The spans are contiguous and cover acc. Returns the first non-finite index, or -1.
     """
     sizes = [span_nbytes(codec, span) for span in spans]
     payload = rooms.of("own", sum(sizes))
@@ -207,7 +207,7 @@ def encode_sum(
 
 
 def encode(codec: Codec, backend: Backend, vector: Any, spans: Sequence[Span]) -> Encoded:
-    """Encode spans of a vector, which is only read."""
+    """Encode spans of a vector without changing it."""
     payload = backend.empty(sum(span_nbytes(codec, span) for span in spans), np.uint8)
     at, sizes = 0, []
     for span in spans:

@@ -1,9 +1,9 @@
-"""Reduction at fixed owners with error feedback both ways: owners remember what their codec left of the mean.
+"""Reduction at fixed owners with error feedback both ways: owners remember their codec's error on the mean.
 
-Rank r sends q_r = Q(v_r). The owner of an element makes u = rate x mean(q) + e and returns Q(u); e = u - Q(u) waits at the
-owner for the next time that the element is sent. What a rank did not send, v_r - q_r, is the caller's to keep: q_r is in
-`Reduced.own`. Owners are fixed, so that e never moves: of a whole vector each rank has an even stretch, of selected
-elements every rank has every size-th block of 64.
+Rank r sends q_r = Q(v_r). The owner of an element computes u = rate x mean(q) + e and returns Q(u); e = u - Q(u) waits at
+the owner until the element is sent again. The caller keeps what a rank did not send, v_r - q_r; q_r is in `Reduced.own`.
+Owners are fixed, so that e never moves: each rank owns an even stretch of a whole vector, or every size-th block of 64 if
+elements are selected.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from mpisparse.comm.regions import Region
     from mpisparse.wire.codecs.protocol import Codec
 
-BLOCK = 64  # neighbours with one owner, where elements are selected
+BLOCK = 64  # neighbours with the same owner, if elements are selected
 
 
 @dataclass(frozen=True)
 class AtFixedOwners(Reducer):
-    """What all kinds have in common. error: this rank's e; n: elements of the vector; rate: a factor on the mean.
+    """Base of the reducers below. error: this rank's e; n: elements of the vector; rate: a factor on the mean.
 
-    rooms: memory for what is received, where nothing of it is kept.
+    rooms: reused memory for received bytes, if none of them are kept.
     """
 
     codec: Codec
@@ -66,7 +66,7 @@ class AtFixedOwners(Reducer):
         return error
 
     def owned(self, rank: int, size: int) -> Any:
-        """The elements whose e a rank of `size` keeps, in its order: a slice, or an ascending index."""
+        """The elements whose e a rank of `size` keeps, in the order of e: a slice, or an ascending index."""
         raise NotImplementedError
 
     def give(self, backend: Backend, vector: Any, rank: int, size: int) -> None:
@@ -78,7 +78,7 @@ class AtFixedOwners(Reducer):
             backend.add_at(vector, backend.from_host(owned), error)
 
     def regrouped(self, errors: Mapping[int, Floats], rank: int, size: int) -> Floats:
-        """The e of one of `size` ranks, from those of all ranks of before."""
+        """The e of one of `size` ranks, from those of all former ranks."""
         every: Floats = np.zeros(self.n, dtype=np.float32)
         for old, error in errors.items():
             every[self.owned(old, len(errors))] = error
@@ -86,20 +86,20 @@ class AtFixedOwners(Reducer):
         return mine
 
     def moved(self, fresh: Reducer, exchange: Exchange, acc: Floats, rank: int, size: int) -> Callable[[], object]:
-        """The e of weights goes to the new owners: it belongs to what all ranks share, and to no rank's vector."""
+        """With weights, e goes to the new owners: it belongs to the shared weights, not to any rank's vector."""
         assert isinstance(fresh, AtFixedOwners)
         every: Floats = np.zeros(self.n, dtype=np.float32)
         every[self.owned(rank, size)] = self.error
-        exchange.allreduce_(every)  # of each element one rank at most has an e
+        exchange.allreduce_(every)  # at most one rank has an e for each element
         mine = every[self.owned(exchange.rank, exchange.size)]
         return lambda: fresh.loaded({"error": mine})
 
     def recalled(self, state: State, residual: Floats) -> State | None:
-        """Nothing: what was sent is still in the vector, and nothing of what came is in it."""
+        """Nothing: the vector still holds what was sent, and does not hold the result."""
         return None
 
     def _exchange(self, exchange: Exchange, backend: Backend, out: Encoded, error: Any, left: Any) -> Encoded:
-        """Send each span to its owner; returns what all owners made of theirs. Collective.
+        """Send each span to its owner; returns the answers of all owners. Collective.
 
         error: this rank's e at its span; left: where its new e goes.
         """
@@ -129,7 +129,7 @@ class AtFixedOwners(Reducer):
     def _reduce(
         self, backend: Backend, rows: Sequence[Any], span: Span, size: int, error: Any, left: Any
     ) -> tuple[Any, int]:
-        """Sum the ranks' bytes of this rank's span in rank order; return u's bytes, and where it is not finite or -1."""
+        """Sum the values of this rank's span in rank order; return the bytes of u, and its first non-finite index or -1."""
         back = self._room(backend, "back", span_nbytes(self.codec, span))
         written, bad = settle_span(self.codec, backend, rows, span, size / self.rate, error, left, back)
         if bad >= 0:
@@ -159,7 +159,7 @@ class AtFixedOwners(Reducer):
 class WholeAtOwners(AtFixedOwners):
     """Every element of the vector in every exchange; each rank owns an even stretch.
 
-    spare: memory for the next e. target: where the mean of gradients is written; without it the vector is one of weights,
+    spare: memory for the next e. target: where the mean of gradients is written; without it the vector holds weights,
     and `Reduced.mean` stays encoded.
     """
 
@@ -200,7 +200,7 @@ class WholeAtOwners(AtFixedOwners):
         return Reducer.moved(self, fresh, exchange, acc, rank, size)
 
     def at_rest(self, state: State, residual: Floats, rank: int, size: int) -> State:
-        """What waits at the owner goes to its residual: there it is one of `size` summands."""
+        """Move the owner's e to its residual, times `size`, since the mean divides it by the number of ranks."""
         residual[self.owned(rank, size)] += np.asarray(state["error"]) * np.float32(size)
         return {**state, "error": np.zeros(0, dtype=np.float32)}
 
@@ -209,7 +209,7 @@ class WholeAtOwners(AtFixedOwners):
 class PartAtOwners(AtFixedOwners):
     """A part of the vector in each exchange (`index` is a Subset); each rank owns an even stretch of the vector.
 
-    e has the order of the vector, so that the parts may be any.
+    e is in the order of the vector, so any parts may follow each other.
     """
 
     def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
@@ -245,7 +245,7 @@ class PartAtOwners(AtFixedOwners):
         return Reduced(part, mean, None, own=own, error=error)  # type: ignore[arg-type]
 
     def _spans(self, part: Subset, size: int) -> list[Span]:
-        """Where each rank's stretch lies in a part."""
+        """The place of each rank's stretch in a part."""
         return [(part.below(region.lo), part.below(region.hi)) for region in even_regions(self.n, size)]
 
     def owned(self, rank: int, size: int) -> slice:
@@ -316,12 +316,12 @@ class OwnAtOwners(SelectedAtOwners):
             mean += self.error[union - start]
             return mean
 
-        came = messages.travel(exchange, backend, index, values, regions, answer)
-        own = np.zeros(len(came.index), dtype=np.float32)
-        own[np.searchsorted(came.index, index)] = messages.arrived(backend, came, index, regions)
+        outcome = messages.travel(exchange, backend, index, values, regions, answer)
+        own = np.zeros(len(outcome.index), dtype=np.float32)
+        own[np.searchsorted(outcome.index, index)] = messages.arrived(backend, outcome, index, regions)
         return Reduced(
-            came.index, came.values, None, nbytes=came.nbytes, index_nbytes=came.index_nbytes, own=own,
-            error=(came.mine - start, came.left),
+            outcome.index, outcome.values, None, nbytes=outcome.nbytes, index_nbytes=outcome.index_nbytes, own=own,
+            error=(outcome.mine - start, outcome.left),
         )  # fmt: skip
 
     def owned(self, rank: int, size: int) -> slice:  # type: ignore[override]  # a stretch
@@ -332,13 +332,13 @@ class OwnAtOwners(SelectedAtOwners):
 
 
 def encoded_in(state: State, name: str, codec: Codec, spans: Sequence[Span]) -> Encoded:
-    """Encoded values that a state holds; raises ValueError unless they can be those of the spans."""
+    """Encoded values from a state; raises ValueError unless they fit the spans."""
     encoded = Encoded(codec, np.asarray(state[name], dtype=np.uint8), spans, list(map(int, state[f"{name}_sizes"])))
     check(encoded)
     return encoded
 
 
 def owned_count(n: int, size: int, rank: int) -> int:
-    """How many of n elements a rank owns where elements are selected."""
+    """How many of n elements a rank owns if elements are selected."""
     whole, rest = divmod(n, BLOCK * size)
     return whole * BLOCK + min(BLOCK, max(0, rest - rank * BLOCK))

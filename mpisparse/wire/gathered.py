@@ -1,4 +1,4 @@
-"""Each rank's own elements to all ranks: nobody sums for others, so that what arrives is not encoded a second time."""
+"""Each rank's own elements go to all ranks; no owner sums, so values are encoded only once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Gathered(Reducer):
     """Indices and values of all ranks of a vector of n elements; every rank adds them up in rank order.
 
-    `Reduced.own` is what of this rank's values arrived.
+    `Reduced.own` is the part of this rank's values that arrived.
     """
 
     codec: Codec
@@ -57,7 +57,7 @@ class Gathered(Reducer):
         return np.concatenate([pack(backend, index, 0, self.n), encoded]) if len(index) else encoded[:0]
 
     def _read(self, backend: Backend, payload: Bytes, count: int) -> tuple[Ints, Floats]:
-        """What a message holds."""
+        """Decode a message."""
         values = np.empty(count, dtype=np.float32)
         if not count:
             return NO_INDEX, values

@@ -1,11 +1,10 @@
 """Indices on the wire: Golomb-Rice codes of the gaps between them, or 16-bit columns.
 
-The form is the one that costs least. Where indices are on the host they are coded: about half of the bytes at density 0.01
-("coded"). Only the sender knows the size of its code, so the ranks tell each other the sizes first. A few indices are padded
-to the bound that follows from their count instead, which all ranks know ("padded"): that is some 5 % more of few bytes, and
-saves a message. Where indices are on a device they stay there, as compressed sparse rows of at most 65,536 elements with
-uint32 counts and uint16 columns ("columns"): to code them would take two copies between host and device, and links between
-devices are fast.
+The cheapest form is used. Indices on the host are coded, which takes about half of the bytes at density 0.01 ("coded").
+Only the sender knows the size of its code, so the ranks exchange the sizes first. A few indices are instead padded to the
+bound that follows from their count, which all ranks know ("padded"): this adds some 5 % to few bytes, and saves a message.
+Indices on a device stay there, as compressed sparse rows of at most 65,536 elements with uint32 counts and uint16 columns
+("columns"): coding them would take two copies between host and device, and links between devices are fast.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ if TYPE_CHECKING:
     from mpisparse.comm.regions import Region
 
 ROW = 65_536
-FEW = 8192  # bytes of all ranks' indices that are padded, not preceded by their sizes
-STATUS = 16  # bytes of a rank's status and what it is about
+FEW = 8192  # up to this many bytes of all ranks' indices are padded instead of preceded by their sizes
+STATUS = 16  # bytes of a rank's status and its detail
 
 
 class United(NamedTuple):
-    """The union in the order of the regions, its tags, the form that it came in, and the bytes of indices received."""
+    """The union in the order of the regions, its tags, the form in which it travelled, and the bytes of indices received."""
 
     union: Any
     tags: Bytes | None
@@ -46,7 +45,7 @@ def nbytes_of(length: int, count: int, width: int = 2) -> int:
 
 
 def rooms_of(regions: Sequence[Region], workloads: Sequence[int]) -> list[int]:
-    """Bytes that the coded indices of every region take at most, in the order of the regions."""
+    """The largest number of bytes of every region's coded indices, in the order of the regions."""
     return [most_nbytes(int(workloads[r.rank]), r.hi - r.lo) for r in regions]
 
 
@@ -57,8 +56,8 @@ def unite(
     """Gather what every rank selects in its region. Collective. Raises on all ranks if a message is damaged.
 
     `index` lies inside this rank's region; `workloads` are the counts that reach the threshold, in rank order. tags: one
-    byte per element of the vector; those of selected elements are sent along and returned too. news: this rank's status,
-    of indices on the host, where the ranks do not know it yet; raises StepRefused on all ranks if any cannot go on.
+    byte per element of the vector; those of selected elements are sent along and returned too. news: this rank's status, if
+    the ranks do not know it yet and indices are on the host; raises StepRefused on all ranks if any cannot go on.
     """
     if isinstance(index, np.ndarray):
         chosen = backend.reaching(index, magnitude, threshold)
@@ -124,7 +123,7 @@ def _unite_columns(
     order = [place[rank] for rank in range(len(regions))]
     mine = place[exchange.rank]
     payload = backend.empty(nbytes[mine], np.uint8)
-    payload[-4:] = 0  # what lies behind the last column
+    payload[-4:] = 0  # padding after the last column
     parts = _columns_of(backend, payload, rows[mine], shares[mine])
     backend.pack_rows(index, magnitude, threshold, regions[mine].lo, ROW, *parts)
     room = backend.empty(starts[-1], np.uint8)
@@ -138,6 +137,6 @@ def _unite_columns(
 
 
 def _columns_of(backend: Any, payload: Any, rows: int, count: int) -> tuple[Any, Any]:
-    """Row counts and columns in a payload."""
+    """Views of the row counts and of the columns in a payload."""
     counts, rest = payload[: 4 * rows], payload[4 * rows :]
     return backend.view_as(counts, np.uint32), backend.view_as(rest[: 2 * count], np.uint16)

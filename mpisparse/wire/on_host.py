@@ -1,4 +1,4 @@
-"""A reduction in the memory of the host, of what lies on a device: selected elements only, which are few."""
+"""A reduction in host memory of values on a device; for selected elements only, which are few."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OnHost(Reducer):
-    """What another reducer makes of indices and values with the host's kernels; what it remembers is on the host."""
+    """Runs another reducer with the host's kernels; that reducer's memory is on the host."""
 
     inner: Reducer
     host: Backend
@@ -56,7 +56,7 @@ def on_host(backend: Backend, reducer: Reducer) -> Reducer:
 
 
 def landed(backend: Backend, reduced: Reduced) -> Reduced:
-    """The same in the memory of a backend, but for what the reducer remembers."""
+    """Return the result in a backend's memory, except for what the reducer remembers."""
     moved: dict[str, Any] = {}
     for name in ("index", "mean", "left", "own", "kept_index", "kept"):
         value = getattr(reduced, name)

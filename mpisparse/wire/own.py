@@ -1,4 +1,4 @@
-"""The reduction of each rank's own elements: they travel with their indices to owners, who add what arrives."""
+"""The reduction of each rank's own elements: they travel with their indices to owners, who add them up."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 
 class Travelled(NamedTuple):
-    """What came of each rank's own elements: the union of all, and what their owners made of it.
+    """The outcome for each rank's own elements: their union, and the owners' answers.
 
-    values: of the union; own: what of this rank's values arrived, at the index that it sent. mine and left: what this rank
-    owns of the union, and what the codec left of what it returned. nbytes: of indices and values, per rank, on average.
+    values: the answers, at the union; own: the part of this rank's values that arrived, at the index that it sent. mine and
+    left: this rank's owned part of the union, and the codec's error on its answers there. nbytes: bytes of indices and
+    values per rank, on average.
     """
 
     index: Ints  # type: ignore[assignment]  # hides tuple.index
@@ -36,25 +37,25 @@ class Travelled(NamedTuple):
     payloads: list[Bytes]
 
 
-Answer = Callable[[Ints, Floats, Floats], Floats]  # what an owner returns, from its union, sums and numbers of senders
+Answer = Callable[[Ints, Floats, Floats], Floats]  # an owner's answer to its union, the sums and the numbers of senders
 
 
 @dataclass(frozen=True)
 class OwnByOwner(Reducer):
     """Each rank sends its own elements, with their indices, to the regions' owners; all receive the union.
 
-    received: divide by how many ranks sent an element instead of by all ranks.
+    received: divide by the number of ranks that sent an element instead of by all ranks.
     """
 
     codec: Codec
     received: bool = False
 
     def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
-        came = self.travel(exchange, backend, index, values, regions, self._answer)
+        outcome = self.travel(exchange, backend, index, values, regions, self._answer)
         if not self.received:
-            came.values[:] /= np.float32(exchange.size)
-        reduced = Reduced(came.index, came.values, values, nbytes=came.nbytes, index_nbytes=came.index_nbytes)
-        return reduced if self.codec.lossless else reduced._replace(kept_index=came.mine, kept=came.left)
+            outcome.values[:] /= np.float32(exchange.size)
+        reduced = Reduced(outcome.index, outcome.values, values, nbytes=outcome.nbytes, index_nbytes=outcome.index_nbytes)
+        return reduced if self.codec.lossless else reduced._replace(kept_index=outcome.mine, kept=outcome.left)
 
     def _answer(self, union: Ints, total: Floats, senders: Floats) -> Floats:
         return total / senders if self.received else total
@@ -84,7 +85,7 @@ class OwnByOwner(Reducer):
             bad = np.flatnonzero(~np.isfinite(total))[:1]
             first_bad = int(union[bad[0]]) if len(bad) else -1
             back = self._message(backend, mine, union, total) if first_bad < 0 else back
-        except Exception as error:  # the other ranks wait: they must hear of it
+        except Exception as error:  # the other ranks are waiting and must learn of it
             failure, cause = f"{type(error).__name__}: {error}", error
         sizes = exchange.allgather(np.array([len(back), len(union), first_bad, bool(failure)], dtype=np.int64))
         if sizes[:, 3].any():
@@ -102,11 +103,11 @@ class OwnByOwner(Reducer):
         joined, returned = (np.concatenate([part[i] for part in parts]) for i in range(2))
         return Travelled(joined, returned, union, total, moved, indices, payloads)
 
-    def arrived(self, backend: Backend, came: Travelled, index: Any, regions: Sequence[Region]) -> Floats:
-        """What of the values that this rank sent at an index the owners read."""
+    def arrived(self, backend: Backend, outcome: Travelled, index: Any, regions: Sequence[Region]) -> Floats:
+        """This rank's values at the index that it sent, as the owners decoded them."""
         by_rank, spans = sorted(regions), spans_of(backend.search, index, regions)
-        told = zip(by_rank, came.payloads, spans, strict=True)
-        return np.concatenate([self._read(backend, region, payload, b - a)[1] for region, payload, (a, b) in told])
+        messages = zip(by_rank, outcome.payloads, spans, strict=True)
+        return np.concatenate([self._read(backend, region, payload, b - a)[1] for region, payload, (a, b) in messages])
 
     def _message(self, backend: Backend, region: Region, index: Ints, values: Floats) -> Bytes:
         """Indices and values as bytes; `values` becomes what was not sent."""
@@ -115,7 +116,7 @@ class OwnByOwner(Reducer):
         return np.concatenate([pack(backend, index, region.lo, region.hi), encoded]) if len(index) else encoded[:0]
 
     def _read(self, backend: Backend, region: Region, payload: Bytes, count: int) -> tuple[Ints, Floats, int]:
-        """What a message holds, and the bytes of its indices."""
+        """Decode a message; also return the bytes of its indices."""
         values = np.empty(count, dtype=np.float32)
         if not count:
             return NO_INDEX, values, 0
@@ -126,7 +127,7 @@ class OwnByOwner(Reducer):
     def _terms(
         self, backend: Backend, region: Region, arrived: Bytes, counts: list[int], nbytes: list[int]
     ) -> list[tuple[Ints, Floats, int]]:
-        """What each rank sent of this rank's region, and the bytes of its indices."""
+        """What each rank sent for this rank's region, and the bytes of its indices."""
         ends = np.cumsum([0, *nbytes]).tolist()
         told = zip(ends[:-1], ends[1:], counts, strict=True)
         return [self._read(backend, region, arrived[a:b], count) for a, b, count in told]
@@ -134,7 +135,7 @@ class OwnByOwner(Reducer):
 
 @np.errstate(over="ignore", invalid="ignore")
 def _sum_terms(terms: Sequence[tuple[Ints, Floats, int]], answer: Answer) -> tuple[Ints, Floats]:
-    """The elements that any rank sent, and what their owner makes of the sums, which are in rank order."""
+    """The union of what ranks sent, and the owner's answer to the sums, which are made in rank order."""
     union = np.sort(np.concatenate([index for index, _, _ in terms]), kind="stable")  # merges sorted runs
     union = union[np.diff(union, prepend=-1) > 0]
     total, senders = np.zeros((2, len(union)), dtype=np.float32)

@@ -26,17 +26,18 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 
-NOT_A_NUMBER = 0xFF  # bytes that every codec decodes to NaN
+NOT_A_NUMBER = 0xFF  # the byte of which every codec's payload decodes to NaN
 NO_INDEX: Ints = np.empty(0, dtype=np.int64)
 NO_VALUES: Floats = np.empty(0, dtype=np.float32)
 
 
 class Reduced(NamedTuple):
-    """The mean, where it is, and what this rank keeps of what it sent (`left`, at the sent index; None: nothing).
+    """The mean with its index, and what this rank keeps of what it sent (`left`, at the sent index; None: nothing).
 
-    kept_index and kept: what an owner keeps of its sums where it did not send itself. nbytes: of indices and values, per
-    rank, on average; counted only where sizes travel. index_nbytes: of indices, received by this rank. own: what of this
-    rank's values arrived, where the caller keeps the rest; error: what an owner remembers (mpisparse.wire.feedback).
+    kept_index and kept: what an owner keeps of its sums at elements that it did not send itself. nbytes: bytes of indices
+    and values per rank, on average; counted only if sizes travel. index_nbytes: bytes of indices that this rank received.
+    own: the part of this rank's values that arrived, if the caller keeps the rest. error: what an owner remembers
+    (mpisparse.wire.feedback).
     """
 
     index: Ints  # type: ignore[assignment]  # hides tuple.index
@@ -51,7 +52,7 @@ class Reduced(NamedTuple):
 
 
 class Reducer:
-    """The protocol, with defaults of a reducer that remembers nothing. A reducer is immutable."""
+    """The protocol, with defaults for a reducer that remembers nothing. A reducer is immutable."""
 
     def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
         """Exchange values, which may be overwritten unless they are read-only; collective."""
@@ -69,39 +70,39 @@ class Reducer:
         """Raise ConfigurationError unless loaded() could take the state."""
 
     def loaded(self, state: State) -> Reducer:
-        """Return the reducer that state() was taken of."""
+        """Return the reducer that a state describes."""
         return self
 
     def at_rest(self, state: State, residual: Floats, rank: int, size: int) -> State:
-        """Return a saved state of one of `size` ranks with nothing remembered; it goes to the saved residual, in place."""
+        """Move what a saved state, of one of `size` ranks, remembers to the saved residual, in place; return the rest."""
         return state
 
     def resize(self, states: Sequence[State]) -> State:
-        """Return the state on another number of ranks, from those taken over, which are at rest."""
+        """Return the state on another number of ranks, from the states taken over, which remember nothing (at_rest)."""
         return self.state()
 
     def moved(self, fresh: Reducer, exchange: Exchange, acc: Floats, rank: int, size: int) -> Callable[[], object]:
-        """Make ready to have what this remembers, as one of `size` ranks, in a reducer of fewer, or in the accumulator.
+        """Prepare to move what this reducer, of one of `size` ranks, remembers to a reducer of fewer, or to the accumulator.
 
-        Collective; changes nothing. Returns what does it, which is local.
+        Collective; changes nothing. Returns the local function that does it.
         """
         return lambda: self.at_rest(self.state(), acc, rank, size)
 
     def packed(self, reduced: Reduced) -> State:
-        """What came of a delivery in flight, as plain values and arrays."""
+        """The result of a delivery in flight, as plain values and arrays."""
         names = ("left", "index", "mean", "kept_index", "kept", "nbytes")
         return {name: getattr(reduced, name) for name in names}
 
     def unpacked(self, state: State, size: int) -> Reduced:
-        """What packed() was given, on `size` ranks. Raises KeyError, TypeError or ValueError if that cannot be."""
+        """The result that packed() packed, on `size` ranks. Raises KeyError, TypeError or ValueError if it is invalid."""
         index, kept_index = (np.asarray(state[key], dtype=np.int64) for key in ("index", "kept_index"))
         left, mean, kept = (np.asarray(state[key], dtype=np.float32) for key in ("left", "mean", "kept"))
         return Reduced(index, mean.copy(), left, kept_index, kept, int(state["nbytes"]))
 
     def recalled(self, state: State, residual: Floats) -> State | None:
-        """What stays in flight of a packed delivery if the number of ranks changes; None: nothing, as if it were not sent.
+        """What stays in flight of a packed delivery if the number of ranks changes; None: nothing, as if it was not sent.
 
-        What belongs to no other rank goes to this rank's saved residual, in place.
+        What belongs to this rank alone goes to its saved residual, in place.
         """
         for index, values in (("sent", "left"), ("kept_index", "kept")):
             residual[np.asarray(state[index])] += np.asarray(state[values])
@@ -111,7 +112,7 @@ class Reducer:
 
 @dataclass(frozen=True)
 class ByMpi(Reducer):
-    """One Allreduce, summed in MPI's order; nothing is left over."""
+    """One Allreduce, summed in MPI's order; there is no error to keep."""
 
     def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
         mean = exchange.allreduce_(backend.copy(values))
@@ -131,8 +132,8 @@ class ByOwner(Reducer):
     def reduce(self, exchange: Exchange, backend: Backend, index: Any, values: Any, regions: Sequence[Region]) -> Reduced:
         """Send each part to its owner, sum there in rank order, send the sum to all.
 
-        The owners of the parts follow the order of the regions. A part whose sum is beyond float32 is not a number on all
-        ranks, and on its owner where it is not finite.
+        The owners of the parts follow the order of the regions. If a sum is beyond float32, its whole part is NaN on all
+        ranks but its owner, where only the affected elements are not finite.
         """
         codec, rank = self.codec, exchange.rank
         if exchange.size == 1 and codec.lossless:
@@ -192,7 +193,7 @@ class ByOwner(Reducer):
         self, exchange: Exchange, backend: Any, index: Any, values: Any, total: Any, back: Any, spans: list[Span],
         nbytes: list[int],
     ) -> Reduced:  # fmt: skip
-        """Send the owner's sum to all without asking the device whether it is finite; the mean tells. Collective."""
+        """Send the owner's sum to all without asking the device whether it is finite; the mean shows it. Collective."""
         start, stop = spans[exchange.rank]
         bad = backend.first_bad(total)
         self.codec.encode(backend, total, back)
@@ -206,16 +207,16 @@ class ByOwner(Reducer):
 
 
 class Divided(NamedTuple):
-    """Summands that lie where their mean goes and are divided by the number of ranks, so that no sum overflows."""
+    """Summands that are overwritten by their mean, and divided by the number of ranks first, so that no sum overflows."""
 
     vector: Any
 
 
 @dataclass(frozen=True)
 class Whole(Reducer):
-    """The whole vector by one Allreduce in `target()`; nothing is left over.
+    """The whole vector by one Allreduce in `target()`; there is no error to keep.
 
-    Summands are divided first, wherever they come from, so that the bits are the same.
+    Summands are always divided first, so that the bits do not depend on where they come from.
     """
 
     target: Callable[[], torch.Tensor]
@@ -232,10 +233,10 @@ class Whole(Reducer):
 def check_finite(
     exchange: Exchange, backend: Backend, index: Any, mean: Any, own: tuple[int, int, Any] | None = None
 ) -> None:
-    """Raise Overflow on all ranks if the mean is not finite; its owner knows best where.
+    """Raise Overflow on all ranks if the mean is not finite; only the owner knows where exactly.
 
-    own: this rank's part of a mean in which a part is not finite as a whole, and where it really is not, as first_bad() has
-    found.
+    own: this rank's part, if a part of the mean that overflows is NaN as a whole, and the first index where the sum is
+    really not finite, as first_bad() found it.
     """
     *_, bad = backend.select(mean, 0, len(mean), float("inf"))
     if bad >= 0:
@@ -246,7 +247,7 @@ def check_finite(
 
 
 def _route(exchange: Exchange, payload: Any, places: list[int], written: list[int]) -> tuple[Any, list[int]]:
-    """Send each rank what was written for it; returns what came, rank by rank, and the sizes."""
+    """Send each rank the bytes written for it; returns the bytes received, in rank order, and the sizes."""
     table = exchange.allgather(np.array(written, dtype=np.int64))
     packed = np.concatenate([payload[place : place + count] for place, count in zip(places, written, strict=True)])
     return exchange.route(packed, table), table[:, exchange.rank].tolist()
@@ -264,7 +265,7 @@ def _sum_rows(backend: Backend, codec: Codec, rows: Any, sizes: list[int], count
 
 
 def _places(nbytes: list[int], spans: list[Span]) -> list[int]:
-    """Byte offsets of payloads laid one behind the other in the order of their spans."""
+    """Byte offsets of payloads concatenated in the order of their spans."""
     places, at = [0] * len(nbytes), 0
     for rank in sorted(range(len(nbytes)), key=lambda rank: spans[rank]):
         places[rank] = at

@@ -1,4 +1,4 @@
-"""Sorted indices as bytes: long runs of neighbours by their ends, the rest one by one; both coded."""
+"""Sorted indices as bytes: long runs of neighbours by their two ends, the rest one by one; both coded."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 from mpisparse.arrays import Bytes, Ints
 from mpisparse.wire.codecs.protocol import ALIGNMENT
 
-STRETCH = 64  # neighbours that take fewer bytes as two ends than one by one
+STRETCH = 64  # from this length on, neighbours take fewer bytes as two ends than one by one
 HEAD = 4  # bytes of the number of stretches
 
 
 def pack(backend: Any, index: Ints, lo: int, hi: int) -> Bytes:
-    """The bytes of an ascending index inside [lo, hi): the number of stretches, their ends, and what lies in none.
+    """Encode an ascending index inside [lo, hi): the number of stretches, their ends, and the indices outside stretches.
 
-    Padded to a multiple of 4: values follow, which are read as float32.
+    Padded to a multiple of 4, because float32 values follow.
     """
     ends, singles = _split(index)
     head = np.array([len(ends) // 2], dtype=np.uint32).view(np.uint8)
@@ -25,7 +25,7 @@ def pack(backend: Any, index: Ints, lo: int, hi: int) -> Bytes:
 
 
 def unpack(backend: Any, payload: Bytes, lo: int, hi: int, count: int) -> tuple[Ints, int]:
-    """The index of `count` elements at the start of a payload, as pack() wrote it, and the number of its bytes."""
+    """Decode the index of `count` elements that pack() wrote at the start of a payload; also return its size in bytes."""
     stretches = int(payload[:HEAD].view(np.uint32)[0]) if len(payload) >= HEAD else -1
     if not 0 <= stretches <= count // STRETCH:
         raise _damaged()
@@ -58,7 +58,7 @@ def _damaged() -> RuntimeError:
 
 
 def _split(index: Ints) -> tuple[Ints, Ints]:
-    """Begin and end of every long stretch of neighbours, one after the other, and the indices that lie in none."""
+    """The begin and end of every long stretch of neighbours, and the indices outside stretches."""
     if len(index) < STRETCH:
         return index[:0], index
     begins = np.flatnonzero(np.diff(index, prepend=index[0] - 2) != 1)

@@ -18,7 +18,7 @@ STATES = (RUNS, WAITS, EXEMPT, CLOSED, EXITS)
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank is doing.
+    """The state of one rank.
 
     `where` is a line of code, the collective call that it has been in for `seconds`, or the name of a phase. `number`
     increases from beat to beat of a rank, so that a late packet does not replace a newer one. `struck`: the rank has waited

@@ -62,7 +62,7 @@ class Watchdog:
 
     def close(self, state: str = CLOSED) -> None:
         """Report that this rank has left, and end the thread; local. Rank 0's thread runs until all others have left."""
-        if self.final or os.getpid() != self.pid:  # a forked process does not speak for the rank
+        if self.final or os.getpid() != self.pid:  # a forked process does not report for the rank
             return
         self.final = state
         for _ in range(2):  # a datagram may be lost

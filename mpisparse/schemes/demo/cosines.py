@@ -12,7 +12,7 @@ import torch
 from mpisparse.backends.flat import Slot
 from mpisparse.select.chunks import Chunks
 
-NOTHING = 1e-12  # a cosine of so little is a zero that was rounded
+NOTHING = 1e-12  # a smaller cosine is a rounded zero
 
 
 class Block(NamedTuple):
@@ -48,7 +48,7 @@ class Block(NamedTuple):
         return rectangle.as_strided(tiles, strides, rectangle.storage_offset())
 
     def coefficients(self, flat: torch.Tensor) -> torch.Tensor:
-        """The same tiles of coefficients, which lie one behind the other."""
+        """The same tiles in a vector of coefficients, where they are contiguous."""
         part = flat[self.at : self.at + self.size]
         return part.view(self.rows // self.height, -1, self.height, self.width)
 
@@ -79,7 +79,7 @@ class Cosines:
 
 @functools.cache
 def basis(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The matrix whose product with a column of so many elements is its transform."""
+    """The matrix whose product with a column of `size` elements is its transform."""
     place, wave = torch.arange(size, dtype=torch.float64) + 0.5, torch.arange(size, dtype=torch.float64)
     matrix = torch.cos(math.pi / size * torch.outer(wave, place)) * math.sqrt(2.0 / size)
     matrix[0] /= math.sqrt(2.0)
@@ -88,7 +88,7 @@ def basis(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def _blocks(slots: Sequence[Slot], chunk: int) -> Iterator[Block]:
-    """Cut tensors of several dimensions into squares of `chunk`, vectors into pieces of as many; what is left, smaller."""
+    """Cut tensors of several dimensions into squares of side `chunk`, vectors into pieces of it; the rest is smaller."""
     for slot in slots:
         sizes = [slot.shape[i] for i in sorted(range(len(slot.shape)), key=lambda i: -slot.stride[i])]  # as in memory
         count = slot.end - slot.begin
@@ -102,7 +102,7 @@ def _blocks(slots: Sequence[Slot], chunk: int) -> Iterator[Block]:
 
 
 def _cuts(size: int, chunk: int) -> Iterator[tuple[slice, int]]:
-    """A length as pieces of `chunk`, and what is left of it."""
+    """Cut a length into pieces of `chunk` and a remainder."""
     whole = size // chunk * chunk
     if whole:
         yield slice(0, whole), chunk

@@ -20,7 +20,7 @@ from mpisparse.wire.gathered import Gathered
 
 @dataclass(frozen=True)
 class Demo(Options):
-    """Every rank adds its gradient to a momentum of its own, sends its largest cosine coefficients and removes them from it.
+    """Every rank adds its gradient to its own momentum, sends the momentum's largest cosine coefficients and removes them.
 
     The sign of the mean is published as the gradient, for plain SGD.
 

@@ -1,4 +1,4 @@
-"""The parts of DeMo's step: momentum of each rank's own, its largest waves for all ranks, the sign of their mean."""
+"""The parts of DeMo's step: each rank's own momentum, its largest coefficients sent to all, the sign of their mean."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Waves(WholeGradient):
 class SignOfMean(Reducer):
     """The sign of the vector whose coefficients are the mean of all ranks', written into `target()`.
 
-    host: the kernels of the host, where indices and coefficients are exchanged.
+    host: the host's kernels; indices and coefficients are exchanged on the host.
     """
 
     gathered: Gathered
@@ -74,13 +74,13 @@ class SignOfMean(Reducer):
         here = backend.to_host(index), backend.to_host(values)
         reduced, mean = self.gathered.reduce(exchange, self.host, *here, regions), self.target()
         coefficients = spread(self.gathered.n, reduced.index, reduced.mean, torch.float64, mean.device)
-        mean.copy_(self.cosines.inverse(coefficients).sign_())  # of nearly nothing, too, it must be alike on all ranks
+        mean.copy_(self.cosines.inverse(coefficients).sign_())  # near zero, too, the sign must be the same on all ranks
         everything: Any = range(self.gathered.n)
         return reduced._replace(index=everything, mean=backend.array_of(mean))
 
 
 class Leaving(Stage):
-    """What was sent leaves the momentum."""
+    """Removes what was sent from the momentum."""
 
     def __init__(self, cosines: Cosines, device: torch.device) -> None:
         self.cosines = cosines

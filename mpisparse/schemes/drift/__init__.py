@@ -1,1 +1,1 @@
-"""Every rank trains on its own weights; what is exchanged is how far they have drifted from the shared ones."""
+"""Every rank trains on its own weights; the ranks exchange how far these have drifted from the shared ones."""

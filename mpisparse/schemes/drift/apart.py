@@ -1,8 +1,8 @@
-"""Weights against the shared ones: which are farthest apart, and how both move when the ranks have exchanged.
+"""A rank's weights and the shared ones: which are farthest apart, and how both move after an exchange.
 
 W are this rank's weights, G those that all ranks share, bit by bit. Rank r sends q = Q(W - G) of the selected elements and
-receives û, what the owners made of all ranks' q. Then G += û and W += û - q: one addition each, so that W - G loses exactly
-what was sent. What was not selected, or lost by the codec, stays in W - G.
+receives û, the owners' answer to all ranks' q. Then G += û and W += û - q: one addition each, so that W - G loses exactly
+what was sent. Unselected elements, and the codec's error, stay in W - G.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mpisparse.wire.reduction import Reduced
 
 
 class Difference(NamedTuple):
-    """W - G as a vector that is computed where it is read. As keys, its magnitudes."""
+    """W - G as a vector that is computed when it is read. Its keys are its magnitudes."""
 
     backend: Any
     weights: Pieces
@@ -58,7 +58,7 @@ class Difference(NamedTuple):
         return values
 
     def select(self, lo: int, hi: int, floor: float) -> Candidates:
-        """The elements of [lo, hi) that are at least so far apart."""
+        """The elements of [lo, hi) whose distance reaches the floor."""
         return Candidates(*self.backend.select_apart(*self.weights.dense, self.shared, lo, hi, floor))
 
     def histogram(self, lo: int, hi: int) -> Ints:
@@ -68,10 +68,10 @@ class Difference(NamedTuple):
 
 
 class Distance(Scorer):
-    """The largest |W - G|, found in one pass over both; nothing is added up, and nothing else is kept.
+    """Scores by |W - G|, in one pass over both; nothing is accumulated, and nothing else is kept.
 
-    What is in flight stays in W until it is applied. So the indices that set out in a step are left out of its selection.
-    where: tells where the weights lie now; None if they are not what they were. weights: W themselves, where ranks may die.
+    Values in flight stay in W until they are applied, so the indices that a step sends are left out of its selection. where:
+    returns where the weights lie now; None if they are no longer the same tensors. weights: W themselves, if ranks may die.
     """
 
     by_magnitude = True
@@ -105,7 +105,7 @@ class Distance(Scorer):
         return self._values_at(index)
 
     def give_back(self, backend: Backend, index: Ints, values: Floats) -> None:
-        """They are in the weights still."""
+        """Nothing to do: they are still in the weights."""
 
     def owing(self, lo: int, hi: int) -> Floats:
         assert self.weights is not None
@@ -140,7 +140,7 @@ class Distance(Scorer):
 
 
 class GroupDistance(Distance):
-    """How far groups of neighbours are apart, as one norm each; what is sent are all their elements."""
+    """The distance of groups of neighbours, as one norm each; all elements of a group are sent."""
 
     def __init__(
         self, shared: Floats, backend: Backend, where: Callable[[], Pieces | None],
@@ -150,7 +150,7 @@ class GroupDistance(Distance):
         self.difference = self.keys
         self.norms = backend.empty(count_of(len(shared), GROUP_OF_WEIGHTS), np.float32)
         backend.fill(self.norms, 0.0)
-        self.keys = VectorKeys(backend, read_only(self.norms))  # of groups
+        self.keys = VectorKeys(backend, read_only(self.norms))  # one per group
         self.take = self._values_of  # type: ignore[assignment]  # read slice by slice
 
     def accumulate(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
@@ -164,7 +164,7 @@ class GroupDistance(Distance):
 
 
 class Following(Stage):
-    """Both sets of weights move when the ranks have exchanged. lost: is told what W - G loses, where, if given."""
+    """Moves both sets of weights after an exchange. lost: if given, called with the indices and what W - G loses there."""
 
     def __init__(self, where: Callable[[], Pieces | None], lost: Callable[[Ints, Floats], None] | None = None) -> None:
         self.where = where
@@ -190,7 +190,7 @@ class Following(Stage):
 
 
 def _move(backend: Any, shared: Floats, weights: Pieces | None, index: Ints, mean: Floats, own: Floats) -> None:
-    """Add the mean to the shared weights, and mean - own to this rank's, where they are still what they were."""
+    """Add the mean to the shared weights, and mean - own to this rank's, if these are still the same tensors."""
     if weights is None:
         backend.add_at(shared, index, mean)
     else:

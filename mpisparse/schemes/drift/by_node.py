@@ -1,4 +1,4 @@
-"""Drift by nodes: a node is one worker, on whose ranks gradients are averaged before the optimizer's step."""
+"""Drift by nodes: a node is one worker, whose ranks average their gradients before the optimizer's step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mpisparse.schemes.drift.weights import OwnWeights
 class NodeMeans(GradientMeans):
     """Replaces each rank's gradients by their mean over the ranks of its node.
 
-    The roll call is of all ranks, so that what one of them cannot do is raised on all.
+    The roll call includes all ranks, so that an error of one is raised on all.
     """
 
     what = 'hierarchy="node"'
@@ -52,7 +52,7 @@ class DriftingByNode(Drifting):
     ) -> None:
         super().__init__(aggregator, site, weights, every=every, start=start)
         self.means = NodeMeans(site.places, aggregator)
-        self._inside = 0  # bytes that the averages since the last exchange took in the node
+        self._inside = 0  # bytes moved inside the node by the averages since the last exchange
 
     def check_by_hand(self) -> None:
         """Raise on all ranks: gradients must be averaged before optimizer.step()."""
@@ -85,29 +85,29 @@ class DriftingByNode(Drifting):
         return replace(stats, node_bytes=stats.node_bytes + self._taken())
 
     def _taken(self) -> int:
-        """The bytes of the averages since this was asked."""
+        """The bytes of the averages since the last call."""
         taken, self._inside = self._inside, 0
         return taken
 
-    # Beside the steps
+    # Between steps
 
     def shift(self, by: torch.Tensor) -> None:
         self.aggregator.shift(by)
 
     def left(self) -> torch.Tensor:
-        """What the node has still to give to the shared weights, and for each rank the error that it remembers."""
+        """What the node still has to add to the shared weights, and the error that each rank remembers."""
         drift, reducer = self.drift(), self.reducer
         drift[torch.from_numpy(self.aggregator.owned())] += torch.from_numpy(reducer.error * np.float32(self.exchange.size))
         return drift
 
     def sample(self) -> torch.Tensor | None:
-        """Only one rank of a node tells its drift: that of the others is the same."""
+        """Only one rank of a node returns its drift, because the others have the same."""
         return self.drift() if self.aggregator.nodes.place == 0 else None
 
     def restore(self, kept: torch.Tensor) -> None:
-        """Take what was saved, by this node or on other ones: then the mean of what its ranks had."""
+        """Load what this node saved, or, from a save on other nodes, the mean of what its ranks had."""
         super().restore(kept)
-        self.aggregator.nodes.meet()  # all have written the shared weights
+        self.aggregator.nodes.meet()  # all ranks have written the shared weights
         if not self.aggregator.same_in_node():
             mean = self.weights.flat()
             self.aggregator.average(mean)

@@ -1,4 +1,4 @@
-"""The two sets of weights around the exchanges: the rank's own in the model, the shared ones in a flat vector."""
+"""The two sets of weights: the rank's own in the model, the shared ones in a flat vector."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Drifting(Companion):
         return self.done - 1
 
     def is_due(self) -> bool:
-        """Count one step of the optimizer; tell whether an exchange follows it. Collective at the end of a dense start."""
+        """Count one step of the optimizer; return whether an exchange follows it. Collective at the end of a dense start."""
         self.done += 1
         late = self.done - (0 if self.start is None else self.start.steps)  # steps since the start
         if late <= 0:
@@ -130,7 +130,7 @@ class Drifting(Companion):
         return (before + 1) % every == 0
 
     def _end_start(self) -> None:
-        """From now on ranks have weights of their own. Raise on all ranks unless they begin with the same."""
+        """End the dense start: ranks have their own weights from now on. Raises on all ranks unless these are equal."""
         assert self.start is not None
         self.start.end()
         if len(set(self.exchange.gather_texts(str(checksum([self.shared]))))) > 1:
@@ -140,7 +140,7 @@ class Drifting(Companion):
             )
 
     def rested(self, stats: Stats) -> Stats:
-        """Of a step in which gradients were averaged, what that took."""
+        """The statistics of a step in which gradients were averaged."""
         if self.start is None or self.done > self.start.steps:
             return stats
         sent, received = self.start.moved
@@ -150,10 +150,10 @@ class Drifting(Companion):
             bytes_received=received, control_bytes=0,
         )  # fmt: skip
 
-    # Beside the steps
+    # Between steps
 
     def drain(self) -> Iterator[Bools | None]:
-        """Apply what is in flight, then exchange all that is left, at rate 1 and in float32; W = G on all ranks."""
+        """Apply deliveries in flight, then exchange all that is left, at rate 1 and in float32; then W = G on all ranks."""
         inside = RuntimeError("synchronize() inside global_weights(): leave the block first") if self.weights.lent else None
         together(self.exchange, lambda: self.exchange.raise_together(inside, RuntimeError))
         missed = GradientError(f"{self.weights.missed}; load a saved state") if self.weights.missed else None
@@ -176,31 +176,31 @@ class Drifting(Companion):
         yield from ()
 
     def _sum_left(self) -> torch.Tensor:
-        """What all ranks together have still to give; collective."""
+        """The sum of what all ranks still have to add to the shared weights; collective."""
         left = self.left()
         self.exchange.allreduce_(self.backend.array_of(left))
         return left
 
     def shift(self, by: torch.Tensor) -> None:
-        """Add to the shared weights what is the same on all ranks."""
+        """Add a vector to the shared weights that is the same on all ranks."""
         self.shared += by
 
     def left(self) -> torch.Tensor:
-        """What this rank has still to give to the shared weights: W - G, and for each rank the error that it remembers."""
+        """What this rank still has to add to the shared weights: W - G, and the error that it remembers, times the ranks."""
         drift = self.drift()
         self.reducer.give(self.backend, self.backend.array_of(drift), self.exchange.rank, self.exchange.size)
         return drift
 
     @property
     def reducer(self) -> AtFixedOwners:
-        """What remembers an error."""
+        """The reducer that remembers an error."""
         reducer = self.aggregator.works.reducer
         reducer = reducer.inner if isinstance(reducer, OnHost) else reducer
         assert isinstance(reducer, AtFixedOwners)
         return reducer
 
     def forget(self) -> None:
-        """All of it was given."""
+        """Clear what remains, because all of it was exchanged."""
         self.reducer.error[:] = 0.0
         scorer = self.aggregator.works.scorer
         if isinstance(scorer, ScoredDistance):
@@ -218,7 +218,7 @@ class Drifting(Companion):
 
     @contextlib.contextmanager
     def _shared_in_place(self) -> Iterator[None]:
-        """Have the shared weights in the model for a while."""
+        """Put the shared weights into the model inside the block."""
         if self.weights.lent:
             yield
             return
@@ -233,7 +233,7 @@ class Drifting(Companion):
         slots = self.site.places.slots
         return [slot.view(self.shared[slot.begin : slot.end].to(slot.dtype), slot.begin) for slot in slots]
 
-    # State: the model holds G in a checkpoint, the residual's place holds W
+    # State: in a checkpoint the model holds G, and W is stored in place of the residual
 
     def state(self) -> State:
         """digest: of G as the model has it. The remainders, if any, are what the weights' types cannot hold."""

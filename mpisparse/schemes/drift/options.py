@@ -287,7 +287,7 @@ class Drift(Scoring, Falling):
     def _aggregator(
         self, parts: Parts, site: Site, where: Where, to_move: Where, weights: OwnWeights | None = None
     ) -> Aggregator:
-        """Put the parts together that exchange a vector of weights; where: tells where they lie. weights: if all of them."""
+        """Build the aggregator of a vector of weights; where: returns where they lie. weights: if it is all of them."""
         scorer = self._scorer(parts, site, where, lambda: made.number, weights)
         made = Aggregator(
             parts,

@@ -1,7 +1,7 @@
-"""Drift by any score: what training has moved weights by since the last exchange is to a scorer what a gradient is.
+"""Drift by any score: to a scorer, the movement of the weights since the last exchange is the gradient.
 
-So W - G is what has added up and waits to be sent, and scores of gradients are scores of weights. The sign is that of a
-gradient: the scorer's accumulator is G - W.
+So W - G is the accumulated value that waits to be sent, and scores of gradients become scores of weights. The sign is
+that of a gradient: the scorer's accumulator is G - W.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ class ScoredDistance(Around):
     def accumulate(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
         assert pieces is not None
         bad = self.distance.accumulate(pieces, 0, 0, 0.0).bad
-        if bad >= 0:  # nothing is learnt from weights that are not finite
+        if bad >= 0:  # learn nothing from non-finite weights
             return NONE._replace(bad=bad)
         now = -Difference(self.backend, pieces, self.acc).copy()
         moved: Any = now - self.waiting
         moved = moved if isinstance(moved, torch.Tensor) else torch.from_numpy(moved)
         bad = self.inner.accumulate(pieces_of(moved), 0, 0, 0.0).bad
-        self.waiting[:] = now  # which the sum is but for its rounding
+        self.waiting[:] = now  # the same as the sum, without its rounding
         return self.keys.select(lo, hi, floor)._replace(bad=bad)
 
     def depart(self, backend: Backend, index: Ints) -> Floats:
         return self.distance.depart(backend, index)
 
     def give_back(self, backend: Backend, index: Ints, values: Floats) -> None:
-        """They are in the weights still."""
+        """Nothing to do: they are still in the weights."""
 
     def lost(self, index: Ints, own: Floats) -> None:
-        """W - G has lost what was sent."""
+        """Remove what was sent from W - G."""
         self.backend.add_at(self.waiting, index, own)
 
     def state(self) -> State:

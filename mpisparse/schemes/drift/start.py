@@ -1,7 +1,7 @@
-"""A dense start: in the first steps gradients are averaged before the optimizer's step, so that all ranks stay together.
+"""A dense start: in the first steps gradients are averaged before the optimizer's step, so that all weights stay equal.
 
 All elements are sent through the owners in few bits, with error feedback both ways. The last of these steps is in float32,
-so that nothing waits when the ranks begin to train on weights of their own.
+so that no error is left when the ranks start to train on their own weights.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ NOTHING: Floats = np.empty(0, dtype=np.float32)
 
 
 class GradientMeans:
-    """Replaces each rank's gradients by a mean of several ranks', before the optimizer's step.
+    """Replaces each rank's gradients by a mean over several ranks, before the optimizer's step.
 
-    work: where they are added up, and their mean. moved: bytes sent and received between all ranks in the last step.
+    work: the vector of their sum, then their mean. moved: bytes sent and received between all ranks in the last step.
     """
 
     backend: Backend
-    what: str  # the option that asks for it
+    what: str  # the option that requires it
 
     def __init__(self, places: Places, exchange: Exchange) -> None:
         self.places = places
@@ -54,15 +54,15 @@ class GradientMeans:
         raise NotImplementedError
 
     def not_used(self, slot: Slot) -> None:
-        """No rank had a gradient of a parameter: its mean is not published."""
+        """Called if no rank had a gradient of a parameter, whose mean is then not published."""
 
     def rounded(self, slot: Slot, left: torch.Tensor) -> None:
-        """A parameter's type cannot hold this of its mean."""
+        """Called with the part of a mean that the parameter's type cannot hold."""
 
     def average(self, step: int, trouble: str | None, call: Any = None) -> None:
-        """Replace p.grad by the mean over ranks; collective. What one rank cannot do is raised on all of them.
+        """Replace p.grad by the mean over ranks; collective. An error of one rank is raised on all.
 
-        trouble: why this rank cannot go on, if so. call: as Companion.average has it.
+        trouble: why this rank cannot go on, if so. call: as in Companion.average.
         """
         exchange = self.exchange
         if self.damaged:
@@ -93,7 +93,7 @@ class GradientMeans:
         return share_readiness(self.exchange, notice)
 
     def _sparse(self, grads: list[torch.Tensor | None]) -> str:
-        """Which gradient cannot be averaged as one of many elements, in words."""
+        """A text that names a sparse gradient, which cannot be averaged; empty if there is none."""
         pairs = zip(self.places.slots, grads, strict=True)
         name = next((slot.name for slot, g in pairs if g is not None and g.layout is not torch.strided), None)
         return "" if name is None else f"{self.what} cannot average the sparse gradient of parameter {name}; leave it out"
@@ -119,7 +119,7 @@ class GradientMeans:
 class DenseStart(GradientMeans):
     """Replaces each rank's gradients by the mean over all ranks in the first `steps` steps of the optimizer.
 
-    averaging: what waits for the next exchange; None when the start is over.
+    averaging: holds the codec's errors for the next step; None when the start is over.
     """
 
     what = "dense_steps"
@@ -133,12 +133,12 @@ class DenseStart(GradientMeans):
         self.averaging: Averaging | None = self._averaging()
 
     def _averaging(self) -> Averaging:
-        """One in which nothing waits."""
+        """A new one, without errors."""
         return Averaging(self.places.size, self.exchange, self.backend, self.device)
 
     @property
     def waits(self) -> Averaging:
-        """The averaging, before the end of the start."""
+        """The averaging, while the start lasts."""
         assert self.averaging is not None
         return self.averaging
 
@@ -153,24 +153,24 @@ class DenseStart(GradientMeans):
         self.waits.give_back_(slot.begin, slot.end, None)
 
     def rounded(self, slot: Slot, left: torch.Tensor) -> None:
-        """It waits, on all ranks."""
+        """Keep it for the next step, on all ranks."""
         slot.view(self.waits.residual).add_(left)
 
     def end(self) -> None:
-        """Free the memory: ranks train on weights of their own from now on."""
+        """Free the memory, because ranks train on their own weights from now on."""
         self.averaging = None
 
     # State
 
     def state(self) -> State:
-        """What waits: as given by this rank, and at this owner; empty when the start is over."""
+        """The codec's errors on what this rank sent, and on what it returned as an owner; empty when the start is over."""
         if self.averaging is None:
             return {"start_residual": NOTHING, "start_error": NOTHING}
         residual, error = (waits.cpu().numpy() for waits in (self.averaging.residual, self.averaging.error))
         return {"start_residual": residual, "start_error": error}
 
     def check(self, state: State, done: int) -> None:
-        """Raise ConfigurationError unless load() could take the state of so many steps."""
+        """Raise ConfigurationError unless load() could take a state saved after `done` steps."""
         region = even_regions(self.places.size, self.exchange.size)[self.exchange.rank]
         counts = (self.places.size, region.hi - region.lo) if done < self.steps else (0, 0)
         for name, count in zip(("start_residual", "start_error"), counts, strict=True):
@@ -178,7 +178,7 @@ class DenseStart(GradientMeans):
                 raise ConfigurationError(f"the {name} in the state must be {count} finite numbers")
 
     def load(self, state: State, done: int) -> None:
-        """Take what state() gave after so many steps."""
+        """Load what state() returned after `done` steps."""
         self.damaged = ""
         if done >= self.steps:
             self.end()
@@ -188,7 +188,7 @@ class DenseStart(GradientMeans):
         self.averaging.error.copy_(torch.as_tensor(state["start_error"]))
 
     def resize(self, states: Mapping[int, State], old: int, new: int, rank: int) -> State:
-        """What waits on a rank among `new` ones; what owners remember joins the residuals before these are merged."""
+        """The errors of a rank among `new` ranks; owners' errors join the residuals before these are merged."""
         if not any(len(state["start_residual"]) for state in states.values()):
             return {"start_residual": NOTHING, "start_error": NOTHING}
         residuals: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""A rank's own weights, as GradientSync exchanges gradients: what it reads before an exchange, and gives back after it."""
+"""A rank's own weights, with the interface by which GradientSync reads and publishes gradients."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mpisparse.schemes.companion import Places
 
 
 class NotFrozen:
-    """Freezing changes nothing: a parameter that does not train may still have drifted."""
+    """Ignores freezing, because a parameter that does not train may still have drifted."""
 
     changed = False
     digest = 0
 
     def look(self) -> None:
-        """Nothing to see."""
+        """Nothing to check."""
 
     def names(self) -> str:
         return ""
@@ -43,8 +43,8 @@ class NotWatched:
 class OwnWeights:
     """The weights as pieces of a flat float32 vector.
 
-    Weights of fewer bits are refused unless a float32 remainder is kept of each: the exchange then works on weight plus
-    remainder, of which the weight is the rounded part.
+    Weights of fewer bits are refused unless a float32 remainder of each is kept. The exchange then works on weight plus
+    remainder; the weight is the rounded part.
     """
 
     holds = False
@@ -75,9 +75,9 @@ class OwnWeights:
             if slot in others
         }
         self.masters: dict[int, torch.Tensor] = {}  # weight + remainder, during an exchange
-        self.missed = ""  # why what arrived could not be added to the weights
+        self.missed = ""  # why received values could not be added to the weights
         self._pieces: Pieces | None = None
-        self._aside: list[torch.Tensor] | None = None  # while the model holds other weights
+        self._aside: list[torch.Tensor] | None = None  # these weights, while the model holds others
         self.kinds = np.full(len(places.slots), FP32, dtype=np.uint8)
 
     @property
@@ -91,7 +91,7 @@ class OwnWeights:
         """Nothing is frozen."""
 
     def take(self, k: int, trouble: str) -> tuple[Pieces | None, Notice]:
-        """The weights, and what to tell the ranks."""
+        """Return the weights, and the notice for the other ranks."""
         self.refused()
         unused = np.zeros(len(self.places.slots), dtype=bool)
         trouble = trouble or self.missed or self._misfit()
@@ -101,18 +101,18 @@ class OwnWeights:
         return self._pieces, Notice(k, unused)
 
     def where(self) -> Pieces | None:
-        """Where the weights lie, in float32, until publish(); None if they are not what they were at construction."""
+        """Where the weights lie, in float32, until publish(); None if they are no longer the tensors of construction."""
         if self._pieces is None and not self._misfit():
             self._pieces = self.pieces()
         return self._pieces
 
     def to_move(self) -> Pieces | None:
-        """The same, where what arrived is to be added to them: that it cannot be is remembered."""
+        """As where(), to add received values to the weights; if that is impossible, `missed` says why."""
         self.missed = self.missed or ("" if self.where() is not None else self._misfit())
         return self.where()
 
     def seen(self) -> Pieces | None:
-        """The same, to be read at once, in the middle of an exchange or beside it."""
+        """As where(), to be read at once, during an exchange or between two."""
         if self._pieces is not None:
             return self._pieces
         pieces = None if self._misfit() else self.pieces()
@@ -123,7 +123,7 @@ class OwnWeights:
         return self.places.misfit([None] * len(self.places.slots)) or self._scattered()
 
     def _scattered(self) -> str:
-        """Which weight does not fill its memory without gaps, in words: it cannot be read and moved in place."""
+        """A text that names a weight with gaps in its memory, which cannot be read and moved in place."""
         pairs = zip(self.places.slots, self.places.params, strict=True)
         name = next((slot.name for slot, p in pairs if not slot.matches(p)), None)
         if name is None:
@@ -139,14 +139,14 @@ class OwnWeights:
         self.refused()
 
     def refused(self) -> None:
-        """The exchange is refused: the weights are as they were."""
+        """Called when the exchange is refused; the weights are unchanged."""
         self.masters, self._pieces = {}, None
 
     def drop(self) -> None:
         """There is nothing to drop."""
 
     def restart(self) -> None:
-        """A state was loaded."""
+        """Called when a state was loaded."""
         self.refused()
         self.missed = ""
 
@@ -154,7 +154,7 @@ class OwnWeights:
         return nullcontext()
 
     def hold_late(self) -> None:
-        """Nothing waits."""
+        """Nothing to hold back."""
 
     # Weights as one vector
 
@@ -201,11 +201,11 @@ class OwnWeights:
                 yield i, index[start:stop] - self.places.slots[i].begin, slice(start, stop)
 
     def remainder(self) -> torch.Tensor:
-        """A copy of the remainders, one behind the other."""
+        """A copy of the remainders, concatenated."""
         return torch.cat([torch.empty(0, device=self.device), *self.remainders.values()])
 
     def remainder_of(self, values: torch.Tensor) -> torch.Tensor:
-        """What the weights' types cannot hold of a vector, one behind the other."""
+        """What the weights' types cannot hold of a vector, concatenated."""
         parts = [(values[slot.begin : slot.end], slot.dtype) for slot in self._rounding()]
         return torch.cat([values[:0], *(part - part.to(dtype).float() for part, dtype in parts)])
 
@@ -219,7 +219,7 @@ class OwnWeights:
 
     @torch.no_grad()
     def set_flat(self, values: torch.Tensor, remainder: torch.Tensor | None = None) -> None:
-        """Set all weights, and their remainders: what is given, and what is lost now by rounding."""
+        """Set all weights, and their remainders to the given ones plus what rounding loses now."""
         at, values = 0, values.to(self.device)
         remainder = None if remainder is None else remainder.to(self.device)
         for i, slot in enumerate(self.places.slots):
@@ -232,7 +232,7 @@ class OwnWeights:
 
     @torch.no_grad()
     def add(self, values: Floats) -> None:
-        """Add a vector to the weights, in the middle of an exchange or beside it."""
+        """Add a vector to the weights, during an exchange or between two."""
         for i, slot in enumerate(self.places.slots):
             part, own, master = torch.from_numpy(values[slot.begin : slot.end]), self._flat(i), self.masters.get(i)
             if master is not None:
@@ -248,7 +248,7 @@ class OwnWeights:
         """The slots that have a remainder."""
         return [self.places.slots[i] for i in self.remainders]
 
-    # Other weights in their place
+    # Other weights in the model
 
     @property
     def lent(self) -> bool:
@@ -256,13 +256,13 @@ class OwnWeights:
         return self._aside is not None
 
     def lend(self, others: Sequence[torch.Tensor]) -> None:
-        """Have other weights in the model."""
+        """Put other weights into the model."""
         self._aside = [p.data for p in self.places.params]
         for p, other in zip(self.places.params, others, strict=True):
             p.data = other
 
     def take_back(self) -> bool:
-        """Have these weights in the model again; tell whether they were not."""
+        """Put these weights back into the model; return whether others were in it."""
         aside, self._aside = self._aside, None
         for p, own in zip(self.places.params, aside or (), strict=aside is not None):
             p.data = own

@@ -1,1 +1,1 @@
-"""Baselines in which ranks train apart for some steps; then the shared weights take an outer step, and all go on there."""
+"""Baselines in which ranks train separately for some steps; then the shared weights take an outer step."""

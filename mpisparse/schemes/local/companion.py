@@ -1,4 +1,4 @@
-"""Weights around exchanges that leave something waiting beside W - G."""
+"""The companion of exchanges that keep more for later than W - G."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpisparse.schemes.local.outer import Deferred
 
 
 class LocalSteps(Drifting):
-    """As drift's; what earlier exchanges left is exchanged in the end, too."""
+    """As drift's companion; the final exchange also sends what earlier ones left."""
 
     def left(self) -> torch.Tensor:
         scorer = self.aggregator.works.scorer

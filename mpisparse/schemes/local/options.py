@@ -62,10 +62,10 @@ class Local(Options):
 class Diloco(Local):
     """DiLoCo: G takes a step of SGD with Nesterov momentum along the mean of W - G, of all elements; then W = G.
 
-    What a codec leaves of W - G stays in W.
+    The codec's error on W - G stays in W.
 
-    outer_rate: learning rate of that step.
-    outer_momentum: momentum of that step.
+    outer_rate: learning rate of the outer step.
+    outer_momentum: momentum of the outer step.
     """
 
     name = "diloco"
@@ -106,11 +106,11 @@ class Diloco(Local):
 
 @dataclass(frozen=True)
 class Sparseloco(Local):
-    """SparseLoCo: each rank sends the largest elements of each chunk of W - G and of what waits; then W = G.
+    """SparseLoCo: each rank sends the largest elements of each chunk of W - G plus what earlier exchanges left; then W = G.
 
     density: share of each chunk that is sent.
     chunk: elements per chunk.
-    feedback: share of what was not sent that waits for the next exchange.
+    feedback: share of the unsent values that is kept for the next exchange.
     outer_rate: factor on the mean by which G moves.
     """
 

@@ -1,4 +1,4 @@
-"""Outer steps: how the shared weights G follow what the ranks' weights W have become, and W starts from G again."""
+"""Outer steps: the shared weights G follow the ranks' weights W, and W starts from G again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpisparse.wire.reduction import Reduced
 
 
 def set_weights(backend: Any, slots: Sequence[Slot], pieces: Pieces, values: Any) -> None:
-    """Set W, in the middle of an exchange."""
+    """Set W, during an exchange."""
     for slot, target in zip(slots, pieces.alive, strict=True):
         backend.array_of(flat_view(slot, target))[:] = values[slot.begin : slot.end]
 
@@ -34,7 +34,7 @@ def check_vector(name: str, value: Any, n: int) -> None:
 
 
 class Nesterov(Stage):
-    """G takes a step of SGD with Nesterov momentum along the mean of all ranks' W - G; W is then G and what a codec left.
+    """G takes a step of SGD with Nesterov momentum along the mean of all ranks' W - G; W is then G plus the codec's error.
 
     velocity: the momentum, the same on all ranks.
     """
@@ -69,9 +69,9 @@ class Nesterov(Stage):
 
 
 class Deferred(Scorer):
-    """W - G plus a share of what earlier exchanges left, of which the largest elements are sent.
+    """W - G plus a share of what earlier exchanges left; its largest elements are sent.
 
-    waiting: what was left. sums: the same with the new W - G; it waits from when the exchange is done.
+    waiting: what earlier exchanges left. sums: its share plus the new W - G, which is `waiting` after the exchange.
     """
 
     by_magnitude = True
@@ -94,7 +94,7 @@ class Deferred(Scorer):
         return NONE._replace(bad=bad)
 
     def owing(self, lo: int, hi: int) -> Floats:
-        """What earlier exchanges left: W is G again after each of them."""
+        """What earlier exchanges left; W is G again after each of them."""
         waiting: Floats = self.waiting[lo:hi]
         return waiting
 
@@ -103,7 +103,7 @@ class Deferred(Scorer):
         return values
 
     def keep(self, index: Ints, own: Floats) -> None:
-        """All waits but what was sent."""
+        """Keep all but what was sent."""
         self.waiting[:] = self.sums
         self.backend.add_at(self.waiting, index, -own)
 
@@ -121,7 +121,7 @@ class Deferred(Scorer):
 
 
 class Plain(Stage):
-    """G moves by a rate times what all ranks sent; W is then G. What a rank did not send waits in the scorer."""
+    """G moves by a rate times what all ranks sent; W is then G. The scorer keeps what a rank did not send."""
 
     def __init__(self, weights: OwnWeights, scorer: Deferred, rate: float) -> None:
         self.weights = weights

@@ -1,4 +1,4 @@
-"""What policies learn from: each rank's loss and confidence, and how long steps take. Their means travel with the step."""
+"""What policies learn from: each rank's loss and confidence, and the duration of steps, averaged over ranks in a step."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Asking(Around):
-    """Any scorer, with the rank's figures beside it.
+    """Any scorer, with the rank's figures added.
 
-    noted: the loss of the coming step, as the training loop told it. confidence: the user's function, if there is one.
-    timed: tell the ranks how long steps take.
+    noted: the loss of the coming step, as the training loop reported it. confidence: the user's function, if there is one.
+    timed: share how long steps take.
     """
 
     def __init__(self, inner: Scorer, *, confidence: Callable[[], float] | None, timed: bool) -> None:
@@ -34,7 +34,7 @@ class Asking(Around):
 
     @property
     def influence(self) -> InfluenceScorer | None:
-        """The scorer inside, where it is one of influence."""
+        """The inner scorer, if it scores by influence."""
         return self.inner if isinstance(self.inner, InfluenceScorer) else None
 
     @property
@@ -43,7 +43,7 @@ class Asking(Around):
         return math.nan if self.influence is None else self.influence.probe_loss
 
     def ready(self, exempt: Exempt, lap: Lap) -> str:
-        """Ask for loss and confidence; an error in the user's functions is this rank's trouble."""
+        """Compute loss and confidence; an error in the user's functions is returned as this rank's problem."""
         trouble = super().ready(exempt, lap)
         if trouble:
             return trouble
@@ -62,7 +62,7 @@ class Asking(Around):
         return ""
 
     def _confidence(self) -> float:
-        """The callable's, or exp(-loss) of the last probe or of what was noted; NaN where nothing is known."""
+        """The callable's value, or exp(-loss) of the last probe or of the reported loss; NaN if nothing is known."""
         if self.confidence is not None:
             return float(self.confidence())
         loss = self.noted if math.isnan(self.probe_loss) else self.probe_loss
@@ -70,7 +70,7 @@ class Asking(Around):
 
     def accumulate(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
         found = super().accumulate(pieces, lo, hi, floor)
-        self.noted = math.nan  # only now: a step that is refused before asks for it again
+        self.noted = math.nan  # only now, because a step refused earlier needs it again
         return found
 
     def figures(self) -> tuple[float, ...]:

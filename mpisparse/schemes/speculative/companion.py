@@ -1,7 +1,7 @@
 """The weights around the steps: the global set moves by late means, the rank's own is corrected and then moves ahead.
 
-At step t the delivery of t - staleness is published and the optimizer moves the global weights by it. The rank's own
-weights return to them where they are too far off, and then move by what the rank itself has just sent.
+At step t the delivery of step t - staleness is published and the optimizer moves the global weights by it. Own weights
+that are too far off return to the global ones; then all move by what the rank itself has just sent.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from mpisparse.select.own import Chosen, OwnSelection
 
 @dataclass(frozen=True)
 class Speculation:
-    """What a rank did ahead of the others, and how far it was from them.
+    """What a rank did ahead of the exchange, and how far it was from the global weights.
 
-    updated: elements it moved by its own gradient. fine: the share of layers filtered weight by weight, and whole: the
-    layers taken as such. drift: the largest distance from the global weights, before correction and after it;
-    corrected: elements that returned to them. in_flight: deliveries on their way. probe_loss: of the last probe.
+    updated: elements it moved by its own gradient. fine: the share of layers filtered weight by weight; whole: the number
+    of layers taken whole. drift: the largest distance from the global weights, before and after correction; corrected:
+    elements that returned to them. in_flight: deliveries in flight. probe_loss: the loss of the last probe.
     """
 
     updated: int
@@ -49,7 +49,7 @@ class Speculation:
 
 @dataclass(frozen=True)
 class SpeculativeStats(Stats):
-    """A step's statistics, and what was done ahead of the exchange."""
+    """A step's statistics, with what was done ahead of the exchange."""
 
     speculation: Speculation = Speculation(0, 0.0, (), 0)
 
@@ -112,7 +112,7 @@ class Speculating(Companion):
             )
 
     def published(self, delivered: Delivered | None, stats: Stats, *, sound: bool) -> Stats:
-        """Have the global weights in the model for the optimizer to move."""
+        """Put the global weights into the model for the optimizer to move."""
         chosen = self.selection.chosen
         filtered = chosen.lesson or NOTHING
         self._ahead = chosen if sound else None
@@ -132,7 +132,7 @@ class Speculating(Companion):
         return SpeculativeStats(**known, speculation=ahead)
 
     def finish(self, stats: Stats) -> Stats:
-        """The optimizer has moved the global weights: correct the rank's own, and move them ahead."""
+        """Correct the rank's own weights after the optimizer has moved the global ones, and move them ahead."""
         if self.sets is None or self.local is None or self._ahead is None:
             return stats
         clock = Clock(dict(stats.seconds))
@@ -149,7 +149,7 @@ class Speculating(Companion):
         )  # fmt: skip
         return replace(stats, speculation=done, seconds=clock.seconds)
 
-    # Beside the steps
+    # Between steps
 
     def drain(self) -> Iterator[Bools | None]:
         if self.sets is None:
@@ -174,7 +174,7 @@ class Speculating(Companion):
         return None if self.sets is None else self.sets.weights
 
     def hold(self, frozen: Sequence[bool]) -> None:
-        """Filter among the layers that may move; of the others the rank's own weights become the global ones."""
+        """Filter only among layers that are not frozen; in frozen ones, own weights become the global ones."""
         slots = zip(self.places.slots, frozen, strict=True)
         self.chooser.filter.layers = [slot for slot, is_frozen in slots if slot.end > slot.begin and not is_frozen]
         if self.sets is not None and not self.sets.swapped:

@@ -18,7 +18,7 @@ SAMPLE, LEAST, SLACK = 0.01, 4096, 1.3
 
 @dataclass(frozen=True)
 class Filtered:
-    """What passed: ascending indices, the influence from which single weights did, and the layers taken whole."""
+    """What passed: ascending indices, the influence that single weights had to reach, and the layers taken whole."""
 
     index: Ints
     threshold: float
@@ -28,10 +28,10 @@ class Filtered:
 
 class Filter:
     """Takes about k elements a step. Fine: the weights of the greatest influence. Coarse: whole layers, greatest mean first,
-    until k elements are reached, and so at least one.
+    until k elements are reached, and so at least one layer.
 
-    A layer is a parameter; one of more than `largest` elements (None: 4 k) is never taken whole but filtered finely, for it
-    would cost too much or wait too long. With a threshold all that reaches it passes, whatever k is.
+    A layer is a parameter. One of more than `largest` elements (None: 4 k) is never taken whole but filtered finely, because
+    it would cost too much or wait too long. With a threshold, all that reaches it passes, whatever k is.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Filter:
         self.seed = seed
 
     def run(self, scores: Floats, k: int, share: float, step: int) -> Filtered:
-        """Filter with this share of the layers fine: 1 is fine-grained, 0 coarse, between them a hybrid."""
+        """Filter with this share of the layers fine: 1 is fine-grained, 0 coarse, anything between a hybrid."""
         fine = self._levels(scores, k, share)
         singles = [layer for layer, is_fine in zip(self.layers, fine, strict=True) if is_fine]
         coarse = [layer for layer, is_fine in zip(self.layers, fine, strict=True) if not is_fine]
@@ -56,7 +56,7 @@ class Filter:
         return Filtered(index, threshold, fine, tuple(layer.name for layer in whole))
 
     def _levels(self, scores: Floats, k: int, share: float) -> tuple[bool, ...]:
-        """Which layers are fine: those first whose influence is spread least evenly, as there choosing pays."""
+        """Which layers are fine: first those with the most uneven influence, where choosing single weights pays most."""
         largest = 4 * k if self.largest is None else self.largest
         fine = [layer.end - layer.begin > largest for layer in self.layers]
         small = [i for i, is_fine in enumerate(fine) if not is_fine]
@@ -82,7 +82,7 @@ class Filter:
         return taken
 
     def _singles(self, scores: Floats, layers: list[Slot], k: int, step: int) -> tuple[Ints, float]:
-        """Index of the k weights of the greatest influence in some layers, by a sample where they are many."""
+        """Index of the k weights of the greatest influence in some layers, by a sample if they are many."""
         if not layers:
             return np.empty(0, dtype=np.int64), 0.0
         stretches = _joined(layers)
@@ -117,7 +117,7 @@ def _spread(scores: Floats) -> float:
 
 
 def _joined(layers: list[Slot]) -> list[tuple[int, int]]:
-    """Layers as stretches, neighbours in one."""
+    """Layers as stretches, with neighbours merged."""
     stretches: list[tuple[int, int]] = []
     for layer in layers:
         if stretches and stretches[-1][1] == layer.begin:

@@ -1,4 +1,4 @@
-"""What a weight's update is worth: its gradient, and how the loss curves when the weight is perturbed."""
+"""The value of a weight's update, from its gradient and the curvature of the loss in that weight."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend
     from mpisparse.select.scorers import Exempt, Lap
 
-PIECE = 1 << 16  # elements that stay in cache while they are worked on
+PIECE = 1 << 16  # elements processed at a time, so that they stay in cache
 
 
 class Influence:
-    """A rolling average of what a weight's update is worth, never below 0.
+    """A moving average of the value of a weight's update, never below 0.
 
-    epsilon |g| + epsilon^2 h / 2: how a step of epsilon changes the loss. Or, for a coming update u, -(g u + h u^2 / 2):
-    what the loss falls by. g is what waits to be sent (the gradient itself where nothing is kept), h the Hessian's diagonal,
-    itself averaged over probes and 0 before the first.
+    The value is epsilon |g| + epsilon^2 h / 2, the change of the loss by a step of epsilon. Or, for a coming update u, it is
+    -(g u + h u^2 / 2), the decrease of the loss. g is the accumulated gradient (the gradient itself if nothing is kept), h
+    the Hessian's diagonal, averaged over probes and 0 before the first.
     """
 
     def __init__(self, n: int, *, rate: float, epsilon: float) -> None:
@@ -42,7 +42,7 @@ class Influence:
         self.probes = 0
 
     def update(self, acc: Floats, moves: Floats | None = None) -> None:
-        """Take a step's accumulator into the average, with the coming update of each weight where that counts."""
+        """Add a step's accumulator to the average, with each weight's coming update if influence is by update."""
         if moves is not None:
             self._update_by(acc, moves)
             return
@@ -65,7 +65,7 @@ class Influence:
             scores[a : a + PIECE].lerp_(slope.mul(u).neg_().clamp_(min=0.0).nan_to_num_(0.0, 0.0, 0.0), self.rate)
 
     def learn(self, diagonal: Floats) -> None:
-        """Take a probe's estimate of the Hessian's diagonal; they are averaged, each counting at least a tenth."""
+        """Average a probe's estimate of the Hessian's diagonal into h, with a weight of at least a tenth."""
         self.probes += 1
         if self.probes == 1:
             self.curvature = diagonal
@@ -74,7 +74,7 @@ class Influence:
             torch.from_numpy(self.curvature).lerp_(torch.from_numpy(diagonal), weight)
 
     def state(self) -> dict[str, Any]:
-        """The averages; on another number of ranks the mean of those of the ranks taken over."""
+        """The averages; on another number of ranks, the mean over the ranks taken over."""
         return {"mean.influence": self.scores, "mean.curvature": self.curvature, "probes": self.probes}
 
     def check(self, state: dict[str, Any]) -> None:
@@ -99,9 +99,9 @@ class Influence:
 class InfluenceScorer(Magnitude):
     """The accumulator with each element's influence as its key.
 
-    step: gives the number of the coming step. by_update: influence is that of the coming update, of which `preview` tells
-    once there is an optimizer. after: a step chooses by the influence as it was after the step before. probe_loss: of the
-    last probe; probed: of this step's, NaN if there is none.
+    step: returns the number of the coming step. by_update: influence is that of the coming update, which `preview` returns
+    once there is an optimizer. after: a step selects by the influence as it was after the previous step. probe_loss: the
+    loss of the last probe; probed: that of this step's probe, NaN if there is none.
     """
 
     prior = 0.0
@@ -125,7 +125,7 @@ class InfluenceScorer(Magnitude):
         self._diagonal: Floats | None = None
 
     def ready(self, exempt: Exempt, lap: Lap) -> str:
-        """Probe the loss around the weights if it is time; an error in the user's function is this rank's trouble."""
+        """Probe the loss around the weights if due; an error in the user's function is returned as this rank's problem."""
         if self.by_update and self.preview is None:
             return 'influence="update" asks the optimizer how far it would move each weight: attach() it'
         self.probed, step = math.nan, self.step()
@@ -170,7 +170,7 @@ class InfluenceScorer(Magnitude):
         self._diagonal = None
 
     def resize(self, states: Sequence[State]) -> State:
-        """The means of the averages taken over, the rest of the first."""
+        """The means of the averages taken over; everything else from the first rank."""
         means = {key: mean_of(states, key) for key in ("mean.influence", "mean.curvature")}
         return {**{key: states[0][key] for key in self.state()}, **means}
 
@@ -178,8 +178,8 @@ class InfluenceScorer(Magnitude):
 class Probe:
     """Estimates the Hessian's diagonal from the gradients at w + e z and w - e z, with random signs z.
 
-    Losses alone would give every weight the same number. The weights' own memory is never written, buffers and random
-    generators are put back: a probe leaves no trace.
+    Losses alone would give every weight the same number. A probe leaves no trace: the weights' own memory is never written,
+    and buffers and random generators are restored.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class Probe:
 
     @contextlib.contextmanager
     def _moved(self, signs: torch.Tensor, by: float) -> Iterator[None]:
-        """Have the parameters elsewhere, in memory of their own."""
+        """Move the parameters inside the block, in separate memory."""
         own = [p.data for p in self.places.params]
         try:
             for slot, p in zip(self.places.slots, self.places.params, strict=True):

@@ -1,4 +1,4 @@
-"""The user's optimizer on a few elements: their weights and their state move, all others keep both."""
+"""The user's optimizer on a few elements: it changes their weights and state, and no others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def flat(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class LocalUpdate:
-    """Runs an optimizer of the same kind, with the groups as they are now, on gathered elements."""
+    """Runs an optimizer of the same class, with the current groups, on gathered elements."""
 
     def __init__(self, places: Places, optimizer: torch.optim.Optimizer) -> None:
         self.places = places
@@ -93,7 +93,7 @@ class LocalUpdate:
         return moves
 
     def _gather(self, i: int, p: torch.Tensor, at: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """The elements as a parameter of their own, with their part of the state."""
+        """The elements as a separate parameter, with their part of the state."""
         slot = self.places.slots[i]
         values = flat(slot, p.data)[at]
         values.grad = gradient.to(p.dtype)
@@ -106,7 +106,7 @@ class LocalUpdate:
         return values
 
     def _scatter(self, i: int, at: torch.Tensor, values: torch.Tensor) -> None:
-        """Put the elements and their state where they came from; a state that begins now is zero elsewhere."""
+        """Write the elements and their state back; a state created now is zero elsewhere."""
         slot, p = self.places.slots[i], self.places.params[i]
         flat(slot, p.data)[at] = values
         state = self.optimizer.state[p]

@@ -37,24 +37,25 @@ class Speculative(Scoring):
 
     scorer: "influence", or another one: "magnitude", "average" or "predicted", which has the defaults of "predictive".
 
-    staleness: steps from sending to the global update; 0 exchanges at once, with nothing speculative.
-    influence: what a weight's update is worth: "perturbation", epsilon |g| + epsilon^2 h / 2, or "update",
-        -(g u + h u^2 / 2) for the update u that the optimizer would make, which takes a step of it on copies.
-    scored: influence is updated "before" a step chooses by it, or "after", as published: by that of the step before.
-    epsilon: size of the perturbation in the influence, and of that of the probe.
+    staleness: steps from sending to the global update; 0 exchanges at once, without speculation.
+    influence: the value of a weight's update: "perturbation", epsilon |g| + epsilon^2 h / 2, or "update",
+        -(g u + h u^2 / 2) for the update u that the optimizer would make, which costs an optimizer step on copies.
+    scored: influence is updated "before" a step selects by it, or "after", as published, so that a step selects by the
+        influence of the previous one.
+    epsilon: size of the perturbation, in the influence and in the probe.
     average_rate: weight of new values in the moving average of the influence.
     probe: a callable that returns the loss of a batch, from which the curvature h is estimated; None sets h to 0.
     threshold: fixed threshold of the influence; None takes the one that gives the set density.
     granularity: what is selected: "fine" (weights), "coarse" (layers), "hybrid" (half of the layers fine); or decided by
         "schedule" (from coarse to fine), "rule" (progress, confidence and bytes) or "learned".
     largest: a layer with more elements is never taken whole; None is 4 times what the density asks for.
-    learner: granularity "learned" draws by what each share has paid so far ("bandit"), or by that as a function of what it
-        sees ("state"): progress, confidence, bytes and the trend of the loss.
+    learner: granularity "learned" draws by each share's rewards so far ("bandit"), or by rewards as a function of its
+        observations ("state"): progress, confidence, bytes and the trend of the loss.
     horizon: steps over which granularity "schedule" and "rule" go from coarse to fine, and progress of learner "state" to 1.
     budget: bytes per step that granularity "rule" may spend.
     reward: what granularity "learned" maximizes: loss decrease per "bytes", or per "seconds" (not deterministic).
     confidence: a callable that returns a number in [0, 1] for granularity "rule" and learner "state"; None takes exp(-loss).
-    server: who sums: the "owners" of regions, or "rank0".
+    server: which ranks sum: the "owners" of regions, or "rank0".
     average: over "all" ranks, or over those that sent an element ("received"; needs compensate=False).
     tolerance: distance from the global weights beyond which a weight returns to them.
     measure: distances are "absolute" or "relative" to the global weight, or to the largest one of its layer.
@@ -149,12 +150,12 @@ class Speculative(Scoring):
         elif self.tolerance in (0.0, math.inf):
             idle |= dict.fromkeys(("measure", "per"), f"a tolerance of {self.tolerance:g} needs no measure; choose another")
         rest = super().without_effect()
-        if self.granularity == "learned":  # whose patience follows it
+        if self.granularity == "learned":  # its patience depends on it
             rest.pop("probe_every", None)
         return rest | idle
 
     def _for_others(self) -> dict[str, str]:
-        """The options that are for other granularities, with these."""
+        """Options that only other granularities use."""
         kinds = {
             "horizon": ("schedule", "rule"),
             "reward": ("learned",),
@@ -170,7 +171,7 @@ class Speculative(Scoring):
         }
 
     def policy(self) -> Policy:
-        """How fine."""
+        """The policy that sets the granularity."""
         if self.granularity in GRANULARITIES:
             return Constant(GRANULARITIES[self.granularity])
         if self.granularity == "schedule":
@@ -183,7 +184,7 @@ class Speculative(Scoring):
         return Learned(seed=self.seed, per_second=per_second, patience=patience)
 
     def most_whole(self) -> int | None:
-        """The largest layer that may be taken whole: one that the byte budget of a step pays for."""
+        """The largest layer that may be taken whole within a step's byte budget."""
         limits = [limit for limit in (self.largest, self.budget and max(1, self.budget // 4)) if limit is not None]
         return min(limits, default=None)
 

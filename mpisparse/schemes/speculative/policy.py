@@ -1,4 +1,4 @@
-"""How fine: policies that say which share of the layers is filtered weight by weight. The same on all ranks."""
+"""Policies that decide which share of the layers is filtered weight by weight. The same on all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class NoLossError(ConfigurationError, GradientError):
 
 @dataclass(frozen=True)
 class Seen:
-    """What came of a step, as all ranks know it: means of loss and confidence (None: unknown), bytes a rank, seconds."""
+    """The outcome of a step, as all ranks know it: mean loss and confidence (None: unknown), bytes per rank, seconds."""
 
     step: int
     loss: float | None
@@ -69,10 +69,10 @@ class Schedule(Constant):
 
 
 class Rule:
-    """Finer with progress and with confidence, coarser where a step's bytes exceed the budget.
+    """Finer with progress and with confidence, coarser if a step's bytes exceed the budget.
 
-    The share is thrift x (progress + confidence) / 2. Thrift falls by a tenth with every step that was too dear and rises
-    by a twentieth, up to 1, with every other.
+    The share is thrift x (progress + confidence) / 2. Thrift falls by a tenth with every step that exceeds the budget and
+    rises by a twentieth, up to 1, with every other.
     """
 
     def __init__(self, horizon: int, budget: int | None) -> None:
@@ -104,9 +104,9 @@ class Rule:
 class Learned:
     """A gradient bandit: shares are drawn by their preferences, which rise with the loss decrease per byte they gave.
 
-    A draw holds for a window of steps, longer if no loss was told in it; none in `patience` steps is an error. Losses that
-    are not finite do not count. The reward of a window is how much the mean loss fell since the one before, per byte (or
-    second), as a multiple of the usual size of that.
+    A draw holds for a window of steps, longer if no loss was reported in it; no loss in `patience` steps is an error.
+    Non-finite losses do not count. The reward of a window is the fall of the mean loss since the previous window, per byte
+    (or second), as a multiple of its usual size.
     """
 
     SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -142,7 +142,7 @@ class Learned:
             )
 
     def _close(self) -> None:
-        """A window ends: prefer its share by its reward, and draw the next."""
+        """End a window: change the preference for its share by its reward, and draw the next."""
         mean = self.sum_loss / self.losses
         if self.before is not None and self.cost > 0.0:
             gain = (self.before - mean) / self.cost
@@ -158,14 +158,14 @@ class Learned:
         self.arm = self._draw()
 
     def _prefer(self, push: Any) -> None:
-        """Change the preferences by what a window taught."""
+        """Update the preferences from a window's reward."""
         self.preferences += push
 
     def _look(self, reward: float) -> None:
-        """Take in what the next draw may depend on."""
+        """Record the observations that the next draw may depend on."""
 
     def chances(self) -> Any:
-        """How likely each share is drawn: a softmax of the preferences, and a tenth evenly for all."""
+        """The probability of each share: a softmax of the preferences, mixed with a tenth of a uniform distribution."""
         weights = np.exp(self.preferences - self.preferences.max())
         return 0.9 * weights / weights.sum() + 0.1 / len(weights)
 
@@ -197,10 +197,10 @@ class Learned:
 
 
 class Informed(Learned):
-    """A gradient bandit whose preferences are linear in what it sees when it draws.
+    """A gradient bandit whose preferences are linear in its observations when it draws.
 
-    It sees a constant, the progress of training (steps over `horizon`, at most 1), the confidence, the bytes of a step over
-    the most that a window had on average, and the trend of the loss: the last reward.
+    It observes a constant, the progress of training (steps over `horizon`, at most 1), the confidence, the bytes of a step
+    over the largest average of a window, and the trend of the loss: the last reward.
     """
 
     SIGHTS = 5

@@ -1,4 +1,4 @@
-"""What a rank sends: its own influential weights, whole layers or single ones, by a policy that learns."""
+"""The selection of a rank's own influential weights, as whole layers or single weights, by a policy that learns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOTHING = Filtered(NONE.index, 0.0, (True,), ())
 class Granular(Chooser):
     """Filters by score, as finely as the policy says. The lesson of a choice is how it was filtered.
 
-    turns: every 16th step goes by magnitude, because scores that do not grow with what waits could let it wait for ever.
+    turns: every 16th step goes by magnitude, because scores that do not grow with unsent values could starve some.
     """
 
     def __init__(self, filter_: Filter, policy: Policy, *, turns: bool = False) -> None:

@@ -8,9 +8,9 @@ from mpisparse.arrays import State
 
 
 def upgraded(state: State, *, late: bool, keeps: bool) -> State:
-    """Translate the results in flight of an earlier version; a state of today is returned as it is.
+    """Translate the results in flight of an earlier version; a current state is returned as it is.
 
-    keeps: what a codec leaves returns to the accumulator.
+    keeps: the codec's error returns to the accumulator.
     """
     flight = state.get("flight", [])
     if not late or "waiting" in state:
@@ -19,7 +19,7 @@ def upgraded(state: State, *, late: bool, keeps: bool) -> State:
 
 
 def _delivery(result: State, *, keeps: bool) -> State:
-    """An earlier version had put what a codec left back when it sent, and kept refusals as fields."""
+    """Earlier versions put the codec's error back when they sent, and stored refusals as fields."""
     size, index = len(result["ks"]), np.asarray(result["index"], dtype=np.int64)
     common = {
         "figures": [result["loss"], result["confidence"], result["seconds"]],

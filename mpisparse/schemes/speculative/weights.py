@@ -30,7 +30,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Drift:
-    """The largest distance between the sets before and after correction, and how many elements went back."""
+    """The largest distance between the sets before and after correction, and how many elements returned."""
 
     before: float
     after: float
@@ -38,7 +38,7 @@ class Drift:
 
 
 class TwoSets:
-    """The model and the optimizer hold one set, this object the other; swap() changes them over without a copy."""
+    """The model and the optimizer hold one set, this object the other; swap() exchanges them without a copy."""
 
     def __init__(self, places: Places, optimizer: torch.optim.Optimizer) -> None:
         self.places = places
@@ -58,7 +58,7 @@ class TwoSets:
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Make the global set what the model and the optimizer hold now; both sets are then alike."""
+        """Make the global set equal to what the model and the optimizer hold now; both sets are then equal."""
         self.swapped = False
         self.weights = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype).copy_(p) for s, p in self._pairs()]
         self.state = []
@@ -81,7 +81,7 @@ class TwoSets:
 
     @contextlib.contextmanager
     def global_in_place(self) -> Iterator[None]:
-        """Have the global set in the model and the optimizer for a while."""
+        """Put the global set into the model and the optimizer inside the block."""
         before = self.swapped
         if not before:
             self.swap()
@@ -159,7 +159,7 @@ class TwoSets:
         return Drift(before, after, len(at))
 
     def _return_state(self, i: int, at: torch.Tensor) -> None:
-        """Give elements the global state; one that the global set has not begun is zero."""
+        """Give elements the global state; an entry that the global set does not have yet is zero."""
         slot, p = self.places.slots[i], self.places.params[i]
         own = self.optimizer.state[p] if self.state[i] else self.optimizer.state.get(p, {})
         for name in {**own, **self.state[i]}:
@@ -196,7 +196,7 @@ class TwoSets:
 
     @torch.no_grad()
     def load(self, own: dict[str, Any]) -> None:
-        """Take what own() gave as the rank's own set; the global one is what the model and the optimizer hold now."""
+        """Load what own() returned as the rank's own set; the global one is what the model and the optimizer hold now."""
         self.take_over()
         for i, (slot, p) in enumerate(self._pairs()):
             flat(slot, p.data).copy_(torch.as_tensor(own["weights"][i]))
@@ -223,6 +223,6 @@ class TwoSets:
 
 
 def _largest(distance: torch.Tensor) -> float:
-    """The largest distance; one that is not a number is farther than any."""
+    """The largest distance; NaN counts as infinite."""
     most = float(distance.max())
     return math.inf if math.isnan(most) else most

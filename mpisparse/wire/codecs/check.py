@@ -16,7 +16,7 @@ LENGTHS = (0, 1, 2, 255, 257)
 SCALES = (0.0, 1e-30, 1.0, 1e30)
 ROUNDING = 2.0**-23  # of float32, by which decoded + left may differ from the values
 LEAST = 2.0**-149
-NOT_SENT = 0xAA  # fills a payload before encode: whatever is not written is recognisable
+NOT_SENT = 0xAA  # fills a payload before encode, so that bytes left unwritten are recognisable
 
 
 def check_codec(name: str, codec: Any) -> None:
@@ -59,7 +59,7 @@ def _samples() -> Iterator[Floats]:
 
 
 def _check_round_trip(codec: Codec, values: Floats) -> str | None:
-    """Encode and decode a copy of the values; say what is wrong, in words that follow "it"."""
+    """Encode and decode a copy of the values; return what is wrong, as a phrase that follows "it"."""
     size, kernels = codec.nbytes(len(values)), load_backend()
     if not isinstance(size, int) or size < 0 or size % ALIGNMENT:
         return f"must have nbytes >= 0 and a multiple of {ALIGNMENT}, got {size!r}; pad the payload"

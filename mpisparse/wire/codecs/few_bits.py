@@ -27,9 +27,9 @@ class Chunks(NamedTuple):
 class FewBits:
     """A few bits per value, and 2 bytes per group. Scales and codes are padded to a multiple of 4 bytes each.
 
-    Kernels are those of the codec's name. int4 has a level at zero: what it leaves is exact, and not larger than what was
-    given. int2 and sign have none: what they leave is rounded to float32, so that decoded + left differs from the value by
-    up to 2^-25 of what was decoded. In squares, a group's errors are never larger than its values.
+    The kernels have the codec's name. int4 has a level at zero: its error is exact, and not larger than the value. int2 and
+    sign have none: their error is rounded to float32, so that decoded + left differs from the value by up to 2^-25 of the
+    decoded value. The sum of a group's squared errors is never larger than that of its values.
     """
 
     name: str
@@ -59,7 +59,7 @@ class FewBits:
         getattr(kernels, f"subtract_{self.name}")(*self._split(kernels, payload, places), total)
 
     def settle(self, kernels: Kernels, rows: Sequence[Bytes], by: float, error: Floats, left: Floats, payload: Bytes) -> Any:
-        """Encode left = sum of the rows / by + error; return the first index that is not finite, or -1.
+        """Encode left = sum of the rows / by + error; return the first non-finite index, or -1.
 
         A device returns it as a vector of one.
         """

@@ -1,4 +1,4 @@
-"""Values blended with what was sent before, then encoded by another codec; mpisparse.wire.blend keeps what was sent."""
+"""Values blended with what was sent before, then encoded by another codec; mpisparse.core.blend keeps what was sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a codec is, and which kernels it may call."""
+"""The protocols of a codec and of the kernels that it may call."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class Codec(Protocol):
 
     `encode` leaves in `values` what was not sent: values before = decoded + values after, to float32's rounding.
     `lossless`: nothing is left. `variable`: payloads differ in size. `blended`: the step mixes values with what was sent
-    before (mpisparse.wire.blend) and then calls encode.
+    before (mpisparse.core.blend) and then calls encode.
     A payload of fixed size whose bytes are all 0xFF decodes to NaN: an owner sends it if its sum overflows.
-    A codec may also have methods that save a pass: `add` and `subtract(kernels, payload, total)`, which do that with what
-    `decode` gives, and `pack(kernels, values, payload)`, which writes what `encode` writes and only reads the values.
+    A codec may also have methods that save a pass: `add` and `subtract(kernels, payload, total)`, which add or subtract the
+    decoded values, and `pack(kernels, values, payload)`, which writes what `encode` writes but leaves the values unchanged.
     `chunks(kernels)` returns kernels for many payloads in one call, or None (mpisparse.wire.codecs.few_bits).
     """
 
@@ -86,7 +86,7 @@ class Codec(Protocol):
 
 
 def add_decoded(codec: Codec, kernels: Kernels, payload: Bytes, total: Floats) -> None:
-    """Add the values of a payload to a sum, in one pass if the codec can: the bits of decode, then add."""
+    """Add the values of a payload to a sum, in one pass if the codec can, with the same bits as decode, then add."""
     add = getattr(codec, "add", None)
     if add is not None:
         add(kernels, payload, total)
@@ -99,7 +99,7 @@ def settle(
 ) -> tuple[int, Any]:
     """Encode left = sum of the rows, in order, / by + error, in one pass if the codec can; left becomes what is not sent.
 
-    Returns the bytes written, and the first index that is not finite or -1; of a device as a vector of one.
+    Returns the bytes written, and the first non-finite index or -1; a device returns the index as a vector of one.
     """
     fused = getattr(codec, "settle", None)
     if fused is not None:
@@ -126,7 +126,7 @@ def subtract_decoded(codec: Codec, kernels: Kernels, payload: Bytes, total: Floa
 
 
 def pack_values(codec: Codec, kernels: Kernels, values: Floats, payload: Bytes) -> int:
-    """Encode values that are only read; return the bytes written."""
+    """Encode values without changing them; return the bytes written."""
     pack = getattr(codec, "pack", None)
     if pack is not None:
         written: int = pack(kernels, values, payload)
