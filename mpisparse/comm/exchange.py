@@ -363,12 +363,12 @@ def _wait_for(array: Any) -> None:
 
 
 def _empty(count: int, like: Any) -> Any:
-    """Allocate as many elements of the same type in the same memory, for MPI to write to at once."""
+    """Allocate `count` elements of the same type on the same device, for MPI to write to at once."""
     return np.empty(count, dtype=like.dtype) if isinstance(like, np.ndarray) else device_memory.empty_for_mpi(count, like)
 
 
 def _fresh(count: int, like: Any) -> Any:
-    """Allocate as many elements of the same type in the same memory, which earlier launches may still use."""
+    """Allocate `count` elements of the same type on the same device, in memory that earlier launches may still use."""
     return np.empty(count, dtype=like.dtype) if isinstance(like, np.ndarray) else like.new_empty(count)
 
 

@@ -33,12 +33,12 @@ def cut_at(cuts: Sequence[int], n: int) -> list[Region]:
 
 
 def shared_out(index: Ints, n: int, size: int) -> list[Region]:
-    """Cut the vector so that every rank sums about as many elements of an ascending index."""
+    """Cut the vector so that all ranks sum about the same number of elements of an ascending index."""
     return cut_at([int(index[p * len(index) // size]) if len(index) else p * n // size for p in range(1, size)], n)
 
 
 def spans_of(search: Callable[[Any, Ints], Ints], index: Any, regions: Sequence[Region]) -> list[tuple[int, int]]:
-    """Return where each rank's region lies in an ascending index, in rank order."""
+    """Return the span of each rank's region in an ascending index, in rank order."""
     cuts = search(index, np.array([*(r.lo for r in regions), regions[-1].hi])).tolist()
     spans = [(0, 0)] * len(regions)
     for p, region in enumerate(regions):

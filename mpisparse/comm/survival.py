@@ -185,7 +185,7 @@ class Survival:
     def _recover(self) -> None:
         """Go on among the living; collective."""
         began, exchange = time.monotonic(), self.exchange
-        old, told = exchange.size, exchange.norms
+        old, norms = exchange.size, exchange.norms
         living = list(range(old))
         fine = False
         while not fine:
@@ -194,7 +194,7 @@ class Survival:
             comm, rest = self.comm.shrunk()
             living = [living[rank] for rank in rest]
             exchange.adopt(comm)
-            exchange.norms = told[living] if len(told) == old else told
+            exchange.norms = norms[living] if len(norms) == old else norms
             finish, error, fine = self._try(lambda: self._rebuilt(living))  # noqa: B023 - called at once
             if error is not None:
                 raise error
@@ -203,8 +203,8 @@ class Survival:
         kept = finish()
         died = tuple(rank for rank in range(old) if rank not in living)
         norm = 0.0
-        if len(told) == old:
-            norm = float(np.linalg.norm(np.ascontiguousarray(told[list(died)]).view(np.float64)))
+        if len(norms) == old:
+            norm = float(np.linalg.norm(np.ascontiguousarray(norms[list(died)]).view(np.float64)))
         if died:
             self.bereaved = True
             done = Shrunk(died, exchange.rank, exchange.size, norm, exchange.place.steps, time.monotonic() - began, kept)
@@ -218,8 +218,8 @@ class Survival:
 
     def _tell(self) -> None:
         """Call the listeners; local."""
-        told, self._died = self._died, []
-        for shrunk in told:
+        news, self._died = self._died, []
+        for shrunk in news:
             if shrunk.rank == 0:
                 warnings.warn(in_words(shrunk), stacklevel=2)
             for listener in self.listeners:

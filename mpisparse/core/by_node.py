@@ -108,7 +108,7 @@ class ByNode(Aggregator):
         for exchange in (self.parts.exchange, self.nodes.inside, self.nodes.between):
             exchange.reset_counters()
         used = step.share_readiness(self.parts.exchange, notice)
-        if self.parts.held.stretches:  # on all ranks alike
+        if self.parts.held.stretches:  # the same on all ranks
             raise GradientError(
                 f'r{self.parts.exchange.rank} | hierarchy="node" cannot freeze parameters midway: what waits of them is '
                 'shared out over the ranks of a node; save a checkpoint before, and load it with hierarchy="flat"'

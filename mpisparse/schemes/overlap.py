@@ -16,7 +16,7 @@ MB = 1e6
 
 @dataclass(frozen=True)
 class Overlapping(Options):
-    """Exchange in buckets while backward goes on.
+    """Exchange in buckets while backward is running.
 
     overlap: True sends the gradient in buckets, each as soon as backward has computed its last gradient; the bits are the
         same as if these buckets were sent in step().

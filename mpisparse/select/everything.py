@@ -119,5 +119,5 @@ class Everything:
         return {}
 
     def unpacked(self, state: State) -> Agreed:
-        """What packed() was given."""
+        """The agreement that packed() packed."""
         return everything(self.n)

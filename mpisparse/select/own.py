@@ -49,7 +49,7 @@ class Chooser:
         """Raise ConfigurationError unless load() could take the state."""
 
     def load(self, state: State) -> None:
-        """Take what state() gave."""
+        """Load a state that state() returned."""
 
 
 class Largest(Chooser):
@@ -218,7 +218,7 @@ class OwnSelection:
         self.chooser.check(state)
 
     def load(self, state: State) -> None:
-        """Take what state() gave."""
+        """Load a state that state() returned."""
         self.begun = int(state["step"])
         self.step = self.begun - len(state.get("flight", ()))
         self.chooser.load(state)
@@ -234,5 +234,5 @@ class OwnSelection:
         return pack_agreed(agreed)
 
     def unpacked(self, state: State) -> Agreed:
-        """What packed() was given."""
+        """The agreement that packed() packed."""
         return unpack_agreed(state, own=True)

@@ -66,7 +66,7 @@ class Picker:
         """Raise ConfigurationError unless load() could take the state."""
 
     def load(self, state: State) -> None:
-        """Take what state() gave."""
+        """Load a state that state() returned."""
 
 
 class TopK(Picker):
@@ -325,7 +325,7 @@ class UnionSelection:
         self.picker.check(state)
 
     def load(self, state: State) -> None:
-        """Take what state() gave."""
+        """Load a state that state() returned."""
         self.step = int(state["step"])
         self.picker.load(state)
 
@@ -338,7 +338,7 @@ class UnionSelection:
         return pack_agreed(agreed)
 
     def unpacked(self, state: State) -> Agreed:
-        """What packed() was given."""
+        """The agreement that packed() packed."""
         return unpack_agreed(state)
 
 

@@ -124,7 +124,7 @@ def pack_agreed(agreed: Agreed) -> State:
 
 
 def unpack_agreed(state: State, **more: Any) -> Agreed:
-    """What pack_agreed() was given."""
+    """The agreement that pack_agreed() packed."""
     bounds, ranks = np.asarray(state["bounds"]).tolist(), np.asarray(state["ranks"]).tolist()
     regions = [Region(rank, lo, hi) for rank, lo, hi in zip(ranks, bounds[:-1], bounds[1:], strict=True)]
     union = np.asarray(state["union"], dtype=np.int64)

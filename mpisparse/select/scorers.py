@@ -123,7 +123,7 @@ class Scorer:
         """Raise ConfigurationError unless load() could take the state."""
 
     def load(self, state: State) -> None:
-        """Take what state() gave."""
+        """Load a state that state() returned."""
 
     def resize(self, states: Sequence[State]) -> State:
         """The state of a rank that takes over from several, or shares one, on another number of ranks."""

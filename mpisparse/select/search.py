@@ -442,7 +442,7 @@ class Settlement(Search[tuple[int, int], Candidates]):
 
 
 def block_count_type(edges: Ints, ranks: int = 1) -> type[np.unsignedinteger[Any]]:
-    """The smallest type that holds the count of any block, summed over so many ranks."""
+    """The smallest type that holds the count of any block, summed over `ranks` ranks."""
     longest = ranks * int(np.diff(edges).max())
     if longest >= 2**32:
         return np.uint64

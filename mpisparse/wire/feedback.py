@@ -115,10 +115,10 @@ class AtFixedOwners(Reducer):
         back, bad = self._reduce(backend, rows, spans[rank], size, error, left)
         sizes = [span_nbytes(self.codec, span) for span in spans]
         if self.codec.variable:
-            told = exchange.allgather(np.array([len(back), bad], dtype=np.int64))
-            if (told[:, 1] >= 0).any():
-                raise Overflow(int(told[:, 1].max()))
-            sizes = told[:, 0].tolist()
+            reports = exchange.allgather(np.array([len(back), bad], dtype=np.int64))
+            if (reports[:, 1] >= 0).any():
+                raise Overflow(int(reports[:, 1].max()))
+            sizes = reports[:, 0].tolist()
         arrived = Encoded(self.codec, back, spans, sizes)
         into = self._room(backend, "received", sum(sizes))
         arrived = arrived._replace(payload=exchange.allgatherv(back, sizes, arrived.starts, into))

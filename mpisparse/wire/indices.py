@@ -77,13 +77,13 @@ def _unite_coded(
     if few:
         coded = np.concatenate([coded, np.zeros(rooms[mine] - len(coded), dtype=np.uint8)])
     else:
-        told = exchange.allgather(np.array([len(coded)], dtype=np.int64))[:, 0].tolist()
-        sizes = [told[r.rank] for r in regions]
+        by_rank = exchange.allgather(np.array([len(coded)], dtype=np.int64))[:, 0].tolist()
+        sizes = [by_rank[r.rank] for r in regions]
         if any(not 0 <= size <= room for size, room in zip(sizes, rooms, strict=True)):
-            raise RuntimeError(f"r{exchange.rank} | the sizes of indices are {told}: the message is damaged")
+            raise RuntimeError(f"r{exchange.rank} | the sizes of indices are {by_rank}: the message is damaged")
     tagged = [0] * len(regions) if tags is None else shares
-    told = 0 if news is None else STATUS
-    nbytes = [size + extra + told for size, extra in zip(sizes, tagged, strict=True)]
+    status = 0 if news is None else STATUS
+    nbytes = [size + extra + status for size, extra in zip(sizes, tagged, strict=True)]
     starts, ends = np.cumsum([0, *nbytes]).tolist(), np.cumsum([0, *shares]).tolist()
     parts = [coded] if tags is None else [coded, tags[chosen]]
     if news is not None:
@@ -107,7 +107,7 @@ def _unite_coded(
         if used < 0 or not (few or used == sizes[p]):
             raise RuntimeError(f"r{exchange.rank} | the indices of rank {region.rank} do not decode: the message is damaged")
         if arrived is not None:
-            arrived[ends[p] : ends[p + 1]] = gathered[starts[p] + sizes[p] : starts[p + 1] - told]
+            arrived[ends[p] : ends[p + 1]] = gathered[starts[p] + sizes[p] : starts[p + 1] - status]
     return United(union, arrived, "padded" if few else "coded", sum(sizes) - sizes[mine])
 
 

@@ -129,8 +129,8 @@ class OwnByOwner(Reducer):
     ) -> list[tuple[Ints, Floats, int]]:
         """What each rank sent for this rank's region, and the bytes of its indices."""
         ends = np.cumsum([0, *nbytes]).tolist()
-        told = zip(ends[:-1], ends[1:], counts, strict=True)
-        return [self._read(backend, region, arrived[a:b], count) for a, b, count in told]
+        messages = zip(ends[:-1], ends[1:], counts, strict=True)
+        return [self._read(backend, region, arrived[a:b], count) for a, b, count in messages]
 
 
 @np.errstate(over="ignore", invalid="ignore")

@@ -30,7 +30,7 @@ from mpisparse.wire.on_host import OnHost
 
 
 class Drifting(Companion):
-    """Counts the optimizer's steps, and has the shared weights in the model for a while.
+    """Counts the optimizer's steps, and puts the shared weights into the model on request.
 
     start: averages gradients in the first steps; None: there are none such.
     """

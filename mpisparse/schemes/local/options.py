@@ -29,7 +29,7 @@ from mpisparse.wire.reduction import Reducer
 
 @dataclass(frozen=True)
 class Local(Options):
-    """Every rank trains on its own weights W with its own optimizer; every so many steps the shared weights G take a step.
+    """Every rank trains on its own weights W with its own optimizer; every few steps the shared weights G take a step.
 
     every: optimizer steps from one exchange to the next.
     """

@@ -90,7 +90,7 @@ class Influence:
             raise ConfigurationError(f"the state's number of probes is {state['probes']!r}")
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take what state() gave."""
+        """Load a state that state() returned."""
         self.scores[:] = state["mean.influence"]
         self.probes = int(state["probes"])
         self.curvature = np.array(state["mean.curvature"], dtype=np.float32)
