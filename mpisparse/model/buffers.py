@@ -25,7 +25,7 @@ class SharedBuffers:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Use the same buffers on all ranks inside the block; collective unless there are none, or each rank keeps its own."""
+        """Use equal buffers on all ranks inside the block; collective unless there are none, or each rank keeps its own."""
         if self._inside or self.how == "own" or self.exchange.size == 1 or not any(True for _ in self.model.buffers()):
             yield
             return

@@ -36,7 +36,7 @@ class Collectives:
         return mean_of(rows[:, 0])
 
     def _together(self, attempt: Callable[[], T]) -> T:
-        """Run a joint operation of all ranks; repeat it among the living if one dies meanwhile and the others are to go on."""
+        """Run a joint operation of all ranks; repeat it among the living if one dies and the others are to go on."""
         return together(self._exchange, attempt)
 
     def average(self, value: float) -> float:

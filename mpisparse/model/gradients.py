@@ -73,7 +73,7 @@ class ModelGradients:
     # Before a step
 
     def take(self, k: int, trouble: str) -> tuple[Pieces | None, Notice]:
-        """The gradients since the last step, None if they are in the residual already, and the notice for the other ranks."""
+        """The gradients since the last step, None if they are in the residual already, and the notice for other ranks."""
         views, fresh = self.published.views, self.watch.fresh
         pairs = zip(map(GRAD, self.layout.members), views, strict=True)
         grads = [None if grad is view and not fresh[i] else grad for i, (grad, view) in enumerate(pairs)]
@@ -165,7 +165,7 @@ class ModelGradients:
     # During backward
 
     def _made(self, i: int) -> None:
-        """With accumulate="backward": parameter i's gradient is ready. A device adds small ones together, later in backward."""
+        """With accumulate="backward": parameter i's gradient is ready. A device adds small ones together later."""
         self._accumulate(i)
         if self._flush is not None and not self._flushes:
             self._flushes = True
@@ -191,7 +191,7 @@ class ModelGradients:
         p.grad = None
 
     def _take_left(self) -> None:
-        """With accumulate="backward": add the gradients that could not be read when they were computed, if they can be now."""
+        """With accumulate="backward": add gradients that could not be read when they were computed, if they can be now."""
         for i in sorted(self._left):
             if self.layout.members[i].grad is not None and not self.frozen.mask[i]:
                 self._accumulate(i)
@@ -210,7 +210,7 @@ class ModelGradients:
         self._late = []
 
     def out_of_sight(self, memories: Callable[[], dict[str, Any]]) -> contextlib.AbstractContextManager[None]:
-        """Inside the block, zero the frozen parameters in the residual and in other vectors that elements are selected by."""
+        """Inside the block, zero frozen parameters in the residual and in other vectors that elements are selected by."""
         return self.frozen.out_of_sight(lambda: {"residual": self.backend.array_of(self.residual), **memories()})
 
     def publish(self, used: Bools | None) -> None:

@@ -87,7 +87,7 @@ class Trailing:
             self._compare()
 
     def _compare(self) -> None:
-        """Raise on all ranks if replicas differ: the loop may change gradients in ways that a rank without batches did not."""
+        """Raise on all ranks if replicas differ: the loop may change gradients in ways that this rank did not follow."""
         sync = self.sync
         if sync._equality.every and len(set(sync._exchange.gather_texts(str(digest(sync._replicated()))))) > 1:
             sync._equality.judge(sync._exchange)
