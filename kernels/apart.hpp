@@ -1,4 +1,4 @@
-// Weights against a flat reference of the same elements: how far apart they are, in pieces that stay in cache.
+// Differences between weights and a flat reference of the same elements, in pieces that stay in cache.
 #pragma once
 #include "passes.hpp"
 #include "scatter.hpp"
@@ -47,7 +47,7 @@ void select_equal(Found& found, int64_t begin, int64_t end) {
     for (; begin < end; begin += CHUNK) isa.scan({zeros, nullptr, FP32, std::min(CHUNK, end - begin), begin, 0, &found});
 }
 
-// Collects the elements of [lo, hi) that are at least `floor` apart, and watches all for non-finite differences.
+// Collects the elements of [lo, hi) whose distance is at least `floor`, and checks all for non-finite differences.
 nb::tuple select_apart(Array<const uint64_t> pointers, Array<const int64_t> ends, Array<const uint8_t> kinds,
                        Array<const float> reference, int64_t lo, int64_t hi, float floor) {
     const int32_t bits = magnitude_bits(floor);
@@ -96,7 +96,7 @@ MPISPARSE_CLONES float norm_of(const float* x) {
     return std::min(std::sqrt(sums[0]), 0x1.fffffep127f);
 }
 
-// Writes how far apart each group of 512 neighbours is; returns the first non-finite index or -1.
+// Writes the distance of each group of 512 neighbours; returns the first non-finite index or -1.
 int64_t group_norms(Array<const uint64_t> pointers, Array<const int64_t> ends, Array<const uint8_t> kinds, Array<const float> reference,
                     Array<float> norms) {
     check_floats(kinds);
@@ -219,7 +219,7 @@ void add_stretch(Array<const uint64_t> pointers, Array<const int64_t> ends, Arra
 
 // As multiply_floats, past the caches: lines of `out` need not be read first, a third of the traffic. False if a product is not finite.
 bool stream_multiplied(const float* source, float by, int64_t count, float* out) {
-    float watched = 0.0f;  // not a number from the first product on that is not finite
+    float watched = 0.0f;  // NaN from the first non-finite product on
     int64_t i = 0;
 #ifdef MPISPARSE_X86
     const auto one = [&] { out[i] = source[i] * by; watched += out[i] * 0.0f; };

@@ -28,10 +28,10 @@ public:
             for (size_t i = 0; i < n; ++i) ++counts[reached(int32_t(bits_of(magnitudes[i])))];
             return;
         }
-        std::vector<uint32_t> lanes(LANES * (size_t(count_) + 1), 0);  // counters of a rung that need not wait for each other
+        std::vector<uint32_t> lanes(LANES * (size_t(count_) + 1), 0);  // independent counters of each rung
         const int32_t low = bits_.front(), high = bits_.back();
         const int32_t *first = first_.data(), *bits = bits_.data();
-        for (size_t i = 0; i < n; ++i) {  // no jump: which of the cases it is is anyone's guess
+        for (size_t i = 0; i < n; ++i) {  // no branch: it would be unpredictable
             const int32_t x = int32_t(bits_of(magnitudes[i]));
             const int32_t inside = std::min(std::max(x, low), high - 1);
             const int32_t r = first[uint32_t(inside - low) >> shift_];

@@ -1,4 +1,4 @@
-// Long vectors in few bits: a payload for each chunk of values, one behind the other. mpisparse/backends/payloads.py has the form.
+// Long vectors in few bits: one payload per chunk of values, concatenated. mpisparse/backends/payloads.py has the layout.
 #pragma once
 #include <cstring>
 
@@ -113,8 +113,8 @@ int64_t settle_chunks(const std::string& codec, const std::vector<Array<const ui
     return first_of(bad);
 }
 
-// Adds the gradients and encodes the sums, of which what is not sent stays in acc. Chunks begin anew at each border: borders[0] is 0,
-// the last one the number of values. Returns the first index that is not finite (then the payload means nothing), or -1.
+// Adds the gradients and encodes the sums; what is not sent stays in acc. Chunks start anew at each border: borders[0] is 0,
+// the last one the number of values. Returns the first non-finite index (then the payload is invalid), or -1.
 int64_t accumulate_chunks(const std::string& codec, Array<float> acc, Array<const uint64_t> pointers, Array<const int64_t> ends,
                           Array<const uint8_t> kinds, Array<const int64_t> borders, int64_t chunk, Array<uint8_t> payload) {
     const Chunks chunks(codec, chunk);

@@ -78,7 +78,7 @@ private:
     uint64_t at_;
 };
 
-// Reads bits of a message that may end anywhere: what lies behind its end reads as zeros.
+// Reads bits of a message that may end anywhere; bits beyond its end read as zeros.
 class BitReader {
 public:
     BitReader(const uint8_t* bytes, size_t size) : bytes_(bytes), size_(size) {}

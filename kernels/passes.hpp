@@ -98,7 +98,7 @@ nb::tuple accumulate_select(Array<float> acc, Array<const uint64_t> pointers, Ar
     return accumulate_select_by(acc, pointers, ends, kinds, lo, hi, floor, {});
 }
 
-// What accumulate_select would find in [lo, hi): adds in a copy of one tile, so that nothing changes.
+// Finds what accumulate_select would in [lo, hi), but adds in a copy of one tile, so that nothing changes.
 nb::tuple peek_select(Array<const float> acc, Array<const uint64_t> pointers, Array<const int64_t> ends, Array<const uint8_t> kinds,
                       int64_t lo, int64_t hi, float floor) {
     constexpr int64_t TILE = 2048;

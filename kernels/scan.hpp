@@ -118,7 +118,7 @@ inline Bits with(Bits x, Bits y) { return x | y; }
 inline Bits both(Bits x, Bits y) { return x & y; }
 template <int N> Bits left(Bits x) { return int32_t(uint32_t(x) << N); }
 template <int N> Bits right(Bits x) { return int32_t(uint32_t(x) >> N); }
-inline Bits descend(Bits k, Vec x, Vec split) { return 2 * k + int32_t(~bits_of(x - split) >> 31); }  // no jump: it is anyone's guess
+inline Bits descend(Bits k, Vec x, Vec split) { return 2 * k + int32_t(~bits_of(x - split) >> 31); }  // no branch: unpredictable
 inline Vec where(Vec x, Vec split, Vec value) { return float_of(bits_of(value) & ~uint32_t(int32_t(bits_of(x - split)) >> 31)); }
 inline void store_bytes(uint8_t* p, Bits x) { *p = uint8_t(x); }
 inline Bits key_with_sign(Vec x) { return int32_t(bits_of(x) << 1 | (~bits_of(x) >> 31)); }

@@ -27,7 +27,7 @@ std::vector<uint8_t> code_counts(const std::vector<int64_t>& counts) {
     return encode_range(places.data(), places.size(), 0, uint64_t(slots + total));
 }
 
-// Writes the counts that code_counts() was given; false if the message is damaged.
+// Decodes counts that code_counts() encoded; false if the message is damaged.
 bool read_counts(const uint8_t* payload, size_t size, int64_t total, int64_t* out, int64_t slots) {
     if (total < 0) return false;
     std::vector<int64_t> places(size_t(std::min(slots, total)));
