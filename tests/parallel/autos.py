@@ -21,7 +21,7 @@ FAST, SLOW = Links(1e-9, 1e15, 1e15), Links(1e-9, 1e3, 1e3)
 
 
 def script(monkeypatch: pytest.MonkeyPatch) -> list[Links]:
-    """Looks come after few steps; links are those of a list, the last one again and again; passes take no time.
+    """Checks come after few steps; links come from a list, whose last one repeats; passes take no time.
 
     A step computes for 1 ms and exchanges for 1 ms, whatever the clock says: far from any prediction for these links.
     """

@@ -38,7 +38,7 @@ class Training:
         return loss
 
     def bits(self) -> bytes:
-        """All that must be equal after a resume."""
+        """Everything that must be equal after a resume."""
         states = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
         scheme = [t for t in self.sync.state_dict().values() if isinstance(t, torch.Tensor)]
         return bits([*self.model.state_dict().values(), self.shared(), *scheme, *states])

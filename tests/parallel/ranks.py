@@ -117,7 +117,7 @@ def published(model: nn.Module) -> torch.Tensor:
 
 
 def held(sync: mpisparse.GradientSync, of: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> torch.Tensor:
-    """Return what a rank has yet to send (or the sum of magnitudes): its residual, blended elements in flight, and as many
+    """Return what a rank still has to send (or the sum of magnitudes): its residual, blended elements in flight, and as many
     times what it remembers as an owner as there are ranks."""
     state, kept = sync.state_dict(copy=False), of(sync.residual.double())
     error = state.get("step.error", state.get("step.inner", {}).get("error"))  # of scheme auto, the exchange in use has it
@@ -128,7 +128,7 @@ def held(sync: mpisparse.GradientSync, of: Callable[[torch.Tensor], torch.Tensor
 
 
 def carried(state: dict[str, Any], n: int, prefix: str = "step.") -> torch.Tensor:
-    """What a momentum codec has still to send of n elements: of what was settled last, and of what is in flight."""
+    """What a momentum codec still has to send of n elements: of what was settled last, and of deliveries in flight."""
     kept = torch.zeros(n, dtype=torch.float64)
     if f"{prefix}blend.index" in state:
         sent = [(state[f"{prefix}blend.index"], state[f"{prefix}blend.value"])]

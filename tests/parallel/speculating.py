@@ -74,7 +74,7 @@ class Run:
 
 
 def leftovers(state: dict[str, Any]) -> torch.Tensor:
-    """What this rank keeps of deliveries in flight: what the codec did not send, did not return as an owner, and blends."""
+    """What this rank keeps of deliveries in flight: the codec's errors, as sender and as owner, and what it blends."""
     left = carried(state, len(state["residual"]))
     for result in state["step.flight"]:
         for index, values in (("sent", "left"), ("kept_index", "kept")):

@@ -1,4 +1,4 @@
-"""The aggregator alone on plain vectors: at once as GradientSync does it, and in flight."""
+"""The aggregator alone on plain vectors: at staleness 0, as GradientSync uses it, and in flight."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_vector_with_gaps_in_memory_is_read_as_it_is(comm: MPI.Intracomm) -> N
 def test_a_vector_that_does_not_fit_on_one_rank_is_refused_on_all(
     comm: MPI.Intracomm, make: Any, k: int | None, said: str, staleness: int
 ) -> None:
-    """At once, and nothing is damaged; in flight, with the step that settles it."""
+    """At staleness 0 at once, with nothing damaged; in flight, with the step that settles it."""
     aggregator = mpisparse.aggregator(N, density=0.1, staleness=staleness)
     odd = comm.rank == comm.size - 1
     aggregator.step(vector(comm.rank, 0))
@@ -237,7 +237,7 @@ def test_what_is_wrong_or_different_on_one_rank_is_refused_on_all(comm: MPI.Intr
 
 
 def saved(aggregator: Aggregator) -> tuple[dict[str, Any], torch.Tensor]:
-    """A copy of all that the next step depends on."""
+    """A copy of everything that the next step depends on."""
     return copy.deepcopy(aggregator.state()), aggregator.residual.clone()
 
 
@@ -251,14 +251,14 @@ def load(aggregator: Aggregator, state: dict[str, Any], residual: torch.Tensor) 
 
 
 class Account:
-    """What was given, what was published, and what is on its way, on this rank."""
+    """What was given, what was published, and what is in flight, on this rank."""
 
     def __init__(self, comm: MPI.Intracomm, aggregator: Aggregator) -> None:
         self.comm, self.aggregator = comm, aggregator
         self.given = torch.zeros(2, N, dtype=torch.float64)  # the sum, and the sum of magnitudes
         self.means = torch.zeros(N, dtype=torch.float64)
         self.on_its_way = torch.zeros(N, dtype=torch.float64)
-        self.sent: list[tuple[Any, Any]] = []  # per step: the index whose values set out, and what was agreed on before
+        self.sent: list[tuple[Any, Any]] = []  # per step: the index whose values departed, and the agreement before
         assert aggregator.works.flight is not None
         send = aggregator.works.flight.send
         aggregator.works.flight.send = lambda out: (self._note(out), send(out))[1]  # type: ignore[method-assign]
@@ -345,7 +345,7 @@ def test_a_ladder_that_misses_loses_nothing_and_the_density_recovers(comm: MPI.I
     aggregator = mpisparse.aggregator(N, density=0.05, staleness=1)
     account, k = Account(comm, aggregator), N // 20
     for step in range(30):
-        if step == 10:  # nothing is left of before: no large residual keeps the ladder busy
+        if step == 10:  # clear the residual, so that no large values keep the ladder busy
             aggregator.residual.zero_()
             account.given.zero_()
             account.means.zero_()
@@ -420,7 +420,7 @@ def test_a_damaged_state_is_refused(comm: MPI.Intracomm, harm: Callable[[Any], A
 @pytest.mark.parametrize("codec", ["fp32", "int8", "momentum-int8"])
 @pytest.mark.parametrize("fewer_first", [False, True])
 def test_a_state_goes_on_among_more_or_fewer_ranks(comm: MPI.Intracomm, codec: str, fewer_first: bool) -> None:
-    """What was given divided by the ranks that gave it is what is published, and what waits divided by the ranks."""
+    """The sum given, over the ranks that gave it, equals what is published plus the sum that waits over the ranks."""
     few, all_ranks = comm.Split(0 if comm.rank < max(1, comm.size - 1) else MPI.UNDEFINED), comm.Dup()
     first, second = (few, all_ranks) if fewer_first else (all_ranks, few)
     old, new = (max(1, comm.size - 1), comm.size) if fewer_first else (comm.size, max(1, comm.size - 1))

@@ -350,7 +350,7 @@ def test_adaptive_optimizers_are_warned_of_where_gradients_are_sparse(comm: MPI.
 
 
 def test_a_refused_step_may_be_done_again_after_another_backward(comm: MPI.Intracomm) -> None:
-    """Path "backward" with a scheme that needs the gradient whole: a refusal begins the step anew."""
+    """accumulate="backward" with a scheme that needs the whole gradient: a refusal starts the step anew."""
     model = nn.Linear(20, 10)
     sync = mpisparse.GradientSync(model, scheme="momentum", accumulate="backward", density=0.2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Scheme auto: changes lose nothing, ranks choose alike, choices are kept and replayed, bad input is refused."""
+"""Scheme auto: changes lose nothing, ranks choose the same, choices are saved and replayed, bad input is refused."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_ranks_choose_alike_and_a_link_that_changes_is_followed_there_and_back(
     comm: MPI.Intracomm, soon: list[Links], capsys: pytest.CaptureFixture[str]
 ) -> None:
     soon[:] = [FAST, SLOW, SLOW, FAST]
-    model, sync, optimizer = a_run(comm, nonfinite="skip")  # which leaves weights out
+    model, sync, optimizer = a_run(comm, nonfinite="skip")  # excludes exchanges of weights
     used = trained(model, sync, optimizer, 0, 12)
     assert len(set(comm.allgather(tuple(used)))) == 1
     chosen = [ALL[number].name for number in used]
@@ -189,7 +189,7 @@ def test_what_is_frozen_waits_through_changes(comm: MPI.Intracomm, directory: Pa
         trained(model, sync, optimizer, step, step + 1)
         waits = sync.residual[: frozen.numel()].double()
         reducer: Any = sync._aggregator.works.reducer
-        if hasattr(reducer, "owned"):  # what an owner remembers is one of as many summands as there are ranks
+        if hasattr(reducer, "owned"):  # an owner's error counts once for every rank
             mine = reducer.owned(comm.rank, comm.size)
             whole = torch.zeros(len(sync.residual), dtype=torch.float64)
             whole[mine] = comm.size * torch.as_tensor(reducer.error).double()
@@ -264,7 +264,7 @@ def test_a_resumed_run_goes_on_with_what_was_chosen_and_measured(
     assert before["step.history"] == [[0, "dense int4"], [3, "dense fp32"]]
     checkpoint.save(directory, model=model, optimizer=optimizer, sync=sync, step=4)
     sync.close()
-    soon[:] = [SLOW]  # which is not looked at before steps are far from what was predicted
+    soon[:] = [SLOW]  # noticed only when steps are far from the prediction
     model, sync, optimizer = a_run(comm)
     checkpoint.load(directory, model=model, optimizer=optimizer, sync=sync)
     assert trained(model, sync, optimizer, 4, 5) == [0]
@@ -287,7 +287,7 @@ def test_a_run_that_goes_back_replays_what_it_chose_from_there_on(
     assert len(set(used)) == 2
     whole, history = bits(model.parameters()), sync.state_dict()["step.history"]
     assert checkpoint.load(directory, model=model, optimizer=optimizer, sync=sync) == 4
-    soon[:] = [SLOW]  # which nobody looks at before the last look is done again
+    soon[:] = [SLOW]  # noticed only when the last check is repeated
     assert trained(model, sync, optimizer, 4, 14) == used
     assert everywhere(comm, bits(model.parameters()) == whole)
     assert sync.state_dict()["step.history"] == history
@@ -306,7 +306,7 @@ def test_a_run_that_goes_back_replays_what_it_chose_from_there_on(
 
 @pytest.mark.mpi(min_size=2)
 def test_restarts_in_a_row_replay_the_same_choices(comm: MPI.Intracomm, directory: Path, soon: list[Links]) -> None:
-    """The log still has what is to come when a run that follows it ends at once, here or in another process."""
+    """The log still has the coming choices when a run that follows it ends at once, here or in another process."""
     soon[:] = [FAST, SLOW, SLOW, FAST]
     log = str(directory / "log.jsonl")
     model, sync, optimizer = a_run(comm, log=log, weights=False)

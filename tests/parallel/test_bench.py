@@ -1,4 +1,4 @@
-"""Benchmarks and examples on two ranks, small: they end well and print records. No times are judged."""
+"""Small benchmarks and examples on two ranks: they succeed and print records. No times are judged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Control messages: what a step receives beside indices and values stays small, however few elements are selected."""
+"""Control messages: what a step receives besides indices and values stays small, however few elements are selected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpisparse.select import tallies
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings('ignore:scheme "predictive" without validation')]
 
-FIRST, STEPS = 20, 32  # steps that are not counted, and those that are: two in which scores give way to magnitude
+FIRST, STEPS = 20, 32  # steps that are not counted, and those that are; two of these select by magnitude
 OTHER = 1024  # bytes for each other rank
 
 

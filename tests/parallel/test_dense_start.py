@@ -1,4 +1,4 @@
-"""The dense start of drift: gradients are averaged in the first steps, then ranks train on weights of their own."""
+"""The dense start of drift: gradients are averaged in the first steps, then ranks train on their own weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def companion(run: Training) -> Drifting:
 
 
 def waiting(run: Training) -> torch.Tensor:
-    """What all ranks have given and not published, as one sum; collective."""
+    """The sum over ranks of what was given and not published; collective."""
     start = companion(run).start
     assert start is not None
     assert start.averaging is not None

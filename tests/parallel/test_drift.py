@@ -216,7 +216,7 @@ def test_a_sum_beyond_float32_names_its_weight(comm: MPI.Intracomm, options: dic
 
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_to_exchange(comm: MPI.Intracomm, case: str) -> None:
-    """At a learning rate of 0 all stays where it is."""
+    """At a learning rate of 0 nothing changes."""
     run = Training(comm, torch.optim.SGD, **CASES[case])
     for group in run.optimizer.param_groups:
         group["lr"] = 0.0
@@ -313,7 +313,7 @@ def test_a_scaler_may_skip_a_step_on_one_rank(comm: MPI.Intracomm) -> None:
 @pytest.mark.parametrize("knows", [False, True], ids=["none given", "another given"])
 @pytest.mark.parametrize("options", [{"scheme": "drift"}, {"scheme": "exdyna", "density": 0.1}], ids=str)
 def test_a_scaler_that_attach_does_not_know_is_refused(comm: MPI.Intracomm, options: dict[str, Any], knows: bool) -> None:
-    """A rank that skips a step alone calls no hook: the others would wait for it."""
+    """A rank that alone skips a step calls no hook, so the others would wait for it."""
     model = small()
     sync = mpisparse.GradientSync(model, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -346,7 +346,7 @@ def test_one_optimizer_is_attached_at_a_time(comm: MPI.Intracomm) -> None:
 
 
 def test_all_elements_cannot_become_some(comm: MPI.Intracomm) -> None:
-    """Neither a density below 1 nor a state with one goes with an exchange of all elements, whose owners are others."""
+    """An exchange of all elements refuses a density below 1 and states with one, because its owners are different."""
     run, other = Training(comm, density=1.0), Training(comm, density=0.1)
     with pytest.raises(mpisparse.ConfigurationError, match=r"cannot change to 0\.1"):
         run.sync.density = 0.1
@@ -362,7 +362,7 @@ def test_all_elements_cannot_become_some(comm: MPI.Intracomm) -> None:
 
 
 def test_no_step_inside_global_weights(comm: MPI.Intracomm) -> None:
-    """Not even one without an exchange, in which what is in flight is applied."""
+    """Not even one without an exchange, which would apply deliveries in flight."""
     run = Training(comm, density=0.1, staleness=1, every=2)
     for _ in range(4):
         run.step()

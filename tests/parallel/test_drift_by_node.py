@@ -101,7 +101,7 @@ def test_nodes_stay_one_worker_and_nothing_is_lost(comm: MPI.Intracomm, ranks_a_
 def test_a_node_is_a_rank_with_the_mean_of_its_gradients(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    """Against two ranks that exchange flat, each with the mean gradient of a node; all elements in float32."""
+    """Compared with two ranks without nodes, each with the mean gradient of a node; all elements in float32."""
     if comm.size % 2:
         pytest.skip("needs two equal nodes")
     ranks = comm.size // 2
@@ -248,7 +248,7 @@ LAYOUTS = [(1, 2, 2, 1), (2, 1, 1, 2), (1, 3, 2, 1), (2, 1, 1, 3), (3, 1, 1, 2),
 def test_nodes_and_ranks_a_node_may_change(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, directory: Path, layout: tuple[int, ...], case: str
 ) -> None:
-    """G is the same before and after, and so is the mean of what nodes have yet to give; then training goes on."""
+    """G is the same before and after, and so is the mean of what nodes still have to add; then training goes on."""
     old, new = layout[0] * layout[1], layout[2] * layout[3]
     if max(old, new) > comm.size:
         pytest.skip("needs more ranks")

@@ -26,7 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def delayed(run: Training, seconds: float) -> None:
-    """Let the messages of the last rank come late, all in all by so much."""
+    """Delay the last rank's messages, by this many seconds in total."""
     exchange: Any = run.sync._aggregator._polling
     call, calls = exchange._call, [0]
 
@@ -40,7 +40,7 @@ def delayed(run: Training, seconds: float) -> None:
 
 
 def without_threads(run: Training) -> None:
-    """Let each delivery be made when it is sent."""
+    """Carry out each delivery when it is sent."""
     flight: Any = run.sync._aggregator.works.flight
     flight.close()
     flight.thread = None
@@ -122,7 +122,7 @@ def test_weights_that_are_not_finite_are_refused_a_step_later(comm: MPI.Intracom
 
 
 def test_a_model_that_was_converted_meanwhile_is_refused(comm: MPI.Intracomm) -> None:
-    """Its memory is another: what arrives must not be written there."""
+    """Its memory is different, and received values must not be written there."""
     run = Training(comm, density=0.05, staleness=1)
     for _ in range(3):
         run.step()

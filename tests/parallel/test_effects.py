@@ -247,7 +247,7 @@ def observed(comm: MPI.Intracomm, this: Case, value: Any) -> str:
     return seen.hexdigest()
 
 
-BEFORE: dict[tuple[Any, ...], list[str]] = {}  # what runs without an option gave, by all but the option
+BEFORE: dict[tuple[Any, ...], list[str]] = {}  # results of runs without an option, by everything but the option
 
 
 def without(comm: MPI.Intracomm, this: Case) -> list[str]:
@@ -268,7 +268,7 @@ def test_an_option_has_an_effect(comm: MPI.Intracomm, this: Case) -> None:
 
 @pytest.mark.parametrize("scheme", sorted({this.scheme for this in CASES}))
 def test_the_same_options_give_the_same_run(comm: MPI.Intracomm, scheme: str) -> None:
-    """Else differences would show nothing."""
+    """Otherwise differences would prove nothing."""
     for this in [this for this in CASES if this.scheme == scheme and this.option != "reward"][::8]:
         assert comm.allgather(observed(comm, this, this.other)) == without(comm, this)
 

@@ -56,7 +56,7 @@ def shared(model: nn.Module, sync: mpisparse.GradientSync) -> list[torch.Tensor]
 
 
 def where_it_would_be(comm: MPI.Intracomm, model: nn.Module, sync: mpisparse.GradientSync, lr: float) -> torch.Tensor:
-    """The mean of all ranks' weights once all that waits has arrived, for SGD without momentum; collective."""
+    """The mean of all ranks' weights after everything still unsent has arrived, for SGD without momentum; collective."""
     if not sync.exchanges_weights:
         return flat(model) - lr / comm.size * total(comm, held(sync))
     remembered = torch.zeros_like(flat(model))
@@ -226,7 +226,7 @@ def test_a_rank_without_batches_goes_over_with_the_others(comm: MPI.Intracomm, d
 
 @pytest.mark.mpi(min_size=2)
 def test_learning_rates_become_those_of_rank_0(comm: MPI.Intracomm, directory: Path) -> None:
-    """They may part while weights drift. The ranks compare them in each step of gradients."""
+    """They may diverge while weights drift. The ranks compare them in each step that exchanges gradients."""
     log = log_of(comm, directory, [(0, "dense fp32"), (1, DRIFT), (4, "dense fp32")], small())
     model, sync, optimizer = a_run(comm, "AdamW", deterministic=log, check_every=1)
     trained(model, sync, optimizer, 0, 2)

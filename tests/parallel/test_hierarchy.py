@@ -51,7 +51,7 @@ def nodes_of(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def waiting(sync: mpisparse.GradientSync, of: Any = torch.clone) -> torch.Tensor:
-    """What this rank has yet to send: its shard of the node's residual, blended elements, and what it remembers as owner."""
+    """What this rank still has to send: its shard of the node's residual, blended elements, and its error as an owner."""
     held = of(sync.residual.double())
     aggregator: Any = sync._aggregator
     if sync.ranks_a_node == 1:

@@ -132,7 +132,7 @@ def test_momentum_in_flight_is_that_at_once_a_step_later(comm: MPI.Intracomm, co
 
 
 def test_an_aggregator_whose_scorer_is_in_trouble_refuses_the_step(comm: MPI.Intracomm) -> None:
-    """On all ranks, though only the last one is in trouble."""
+    """On all ranks, although only the last one has a problem."""
     sync = mpisparse.GradientSync(small(), density=0.05)
     aggregator = sync._aggregator
     if comm.rank == comm.size - 1:

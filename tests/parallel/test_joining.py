@@ -58,7 +58,7 @@ def most(comm: MPI.Intracomm) -> int:
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_replicas_stay_equal_and_nothing_is_lost(comm: MPI.Intracomm, name: str) -> None:
-    """What all ranks gave is what was published, times the number of ranks, and what they hold."""
+    """What all ranks gave equals what was published, times the number of ranks, plus what they hold."""
     model, sync = make(comm, name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     mpisparse.attach(optimizer, sync)

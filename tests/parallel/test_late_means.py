@@ -1,4 +1,4 @@
-"""staleness=1: exdyna's exchange goes on while the next step is computed."""
+"""staleness=1: exdyna's exchange runs while the next step is computed."""
 
 from __future__ import annotations
 

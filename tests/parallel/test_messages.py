@@ -1,4 +1,4 @@
-"""The messages of a step: four where the borders stay; what they tell early must not be done early."""
+"""The messages of a step: four if the borders stay; counts that travel early must change nothing early."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_borders_that_no_longer_balance_are_drawn_in_the_step(comm: MPI.Intracom
 def test_a_step_of_a_million_elements_waits_for_a_slow_link_four_times_instead_of_seven(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Density 0.001, against a step that tells everything separately. `bin/compare --delay` measures what that saves."""
+    """Density 0.001, compared with a step that sends everything separately. `bin/compare --delay` measures the gain."""
     runs = [Run(comm, n=1_000_000) for _ in range(2)]
     links = [SlowTransport(run.sync._exchange.comm, DELAY) for run in runs]
     for run, link in zip(runs, links, strict=True):
@@ -122,7 +122,7 @@ def test_a_step_of_a_million_elements_waits_for_a_slow_link_four_times_instead_o
 
 @pytest.mark.parametrize("path", PATHS)
 def test_what_is_told_with_the_roll_call_is_not_done_before_all_agree(comm: MPI.Intracomm, path: str) -> None:
-    """A rank is elsewhere when the counts are told: nothing changes, and the same step can be done afterwards."""
+    """A rank is in another call when the counts travel: nothing changes, and the same step can be done afterwards."""
     run, twin = Run(comm, accumulate=path), Run(comm, accumulate=path)
     run.until_steady()
     for _ in range(run.number):
@@ -170,7 +170,7 @@ def test_a_nonfinite_gradient_is_refused_wherever_it_is(comm: MPI.Intracomm, pla
 
 
 def test_what_was_refused_before_anything_was_added_damages_nothing(comm: MPI.Intracomm) -> None:
-    """Not a number is seen in the region of the rank that has it: all raise, and go on with the next step."""
+    """A NaN is found in the region of the rank that has it: all raise, and go on with the next step."""
     run = Run(comm)
     run.until_steady()
     run.give()

@@ -212,7 +212,7 @@ def test_what_is_masked_comes_to_rest(comm: MPI.Intracomm) -> None:
         assert everywhere(comm, sync.stats.sent_density >= sync.stats.density)
     given = total(comm, weights.reshape(-1))
     torch.testing.assert_close(comm.size * published + total(comm, held(sync)), given, rtol=1e-5, atol=1e-5)
-    if comm.size > 1:  # regions go round, so that other elements are selected in the next step
+    if comm.size > 1:  # regions rotate, so that other elements are selected in the next step
         assert sent[1] > 0.05
     assert len(sync.state_dict()["step.blend.index"]) < 500, "what was masked long ago is still on its way"
     sync.close()
@@ -245,7 +245,7 @@ def test_the_state_takes_at_most_12_bytes_a_parameter(comm: MPI.Intracomm) -> No
         sync.step()
         arrays = [value for value in sync.state_dict().values() if isinstance(value, torch.Tensor)]
         assert everywhere(comm, sum(array.nbytes for array in arrays) <= 12 * sync.residual.numel())
-    assert everywhere(comm, len(sync.state_dict()["step.blend.index"]) > sync.k)  # what is on its way counts
+    assert everywhere(comm, len(sync.state_dict()["step.blend.index"]) > sync.k)  # what is still to be sent counts
     sync.close()
 
 

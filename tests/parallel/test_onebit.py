@@ -212,7 +212,7 @@ def test_rows_without_gradients_stay_where_they_are(comm: MPI.Intracomm, start: 
 
 
 def test_parameters_without_gradients(comm: MPI.Intracomm, start: Start) -> None:
-    """One that no rank has a gradient of does not move; one that some rank has does, alike everywhere."""
+    """One without a gradient on any rank does not move; one with a gradient on some rank moves, equally on all ranks."""
     model: Any = small()
     optimizer = start(model.parameters(), refresh=1)
     for step in range(14):

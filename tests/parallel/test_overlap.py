@@ -1,4 +1,4 @@
-"""overlap=True: buckets that set out during backward give the bits of the same buckets exchanged at once."""
+"""overlap=True: buckets sent during backward give the same bits as the same buckets sent in step()."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def early(sync: mpisparse.GradientSync) -> float:
 
 @pytest.fixture
 def in_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Have every bucket set out in step()."""
+    """Send every bucket in step()."""
     return lambda: monkeypatch.setattr(Bucketed, "overlaps", False)
 
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Have every message of the thread take so many seconds longer."""
+    """Make every message of the thread take this many seconds longer."""
     fast = PollingExchange._call
 
     def set_delay(seconds: float) -> None:
@@ -170,7 +170,7 @@ def test_a_value_that_is_not_finite_in_a_late_bucket_changes_nothing(
         list(train(comm, one, m, range(3), optimizer))
     before = bits([*model.parameters(), sync.residual])
     model.zero_grad()
-    first = next(iter(model.parameters()))  # in the bucket that sets out last
+    first = next(iter(model.parameters()))  # in the bucket that is sent last
     hook = first.register_hook(lambda grad: grad * float("nan")) if comm.rank == 1 else None
     loss_of(model, comm.rank, 3).backward()
     if hook is not None:
@@ -193,7 +193,7 @@ def test_a_value_that_is_not_finite_in_a_late_bucket_changes_nothing(
 
 @pytest.mark.mpi(min_size=2)
 def test_what_one_rank_refuses_changes_nothing(comm: MPI.Intracomm) -> None:
-    """A rank without a backward, one with two, one that clips too early: buckets are out, and are taken back."""
+    """A rank without a backward, one with two, one that clips too early: buckets in flight are undone."""
     model = deep()
     sync = overlapped(model, codec="int4")
     list(train(comm, sync, model, range(2)))
@@ -223,7 +223,7 @@ def test_what_one_rank_refuses_changes_nothing(comm: MPI.Intracomm) -> None:
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("steps", [2, 4])  # before and after batches are compared
 def test_ranks_in_different_calls_are_told(comm: MPI.Intracomm, steps: int) -> None:
-    """Buckets are out on all ranks but one: they stay out, and the next step() of all takes them."""
+    """Buckets are in flight on all ranks but one: they stay in flight, and the next step() of all applies them."""
     model = deep()
     sync = overlapped(model)
     list(train(comm, sync, model, range(steps)))
@@ -331,7 +331,7 @@ def test_other_layers_threads_and_speeds_on_each_rank_change_no_bit(
 def test_a_checkpoint_between_backward_and_the_step_holds_no_gradient(
     comm: MPI.Intracomm, directory: Path, options: dict[str, Any]
 ) -> None:
-    """The gradients of buckets that are out would be added twice after a resume."""
+    """Otherwise the gradients of buckets in flight would be added twice after a resume."""
     model, twin = deep(), deep()
     sync, other = (overlapped(m, **options) for m in (model, twin))
     list(train(comm, sync, model, range(4)))
@@ -438,7 +438,7 @@ def test_another_number_of_ranks_goes_on_with_what_waits(
 def test_a_scale_that_is_no_power_of_two_rounds_as_the_scaler_does(
     comm: MPI.Intracomm, in_step: Callable[[], None], dtype: torch.dtype
 ) -> None:
-    """What sets out is unscaled by the exchange, what is in p.grad by the scaler: the same bits."""
+    """The exchange unscales what it sends, the scaler unscales p.grad: the same bits."""
     ends = []
     for turn in range(2):
         if turn:
