@@ -231,7 +231,7 @@ def in_words(shrunk: Shrunk) -> str:
     many = len(shrunk.died) > 1
     names = ", ".join(map(str, shrunk.died))
     ranks = f"{shrunk.size} ranks go on" if shrunk.size > 1 else "one rank goes on"
-    lost = f"what {'they' if many else 'it'} had not sent is lost, of norm {shrunk.norm:.3g}"
+    lost = f"unsent values of norm {shrunk.norm:.3g} are lost"
     if shrunk.kept:
-        lost += f", but for copies of norm {shrunk.kept:.3g}, which go on"
+        lost += f", except for copies of norm {shrunk.kept:.3g}"
     return f"rank{'s' if many else ''} {names} died after {shrunk.step} steps: {ranks}; {lost}"

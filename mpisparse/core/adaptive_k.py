@@ -77,15 +77,15 @@ class AdaptiveK(Stage):
         self.loaded(state)
 
     def loaded(self, state: State) -> AdaptiveK:
-        """This stage as state() left it; raises ConfigurationError if it could not have."""
+        """The stage that a state describes; raises ConfigurationError if the state is invalid."""
         scale, since = float(state["demand.scale"]), int(state["demand.since"])
         recent = tuple(np.asarray(state["demand.recent"], dtype=np.float64).reshape(-1).tolist())
         fits = len(recent) <= self.patience + 1 and since >= 0 and all(map(math.isfinite, recent))
         known = min(since + 1, self.patience) <= len(recent) or since == 0
         if not self.least <= scale <= self.most or not fits or not known:
             raise ConfigurationError(
-                f"the demand in the state is not one in [{self.least}, {self.most}] with the last {self.patience + 1} "
-                f"metrics at most: scale {scale}, metrics {recent}, the last {since} since a change"
+                f"the adaptive k in the state must have a scale in [{self.least}, {self.most}] and the last "
+                f"{self.patience + 1} finite metrics at most: got scale {scale}, metrics {recent}, {since} since a change"
             )
         return replace(self, scale=scale, recent=recent, since=since)
 

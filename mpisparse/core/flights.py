@@ -62,7 +62,7 @@ def _note(saved: Any, count: int) -> tuple[Any, ...]:
     """A stage's note about the elements that were sent. Raises ValueError if it is invalid."""
     note = tuple(np.array(values) for values in saved)
     if any(values.shape != (count,) or not np.isfinite(values).all() for values in note):
-        raise ValueError(f"what was noted of {count} elements must be as many finite numbers")
+        raise ValueError(f"the note about {count} elements must be as many finite numbers")
     return note
 
 

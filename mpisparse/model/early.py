@@ -140,7 +140,7 @@ class Early:
                 writes, before = self.published.written(), self.watch.seen
             if grads[i] is not grad or writes != before:
                 return (
-                    f"the gradient of {self._name(i)} was changed after it had set out during backward (overlap=True): to "
+                    f"the gradient of {self._name(i)} was changed after it had been sent during backward (overlap=True): to "
                     "clip, call sync.step() after backward and then clip what it published; or leave overlap out"
                 )
         return ""
@@ -160,6 +160,6 @@ def _warn(buckets: Bucketed) -> None:
         )
     elif len(buckets.buckets) == 1:
         warnings.warn(
-            "overlap=True: bucket_mb holds the whole model, so nothing sets out before backward ends; make it smaller",
+            "overlap=True: bucket_mb holds the whole model, so nothing is sent before backward ends; make it smaller",
             stacklevel=4,
         )

@@ -170,7 +170,7 @@ class DeepGradientCompression(Local):
             raise ConfigurationError('clip needs accumulate="step": during backward the gradient\'s norm is not known yet')
         if self.clip is not None and self.hierarchy != "flat":
             raise ConfigurationError(
-                f"clip cannot be had with hierarchy={self.hierarchy!r}: a rank of a node has a shard of a sum, not its own "
+                f"clip does not work with hierarchy={self.hierarchy!r}: a rank of a node has a shard of a sum, not its own "
                 "gradient; clip that before sync.step()"
             )
 

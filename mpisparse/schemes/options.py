@@ -116,8 +116,8 @@ class Options:
         check_choice("nonfinite", self.nonfinite, ("raise", "skip"))
         if self.nonfinite == "skip" and self.accumulate == "backward":
             raise ConfigurationError(
-                'nonfinite="skip" needs accumulate="step": during backward a non-finite value is already added when it is '
-                "seen, and cannot be taken back"
+                'nonfinite="skip" needs accumulate="step": during backward a non-finite value is found only after '
+                "it was added, and cannot be removed"
             )
         check_share("beta", self.beta)
         check_whole("segment_nbytes", self.segment_nbytes, 1)

@@ -40,7 +40,7 @@ class Overlapping(Options):
         super()._check_hierarchy()
         if self.overlap:
             raise ConfigurationError(
-                f"hierarchy={self.hierarchy!r} sums whole gradients in the node first, so that nothing can set out during "
+                f"hierarchy={self.hierarchy!r} sums whole gradients in the node first, so that nothing can be sent during "
                 "backward: leave overlap=True out, or the hierarchy"
             )
 

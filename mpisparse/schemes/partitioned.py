@@ -163,11 +163,11 @@ def check_late(options: Partitioned, staleness: int, *, keep: bool, whole: str =
         return
     if staleness > 1:
         raise ConfigurationError(
-            f"staleness must be 0 or 1, got {staleness}: each step selects by what the one before it learnt"
+            f"staleness must be 0 or 1, got {staleness}: each step selects by what the previous one learnt"
         )
     if whole:
         raise ConfigurationError(
-            f"{whole} compares every element with the threshold, and a delivery in flight sees candidates only; choose "
+            f"{whole} compares every element with the threshold, and a delivery in flight has only candidates; choose "
             'masks="own", or leave it out'
         )
     if not keep:

@@ -286,7 +286,7 @@ class SelectedAtOwners(AtFixedOwners):
         index, places = (np.asarray(state[key], dtype=np.int64) for key in ("index", "places"))
         mean, own = (np.asarray(state[key], dtype=np.float32) for key in ("mean", "own"))
         if mean.shape != index.shape or own.shape != index.shape or not np.isfinite(mean - own).all():
-            raise ValueError(f"what was sent of {len(index)} elements, and came back, must be as many finite numbers")
+            raise ValueError(f"the sent and returned values of {len(index)} elements must be as many finite numbers")
         if len(places) and not 0 <= places.min() <= places.max() < len(self.error):
             raise ValueError("an owner's error is of elements that it does not own")
         return Reduced(index, mean, None, own=own, error=(places, self._error(state["error"], len(places))))

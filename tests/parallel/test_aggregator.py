@@ -396,8 +396,8 @@ def test_a_state_resumes_with_the_same_bits(comm: MPI.Intracomm, options: dict[s
         (lambda state: state["waiting"].pop("bounds"), "malformed: 'bounds'"),
         (lambda state: state["flight"][0]["agreed"].update(union=state["waiting"]["union"] + N), "not of this model"),
         (lambda state: state["flight"][0].update(index=state["flight"][0]["index"] - N), "not of this model"),
-        (lambda state: state["flight"][0]["note"].__setitem__(0, np.zeros(1, np.float32)), "what was noted of"),
-        (lambda state: state["flight"][0].update(note=[state["flight"][0]["note"][0] * np.nan]), "what was noted of"),
+        (lambda state: state["flight"][0]["note"].__setitem__(0, np.zeros(1, np.float32)), "the note about"),
+        (lambda state: state["flight"][0].update(note=[state["flight"][0]["note"][0] * np.nan]), "the note about"),
     ],
 )
 def test_a_damaged_state_is_refused(comm: MPI.Intracomm, harm: Callable[[Any], Any], said: str) -> None:

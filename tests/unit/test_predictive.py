@@ -71,7 +71,7 @@ def test_demand_goes_on_from_its_state() -> None:
         {"recent": np.array([0.5, math.nan])},
         {"recent": np.zeros(4)},
     ):
-        with pytest.raises(ConfigurationError, match="the demand in the state"):
+        with pytest.raises(ConfigurationError, match="the adaptive k in the state"):
             AdaptiveK().loaded({**demand.state(), **{f"demand.{key}": value for key, value in damage.items()}})
 
 

@@ -132,7 +132,7 @@ class Drift(Scoring, Falling):
         check_whole("staleness", self.staleness, 0)
         if self.staleness > 1:
             raise ConfigurationError(
-                f"staleness must be 0 or 1, got {self.staleness}: each exchange selects by what the one before it learnt"
+                f"staleness must be 0 or 1, got {self.staleness}: each exchange selects by what the previous one learnt"
             )
         check_flag("remainder", self.remainder)
         check_choice("controller", self.controller, CONTROLLERS)
@@ -342,7 +342,7 @@ class Drift(Scoring, Falling):
             return Largest(turns=self.scorer != "magnitude")
         if parts.backend.name == "cuda":
             raise ConfigurationError(
-                f'masks="{self.masks}" looks at whole layers in the memory of the host; on a GPU choose masks="own"'
+                f'masks="{self.masks}" looks at whole layers in host memory; on a GPU choose masks="own"'
             )
         filter_ = Filter(parts.slots, parts.backend, largest=None, threshold=None, seed=0)
         return Granular(filter_, Constant(GRANULARITIES[self.granularity]), turns=self.scorer in ("average", "predicted"))
