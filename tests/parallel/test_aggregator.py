@@ -542,7 +542,7 @@ class Gate:
 
 
 class Overwritten:
-    """Has garbage in tensors, and in place of all parts of an aggregator that a step may change, for a while."""
+    """Inside the block, puts garbage into tensors, and in place of all parts of an aggregator that a step may change."""
 
     def __init__(self, aggregator: Aggregator, tensors: Iterable[torch.Tensor]) -> None:
         self.works = aggregator.works

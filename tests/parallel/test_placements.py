@@ -225,7 +225,7 @@ def test_every_element_is_sent_and_training_converges(
     mask = PLACEMENTS[placement](comm.rank, comm.size)
     pulled = comm.allreduce(mask) / comm.size
     model, sync = make(scheme, path, 0.1)
-    rate, steps = (0.05, 80) if scheme == "exdyna" else (0.03, 240)  # scores give way to what waits every 16th step only
+    rate, steps = (0.05, 80) if scheme == "exdyna" else (0.03, 240)  # only every 16th step ignores scores
     rate, steps = rate / max(float(pulled.max()), 0.01), steps + 16 * comm.size
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     sent = np.zeros(N, dtype=bool)

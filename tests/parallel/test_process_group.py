@@ -1,4 +1,4 @@
-"""A process group of torch.distributed as transport, beside MPI: every collective, and what an exchange refuses."""
+"""A process group of torch.distributed as transport, next to MPI: every collective, and what an exchange refuses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.mpi
 
 
 def calls(exchange: Exchange) -> list[Any]:
-    """Make every call of an exchange, with sizes that differ between ranks; return what came, and what was counted."""
+    """Make every call of an exchange, with sizes that differ between ranks; return what arrived, and what was counted."""
     rank, size = exchange.rank, exchange.size
     counts = [(7 * r) % 5 for r in range(size)]
     starts = [3 + sum(counts[:r]) for r in range(size)]  # not from the start of the buffer
@@ -101,7 +101,7 @@ def test_deliveries_in_flight(comm: MPI.Intracomm, group: dist.ProcessGroup) -> 
 
 
 def test_training_checkpoint_and_optimizer(comm: MPI.Intracomm, group: dist.ProcessGroup, directory: Any) -> None:
-    """What a training loop calls beside step(): refusals on all ranks, checkpoints, OneBitAdamW."""
+    """What a training loop calls besides step(): refusals on all ranks, checkpoints, OneBitAdamW."""
     model = small()
     sync = mpisparse.GradientSync(model, density=0.1, comm=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

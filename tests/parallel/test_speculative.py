@@ -337,7 +337,7 @@ def test_a_slow_rank_changes_nothing(comm: MPI.Intracomm, granularity: str) -> N
 
 
 def test_a_reward_in_seconds(comm: MPI.Intracomm) -> None:
-    """Ranks measure different times but learn from the same ones: they choose alike and have the same weights."""
+    """Ranks measure different times but learn from the same ones: they make the same choices and have the same weights."""
     run = Run(comm, granularity="learned", reward="seconds", largest=10_000, density=0.01)
     fine = []
     for step in range(45):

@@ -120,7 +120,7 @@ def own_bits(state: dict[str, Any]) -> bytes:
 
 @pytest.mark.parametrize("saved_at", [12, 13])
 def test_a_noted_loss_counts_once(comm: MPI.Intracomm, directory: Path, saved_at: int) -> None:
-    """Told every fourth step, before the checkpoint or after: the policy hears of it in that step only, and a resumed run
+    """Reported every fourth step, before the checkpoint or after: the policy uses it in that step only, and a resumed run
     learns the same."""
 
     def train(run: Run, first: int, last: int) -> Run:
@@ -276,7 +276,7 @@ def test_an_error_in_the_users_function_is_raised_by_all(comm: MPI.Intracomm, na
 
 
 def test_a_failed_function_at_staleness_0_changes_nothing(comm: MPI.Intracomm) -> None:
-    """All ranks hear of it before anything is added: the step can be done again."""
+    """All ranks learn of it before anything is added, so the step can be done again."""
     run = Run(comm, staleness=0, granularity="rule", confidence=lambda: told())
     twin = Run(comm, staleness=0, granularity="rule", confidence=lambda: 0.5)
     fails = [False]

@@ -1,4 +1,4 @@
-"""Loops of users on several ranks: all stop at the step at which one was asked to, and raise together what one got wrong."""
+"""Loops of users on several ranks: all stop at the step at which one was asked to, and all raise if one makes a mistake."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
     monkeypatch.setattr(stop_together, "_listener", None)
-    monkeypatch.setattr(roll_call, "_open", [])  # what other tests left open is none of the ranks' business here
+    monkeypatch.setattr(roll_call, "_open", [])  # exchanges that other tests left open must not count here
     yield
     listener = stop_together._listener
     if listener is not None and listener.world is not None:
@@ -55,7 +55,7 @@ def raised_apart(comm: MPI.Intracomm, others: Callable[[], Any]) -> str:
 @pytest.mark.parametrize("asked_before", [False, True])
 def test_a_rank_that_asks_alone_is_named(comm: MPI.Intracomm, *, asked_before: bool) -> None:
     model = nn.Linear(6, 4)
-    if asked_before:  # of an exchange of its own, as there is none yet
+    if asked_before:  # over an exchange of its own, because there is no other yet
         assert everywhere(comm, not mpisparse.should_stop())
     sync = mpisparse.GradientSync(model, density=0.3)
     model(torch.randn(3, 6)).square().mean().backward()
