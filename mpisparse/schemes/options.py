@@ -117,7 +117,7 @@ class Options:
         if self.nonfinite == "skip" and self.accumulate == "backward":
             raise ConfigurationError(
                 'nonfinite="skip" needs accumulate="step": during backward a non-finite value is found only after '
-                "it was added, and cannot be removed"
+                "it was added, and cannot be taken back"
             )
         check_share("beta", self.beta)
         check_whole("segment_nbytes", self.segment_nbytes, 1)

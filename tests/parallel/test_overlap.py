@@ -202,7 +202,7 @@ def test_what_one_rank_refuses_changes_nothing(comm: MPI.Intracomm) -> None:
     for case, said in (
         ("none", "no new gradient on rank 1"),
         ("two", "twice before step()"),
-        ("clip", "after it had set out"),
+        ("clip", "after it had been sent"),
     ):
         model.zero_grad()
         odd = comm.rank == 1
