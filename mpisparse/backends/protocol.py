@@ -250,7 +250,7 @@ class Backend(Protocol):
         """Divide in place by a number rounded to float32."""
         ...
 
-    # Momentum between steps (mpisparse.wire.blend)
+    # Momentum between steps (mpisparse.core.blend)
 
     def blend(
         self, index: Vector, values: Vector, carried: Vector, previous: Vector, share: float, /
