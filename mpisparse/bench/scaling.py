@@ -31,6 +31,7 @@ from mpisparse.bench.simulator import Simulated, Simulator, simulator
 from mpisparse.bench.sync import open_source
 from mpisparse.bench.synthetic import LAYERS, GivenModel, Source, Synthetic
 from mpisparse.bench.train import FIRST, Case
+from mpisparse.comm.agreement import on_all
 from mpisparse.comm.exchange import Exchange
 from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.core.records import Stats
@@ -106,8 +107,8 @@ def run(plan: ScalingPlan) -> int:
 def _check_cases(comm: MPI.Intracomm, plan: ScalingPlan, source: Source) -> None:
     """Raise on all ranks, before any measurement, if a case cannot be simulated or links are unknown; collective."""
     exchange = Exchange(comm)
-    error: ConfigurationError | None = None
-    try:
+
+    def check() -> None:
         if (plan.latency is None or plan.bandwidth is None) and comm.size < 2:
             raise ConfigurationError("one rank has no links to measure; start 2 or more, or pass --latency and --bandwidth")
         for case in plan.cases:
@@ -115,9 +116,8 @@ def _check_cases(comm: MPI.Intracomm, plan: ScalingPlan, source: Source) -> None
                 DenseModel(case, source.sizes)
             else:
                 _simulator(plan, source, case, 1)
-    except ConfigurationError as caught:
-        error = caught
-    exchange.raise_together(error)
+
+    on_all(exchange, check)
     exchange.close()
 
 

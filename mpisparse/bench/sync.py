@@ -23,8 +23,8 @@ from mpi4py import MPI
 
 import mpisparse
 from mpisparse.bench.synthetic import GivenModel, Source, Synthetic, worker_gradient
+from mpisparse.comm.agreement import on_all
 from mpisparse.comm.exchange import Exchange
-from mpisparse.errors import ConfigurationError
 from mpisparse.names import CODECS
 from mpisparse.runtime.recording import Recording
 from mpisparse.runtime.table import save, show
@@ -108,15 +108,14 @@ def open_source(comm: MPI.Intracomm, path: Path | None, elements: int, ranks: in
     An error on one rank is raised on all.
     """
     exchange = Exchange(comm)
-    source: Source = Synthetic(elements, ranks or comm.size)
-    error: ConfigurationError | None = None
-    try:
-        source = source if path is None else Recording(path)
+
+    def opened() -> Source:
+        source: Source = Synthetic(elements, ranks or comm.size) if path is None else Recording(path)
         for step in range(source.steps):
             worker_gradient(source, comm.rank, step)
-    except ConfigurationError as caught:
-        error = caught
-    exchange.raise_together(error)
+        return source
+
+    source = on_all(exchange, opened)
     exchange.close()
     return source
 

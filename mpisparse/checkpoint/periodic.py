@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mpisparse.comm.agreement import on_all
 from mpisparse.comm.exchange import Exchange
 from mpisparse.comm.stop_together import STOP_BEFORE, agree, listen
 from mpisparse.errors import CheckpointError, ConfigurationError
@@ -50,13 +51,12 @@ class Periodic:
 
     def _check(self) -> None:
         """Raise on all ranks if the intervals make no sense on one, or differ. Collective."""
-        error: ConfigurationError | None = None
-        try:
+
+        def check() -> None:
             check_intervals(self._every, self._seconds, self._stop_before)
             StopRequest.check_thread()
-        except ConfigurationError as caught:
-            error = caught
-        self._exchange.raise_together(error)
+
+        on_all(self._exchange, check)
         texts = self._exchange.gather_texts(f"steps={self._every!r}, seconds={self._seconds!r}, directory={self._directory}")
         other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
         if other is not None:

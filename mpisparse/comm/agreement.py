@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from mpisparse.arrays import Bools, Ints
+from mpisparse.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from mpisparse.comm.exchange import Exchange
+
+T = TypeVar("T")
 
 FINE, NONFINITE, NO_BACKWARD, STALE, BROKEN = range(5)
 
@@ -73,3 +79,14 @@ class Notice(NamedTuple):
 def refuse(rows: Ints, notice: Notice) -> NoReturn:
     """Raise StepRefused with every rank's status and detail, the first two of its row."""
     raise StepRefused([(int(status), int(detail)) for status, detail in rows[:, :2]], notice.trouble)
+
+
+def on_all(exchange: Exchange, attempt: Callable[[], T]) -> T:
+    """Do what each rank does by itself and may refuse; if any does, raise ConfigurationError on all. Collective."""
+    error: ConfigurationError | None = None
+    try:
+        result = attempt()
+    except ConfigurationError as caught:
+        error = caught
+    exchange.raise_together(error)
+    return result

@@ -12,6 +12,7 @@ import numpy as np
 from torch.nn.parallel import DistributedDataParallel
 
 from mpisparse.checkpoint import h5file, tree
+from mpisparse.comm.agreement import on_all
 from mpisparse.errors import ConfigurationError
 from mpisparse.integrations import ddp
 from mpisparse.integrations.launch import missing
@@ -88,12 +89,8 @@ class MPISparseCallback(TrainerCallback):
     def _resume(self, place: Path) -> None:
         """Take this rank's state, or those of all ranks if they were not as many; collective."""
         assert self.state is not None
-        exchange, states, error = self.state._exchange, list[dict[str, Any]](), None
-        try:
-            states = _states(place, exchange.rank, exchange.size)
-        except ConfigurationError as caught:
-            error = caught
-        exchange.raise_together(error)
+        exchange = self.state._exchange
+        states = on_all(exchange, lambda: _states(place, exchange.rank, exchange.size))
         counts = exchange.allgather(np.array([len(states)]))[:, 0]
         if counts.all():
             self.state.load_state_dict(states)

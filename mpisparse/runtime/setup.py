@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from mpisparse.backends.device import local_device
+from mpisparse.comm.agreement import on_all
 from mpisparse.comm.exchange import Exchange
 from mpisparse.comm.transport import local_rank
 from mpisparse.errors import ConfigurationError
@@ -46,17 +47,17 @@ def lock_together(settings: Settings, stop: StopRequest) -> RunLock | None:
 def build_together(settings: Settings) -> tuple[torch.nn.Module, Data, Task]:
     """Build model, data and task on every rank, and check that all ranks see the same data. Collective."""
     exchange, here = Exchange(), local_rank()
-    error: ConfigurationError | None = None
-    try:
+
+    def build_here() -> tuple[torch.nn.Module, Data, Task]:
         model, data, task = build(settings.model, settings.data, seed=settings.seed)
         data = hold_out(data, settings.validation, seed=settings.seed)
         check_steering(settings, data)
-        sizes = [len(part) for part in (data.train, data.validation, data.test) if part is not None]
-        built = model.to(local_device(here)) if settings.device == "cuda" else model, data, task
-    except ConfigurationError as caught:
-        error = caught
-    exchange.raise_together(error)
-    counts = exchange.gather_texts(", ".join(map(str, sizes)))
+        return model.to(local_device(here)) if settings.device == "cuda" else model, data, task
+
+    built = on_all(exchange, build_here)
+    parts = (built[1].train, built[1].validation, built[1].test)
+    counts = exchange.gather_texts(", ".join(str(len(part)) for part in parts if part is not None))
+    error: ConfigurationError | None = None
     if counts[exchange.rank] != counts[0]:
         error = ConfigurationError(
             f"every rank must see the same data, which the runtime distributes: rank 0 has {counts[0]} examples, "
