@@ -15,6 +15,8 @@ import numpy as np
 import torch
 
 from mpisparse.backends.digest import LARGEST, digest
+from mpisparse.comm.roll_call import SAMPLES, meet
+from mpisparse.comm.survival import together
 from mpisparse.errors import GradientError
 
 if TYPE_CHECKING:
@@ -117,6 +119,14 @@ class Sameness:
     def looks(self) -> bool:
         """Whether the coming exchange is among the first."""
         return self.done < REPEATED
+
+    def compare(self, exchange: Exchange, step: int, sample: int) -> None:
+        """Tell each other the digests of what the ranks exchange in a step; collective."""
+        rows = together(exchange, lambda: meet(exchange, SAMPLES, sample, exchange.rank, step=step))
+        samples = [0] * exchange.size
+        for one, rank in rows[:, :2].tolist():
+            samples[rank] = one
+        self.note(samples, exchange.rank)
 
     def note(self, samples: Sequence[int], rank: int) -> None:
         """Compare the digests of all ranks (0: none); rank 0 warns after the last comparison. Local."""

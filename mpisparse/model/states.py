@@ -10,33 +10,17 @@ import numpy as np
 import torch
 
 from mpisparse.errors import ConfigurationError
-from mpisparse.model.collectives import Collectives
+from mpisparse.model.steps import Steps
 from mpisparse.schemes.state import STATE_FORMAT, check_state, step_state
 
 if TYPE_CHECKING:
-    from mpisparse.backends.protocol import Backend
-    from mpisparse.comm.hierarchy import Nodes
-    from mpisparse.core.aggregator import Aggregator
     from mpisparse.model.buffers import SharedBuffers
-    from mpisparse.model.digests import Equality
-    from mpisparse.schemes.companion import Companion
-    from mpisparse.schemes.options import Options
 
 
-class States(Collectives):
-    """Saves and loads the state of GradientSync, which has these parts."""
+class States(Steps):
+    """Saves and loads what the next step depends on."""
 
-    scheme: str
-    _options: Options
-    _density: float
-    _aggregator: Aggregator
-    _companion: Companion
-    _backend: Backend
-    _gradients: Any
     _buffers: SharedBuffers
-    _equality: Equality
-    _damaged: str | None
-    _nodes: Nodes | None
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Everything that the next step depends on, as tensors and scalars; local. copy=False: live where possible."""
@@ -80,6 +64,8 @@ class States(Collectives):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state that state_dict() returned on the same rank of as many ranks; collective, all ranks or none."""
         self._together(lambda: self._load(state))
+        if self._survivors is not None:
+            self._survivors.restart()
 
     def _load(self, state: dict[str, Any]) -> None:
         self._meet("load_state_dict")

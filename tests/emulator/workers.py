@@ -18,7 +18,7 @@ from mpisparse.comm import device_memory
 from mpisparse.comm.virtual import VirtualComm
 
 # Modules that ask for the backend of a device.
-ASKING = ("mpisparse.sync", "mpisparse.integrations.bucket", "mpisparse.optim.onebit")
+ASKING = ("mpisparse.model.construction", "mpisparse.integrations.bucket", "mpisparse.optim.onebit")
 
 
 class Devices:

@@ -15,12 +15,13 @@ from emulator import Emulator, available
 from mpi4py import MPI
 from ranks import PATHS, bits, loss_of, seeded, small
 
-import mpisparse.sync
+import mpisparse
 from mpisparse.backends.cuda.backend import CudaBackend
 from mpisparse.backends.device import load_backend, local_device
 from mpisparse.comm import device_memory
 from mpisparse.comm.exchange import local_rank
 from mpisparse.comm.mpi import cuda_awareness
+from mpisparse.model import construction
 
 pytestmark = pytest.mark.mpi
 
@@ -37,7 +38,7 @@ def device(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Emulator:
         Emulator(block=64, scan=64)
     comm.Barrier()
     emulator = Emulator(block=64, scan=64, order="shuffled", seed=comm.rank)
-    monkeypatch.setattr(mpisparse.sync, "load_backend", lambda device: CudaBackend(emulator))
+    monkeypatch.setattr(construction, "load_backend", lambda device: CudaBackend(emulator))
     monkeypatch.setattr(device_memory, "synchronize", emulator.synchronize)
     monkeypatch.setattr(device_memory, "mpi_view", emulator.mpi_view)
     return emulator
@@ -112,7 +113,7 @@ def assert_same_run(
 ) -> None:  # fmt: skip
     """Assert that a run on the device, emulated or real, equals the one on the CPU."""
     on_device, state = train(comm, place, emulator=emulator, **options)
-    monkeypatch.setattr(mpisparse.sync, "load_backend", lambda device: load_backend())
+    monkeypatch.setattr(construction, "load_backend", lambda device: load_backend())
     on_host, expected = train(comm, **options)
     assert [a == b for a, b in zip(on_device, on_host, strict=True)] == [True] * STEPS
     assert state.keys() == expected.keys()
@@ -251,7 +252,7 @@ def test_a_value_that_is_not_finite(comm: MPI.Intracomm, device: Emulator) -> No
 def test_two_models_on_one_device(comm: MPI.Intracomm, device: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """They share the kernels, but each reports only its own non-finite values."""
     shared = CudaBackend(device)
-    monkeypatch.setattr(mpisparse.sync, "load_backend", lambda device: shared)
+    monkeypatch.setattr(construction, "load_backend", lambda device: shared)
     models = [small(), small()]
     first, second = (mpisparse.GradientSync(model, density=0.05, accumulate="backward") for model in models)
     if comm.rank == comm.size - 1:
@@ -273,7 +274,7 @@ def test_frozen_midway(
     runs = []
     for on_device in (True, False):
         if not on_device:
-            monkeypatch.setattr(mpisparse.sync, "load_backend", lambda device: load_backend())
+            monkeypatch.setattr(construction, "load_backend", lambda device: load_backend())
         model = small()
         sync = mpisparse.GradientSync(model, **options)
         seen = []

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from oracle import Oracle, Result, Settings
 from torch import nn
 
-import mpisparse.sync
+import mpisparse
 from mpisparse.backends.device import load_backend
+from mpisparse.model import construction
 
 pytestmark = pytest.mark.mpi
 
@@ -120,7 +121,7 @@ class Check:
 
     def __call__(self, backend: str, problem: Problem, settings: Settings) -> None:
         """Assert after all steps: a rank that left early would make the others wait."""
-        self.monkeypatch.setattr(mpisparse.sync, "load_backend", functools.partial(load_backend, backend))
+        self.monkeypatch.setattr(construction, "load_backend", functools.partial(load_backend, backend))
         expected = oracle_steps(problem, settings, self.comm.size)
         model = problem.model()
         params = list(model.parameters())
