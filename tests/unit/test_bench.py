@@ -111,10 +111,10 @@ def test_a_target_may_be_raised(factories: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_groups_of_the_ablation_are_those_of_the_command_line() -> None:
-    from mpisparse.bench import commands
+    from mpisparse.bench import parsers
     from mpisparse.bench.ablation import GROUPS
 
-    assert tuple(GROUPS) == commands.GROUPS
+    assert tuple(GROUPS) == parsers.GROUPS
 
 
 def test_ddp_whose_records_cannot_be_written_ends(tmp_path: Path) -> None:
