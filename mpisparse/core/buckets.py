@@ -16,96 +16,32 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from mpisparse.arrays import Floats, Ints, State
-from mpisparse.backends.flat import Held, Pieces, Slot, zeros
-from mpisparse.comm.agreement import BROKEN, FINE, DensityDiffers, Notice, Overflow, Refusal, refuse
+from mpisparse.arrays import Floats, State
+from mpisparse.backends.flat import Pieces
+from mpisparse.comm.agreement import BROKEN, FINE, Notice
 from mpisparse.comm.inflight import InFlight
 from mpisparse.comm.roll_call import meet
 from mpisparse.core import step
 from mpisparse.core.aggregator import Aggregator, Make
-from mpisparse.core.records import Arrived, Delivered, Outgoing, Parts, Refused, Stats, Works
+from mpisparse.core.bucket import Bucket, Build, Parcel, carry
+from mpisparse.core.records import Arrived, Delivered, Parts, Refused, Stats, Works
 from mpisparse.core.step import Clock
 from mpisparse.errors import CollectiveError, ConfigurationError
 from mpisparse.select.partition import imbalance
 
 if TYPE_CHECKING:
-    from mpisparse.backends.protocol import Backend
-    from mpisparse.comm.exchange import Exchange
     from mpisparse.core.survive import CommittedDelivery
 
-Build = Callable[[Parts], Aggregator]
 Commit = Callable[[Notice, Callable[[bool], list[Arrived]]], list[Arrived]]
 
 
-class Target:
-    """Receives a bucket's mean in memory of its own, until all buckets are published."""
-
-    def __init__(self, n: int) -> None:
-        self.vector = torch.empty(0)
-        self.n = n
-
-    def clear(self) -> None:
-        """Nothing is published here."""
-
-    def write(self, index: Any, mean: Any, acc: Any) -> None:
-        """Nothing is published here."""
-
-    def whole(self) -> torch.Tensor:
-        """The bucket's own vector."""
-        if not len(self.vector):
-            self.vector = zeros(self.n, torch.float32)
-        return self.vector
-
-    def published(self) -> torch.Tensor:
-        """The bucket's own vector."""
-        return self.whole()
-
-
-class Bucket:
-    """Neighbouring slots [first, last) of a vector, its elements [lo, hi), and their aggregator."""
-
-    def __init__(self, whole: Parts, first: int, last: int, exchange: Exchange, build: Build) -> None:
-        self.first, self.last = first, last
-        self.lo, self.hi = whole.slots[first].begin, whole.slots[last - 1].end
-        self.slots = [replace(s, begin=s.begin - self.lo, end=s.end - self.lo) for s in whole.slots[first:last]]
-        self.target = Target(self.hi - self.lo)
-        self.held = Held(self.hi - self.lo)
-        residual = whole.residual[self.lo : self.hi]
-        mine = replace(whole, residual=residual, slots=self.slots, held=self.held, sink=self.target, exchange=exchange)
-        self.aggregator = build(replace(mine, early=True))
-        self.out = False  # sent, and not applied yet
-        self.before = torch.empty(0)  # the accumulator before it was sent
-
-    def keep(self) -> None:
-        """Keep the accumulator for restore()."""
-        if not len(self.before):
-            self.before = zeros(self.hi - self.lo, torch.float32, self.aggregator.residual.device)
-        self.before.copy_(self.aggregator.residual)
-
-    def restore(self) -> None:
-        """Restore what keep() copied, and tell a scorer that expects an empty accumulator."""
-        self.aggregator.residual.copy_(self.before)
-        scorer = self.aggregator.works.scorer
-        scorer.load(scorer.state())
-
-    def hold(self, stretches: Sequence[tuple[int, int]]) -> None:
-        """Hold back the bucket's frozen elements; stretches are those of the whole vector."""
-        mine = [(max(begin, self.lo) - self.lo, min(end, self.hi) - self.lo) for begin, end in stretches]
-        self.held.hold([(begin, end) for begin, end in mine if begin < end])
-        self.aggregator.hold()
-
-
-class Parcel(NamedTuple):
-    """A bucket in flight. row: status, flat index and k, for all ranks; outgoing: None if it only refuses."""
-
-    row: Ints
-    lo: int
-    outgoing: Outgoing | None
+TOTALS = ("selected", "bytes_sent", "bytes_received", "reselected", "refined", "control_bytes", "index_bytes", "collectives")
+WEIGHTED = ("density", "threshold", "sent_density")
 
 
 class Bucketed(Aggregator):
@@ -134,8 +70,8 @@ class Bucketed(Aggregator):
         self.in_step = False  # send every bucket in step(), for comparison
         self.early = 0  # buckets of the last step that were sent before step() was called
         self.commit: Commit = lambda notice, attempt: attempt(False)
-        carry = functools.partial(_carry, polling, one.carrier)
-        self._flight = InFlight(carry, 0, threaded=polling.threaded, leaves=True)
+        delivers = functools.partial(carry, polling, one.carrier)
+        self._flight = InFlight(delivers, 0, threaded=polling.threaded, leaves=True)
 
     # A step
 
@@ -189,7 +125,7 @@ class Bucketed(Aggregator):
         if not self.order:
             self._share_order()
         while (number := self.next_out()) is not None:
-            self.send(number, _part_of(pieces, self.buckets[number]))
+            self.send(number, self.buckets[number].part_of(pieces))
         clock.lap("accumulate")
         arrived = self._arrived()
         clock.lap("wait")
@@ -383,48 +319,3 @@ class Bucketed(Aggregator):
             parts.append(residual)
         first = next(iter(states.values()))
         return {"step": first["step"], "order": first["order"], "buckets": merged}, np.concatenate(parts)
-
-
-TOTALS = ("selected", "bytes_sent", "bytes_received", "reselected", "refined", "control_bytes", "index_bytes", "collectives")
-WEIGHTED = ("density", "threshold", "sent_density")
-
-
-def cut(slots: Sequence[Slot], nbytes: float) -> list[int]:
-    """The slots at which buckets begin, and the number of slots.
-
-    A bucket is a run of neighbouring slots of at most nbytes of float32, or one longer slot. Buckets are filled from the
-    end, because backward mostly begins there, so that a short bucket is the last to be sent.
-    """
-    cuts, end = [len(slots)], slots[-1].end
-    for i in range(len(slots) - 1, 0, -1):
-        if end > slots[i].begin and 4 * (end - slots[i - 1].begin) > nbytes:
-            cuts.append(i)
-            end = slots[i].begin
-    if not end and len(cuts) > 1:
-        cuts.pop()  # the rest has no elements
-    return [0, *reversed(cuts)]
-
-
-def _part_of(pieces: Pieces, bucket: Bucket) -> Pieces:
-    """The pieces of a bucket, taken from those of the whole vector."""
-    a, b = bucket.first, bucket.last
-    mine = {slot.name: slot for slot in bucket.slots}
-    sparse = [(mine[slot.name], grad) for slot, grad in pieces.sparse if slot.name in mine]
-    return Pieces(pieces.pointers[a:b], pieces.ends[a:b] - bucket.lo, pieces.kinds[a:b], sparse, pieces.alive)
-
-
-def _carry(exchange: Exchange, backend: Backend, parcel: Parcel) -> Arrived:
-    """Deliver a bucket in the thread; collective. A refusal is returned as the result."""
-    exchange.reset_counters()
-    try:
-        rows = exchange.allgather(parcel.row)
-        if rows[:, 0].any():
-            refuse(rows, Notice(0, np.zeros(0, dtype=bool)))
-        if (rows[:, 2] != rows[0, 2]).any():
-            raise DensityDiffers(rows[:, 2].tolist())
-        assert parcel.outgoing is not None
-        return step.deliver(exchange, backend, parcel.outgoing, Clock())
-    except Overflow as overflow:
-        return Refused(Overflow(overflow.args[0] + parcel.lo))
-    except Refusal as refusal:
-        return Refused(refusal)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mpisparse.core.buckets import Bucketed, cut
+from mpisparse.core.bucket import cut
+from mpisparse.core.buckets import Bucketed
 from mpisparse.core.records import Parts
 from mpisparse.errors import ConfigurationError
 from mpisparse.schemes.companion import Scheme, Site

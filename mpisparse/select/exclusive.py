@@ -11,12 +11,13 @@ import numpy as np
 
 from mpisparse.arrays import Ints, State
 from mpisparse.comm.agreement import Notice
+from mpisparse.select.able import not_poor
 from mpisparse.select.candidates import NONE, Candidates, certain, count_ties, drop_ties
 from mpisparse.select.fill import ascending_shares, fill, is_short
 from mpisparse.select.partition import imbalance
 from mpisparse.select.plans import Agreed, Outcome, pack_agreed, unpack_agreed
 from mpisparse.select.riders import Opening, pack
-from mpisparse.select.search import Collected, Scope, Search, Settled, Settlement, both, not_poor, share_counts
+from mpisparse.select.search import Collected, Scope, Search, Settled, Settlement, both, share_counts
 from mpisparse.select.selector import BALANCED, LEAST_CALM, ExclusiveSelector
 from mpisparse.select.threshold import TINY, TOLERANCE, Controller, Rungs, TailAware, locate_rungs
 from mpisparse.select.view import Live, Snapshot, View

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from mpisparse.arrays import Bytes, Ints
+from mpisparse.arrays import Ints
 from mpisparse.backends.numpy_tallies import least_borders
 from mpisparse.comm.agreement import Notice, refuse
 from mpisparse.comm.regions import Region
 from mpisparse.select import tallies
+from mpisparse.select.able import able_ranks, harmonic
 from mpisparse.select.candidates import Candidates, certain, count_ties, drop_ties, merge
+from mpisparse.select.ladders import Ladder, share_ladder
 from mpisparse.select.partition import LeastBorders
 from mpisparse.select.threshold import Controller, Rungs, bin_of
 
@@ -28,8 +29,6 @@ Scope = TypeVar("Scope")
 Collected = TypeVar("Collected")
 
 GATHERED_RANKS = 16  # up to this many ranks, counts are gathered per rank; beyond, summed
-REACH = 16  # bins of a histogram, two octaves: how far the threshold may be lowered to give a poor rank its share
-POOR = 32  # beyond 16 ranks, a rank is poor if it has less than 1 / POOR of the mean
 LADDER, LEAST, MOST_REACH = 2, 16, 8  # room in a ladder's message: LADDER times the likely count, plus LEAST
 HISTOGRAM = 2  # in the whole vector, a histogram counts up to this multiple of the wanted count
 BINS = 2048
@@ -50,46 +49,6 @@ class Settled(Generic[Collected]):
     @property
     def threshold(self) -> float:
         return float(self.rungs[self.rung])
-
-
-def harmonic(rows: Ints) -> Ints:
-    """Predict how many elements are selected once borders are drawn, from what each rank would select everywhere.
-
-    A rank that selects little gets a longer partition, so balance depends on the harmonic mean of the ranks' counts.
-    """
-    mean: Ints = np.rint(len(rows) / (1.0 / np.maximum(rows, 0.5)).sum(axis=0)).astype(np.int64)
-    return mean
-
-
-def able_ranks(histograms: Ints, k: int) -> Ints:
-    """The ranks that share the selection, from a histogram of each rank's magnitudes.
-
-    A rank whose gradient is zero, or far smaller than the others', selects nothing at a threshold that suits them. Balanced
-    borders would give it nearly the whole vector. So the poorest ranks are left out until the rest together select k at most
-    two octaves below the threshold at which a rank selects k on average. If no set of ranks does, all take part.
-    """
-    tails: Ints = np.cumsum(histograms[:, ::-1], axis=1)[:, ::-1]
-    reached = np.flatnonzero(tails.sum(axis=0) >= k * len(tails))
-    at = max(1, int(reached[-1]) if len(reached) else 0)  # bin 0 holds the zeros
-    floor = max(1, at - REACH)
-    richest_last = np.argsort(tails[:, at], kind="stable")
-    for poor in range(len(tails)):
-        able = np.sort(richest_last[poor:])
-        if harmonic(tails[able, floor : floor + 1])[0] >= k:
-            return able
-    return np.arange(len(tails))
-
-
-class Ladder(NamedTuple):
-    """What all ranks know of a ladder's message before it is sent.
-
-    above: every rank's count at the upper end of a finer ladder; None: the ladder is new. totals: each rank's elements
-    between the ends; for a new ladder, how many there is room for. told: the ranks' statuses are known.
-    """
-
-    above: list[int] | None
-    totals: list[int]
-    told: bool
 
 
 class Search(Generic[Scope, Collected]):
@@ -283,72 +242,6 @@ def share_counts(exchange: Exchange, notice: Notice, counts: Ints, most: int) ->
     return gathered.reshape(exchange.size, len(counts))
 
 
-def share_ladder(exchange: Exchange, backend: Backend, notice: Notice, counts: Ints, message: Ladder, most: int) -> Ints:
-    """Gather counts that fall from rung to rung, one row per rank; raise on all ranks if any cannot go on. Collective.
-
-    The counts between two rungs travel as bytes of a size that all ranks know beforehand. If a rank has more on a new ladder
-    than there is room for, its counts follow in a second message. The counts at the ends of a finer ladder are known. No
-    count exceeds `most`.
-    """
-    if exchange.size == 1:
-        return share_counts(exchange, notice, counts, most)
-    rows: Ints = np.empty((exchange.size, len(counts)), dtype=np.int64)
-    if message.above is not None:
-        spaces = tallies.rooms(len(counts), message.totals)
-        gathered, starts = _gather_falling(exchange, backend, counts, message.above[exchange.rank], spaces)
-        for rank, (total, above) in enumerate(zip(message.totals, message.above, strict=True)):
-            _read_falling(backend, gathered[starts[rank] : starts[rank + 1]], total, above, rows[rank])
-        return rows
-    slots = max(0, len(counts) - 1)
-    spaces = tallies.rooms(slots, message.totals)
-    own = [*(() if message.told else (notice.status, notice.detail)), *(counts[[0, -1]].tolist() if len(counts) else ())]
-    form = struct.Struct("=" + ("" if message.told else "qq") + ("" if not len(counts) else "II" if most < 2**32 else "QQ"))
-    above = own[-1] if len(counts) else 0
-    fits = not slots or tallies.room(slots, own[-2] - above) <= spaces[exchange.rank]
-    gathered, starts = _gather_falling(exchange, backend, counts[: slots if fits else 0], above, spaces, form.pack(*own))
-    heads = [form.unpack_from(gathered.data, start) for start in starts[:-1]]
-    if not message.told and any(head[0] for head in heads):
-        refuse(np.array([head[:2] for head in heads]), notice)
-    if not len(counts):
-        return rows
-    totals = [head[-2] - head[-1] for head in heads]
-    late = late_sizes(slots, totals, spaces)
-    rows[:, -1] = [head[-1] for head in heads]
-    for rank, total in enumerate(totals):
-        if not late[rank]:
-            coded = gathered[starts[rank] + form.size : starts[rank + 1]]
-            _read_falling(backend, coded, total, heads[rank][-1], rows[rank, :-1])
-    if any(late):
-        gathered, starts = _gather_falling(exchange, backend, counts[: slots if late[exchange.rank] else 0], above, late)
-        for rank, total in enumerate(totals):
-            if late[rank]:
-                _read_falling(backend, gathered[starts[rank] : starts[rank + 1]], total, heads[rank][-1], rows[rank, :-1])
-    return rows
-
-
-def _gather_falling(
-    exchange: Exchange, backend: Backend, counts: Ints, above: int, spaces: Sequence[int], head: bytes = b""
-) -> tuple[Bytes, list[int]]:
-    """Gather messages of a head and falling counts; also return the start of each, and the end of the last."""
-    sizes = [len(head) + space for space in spaces]
-    payload: Bytes = np.empty(sizes[exchange.rank], dtype=np.uint8)
-    payload[: len(head)] = np.frombuffer(head, dtype=np.uint8)
-    backend.encode_falling(counts, above, payload[len(head) :])
-    starts = tallies.starts_of(sizes)
-    return exchange.allgatherv(payload, sizes, starts[:-1]), starts
-
-
-def _read_falling(backend: Backend, coded: Bytes, total: int, above: int, row: Ints) -> None:
-    """Decode a rank's falling counts into its row."""
-    if not backend.decode_falling(coded, total, above, row):
-        raise RuntimeError(tallies.DAMAGED)
-
-
-def late_sizes(slots: int, totals: Sequence[int], spaces: Sequence[int]) -> list[int]:
-    """Bytes of the second messages, from ranks whose counts may not fit into the first."""
-    return [size if size > space else 0 for size, space in zip(tallies.rooms(slots, totals), spaces, strict=True)]
-
-
 def count_type(most: int) -> type[np.unsignedinteger[Any]]:
     """The type that counts travel as."""
     return np.uint32 if most < 2**32 else np.uint64
@@ -374,8 +267,11 @@ class Settlement(Search[tuple[int, int], Candidates]):
         rows, self.told = self.told, None
         if rows is None and self.gathers:
             counts = self.backend.tail_counts(found.magnitude, rungs)
-            message = self.message(rungs, everywhere, finer)
-            rows = share_ladder(self.exchange, self.backend, self.notice, counts, message, self.n)
+            if self.size == 1:
+                rows = share_counts(self.exchange, self.notice, counts, self.n)
+            else:
+                message = self.message(rungs, everywhere, finer)
+                rows = share_ladder(self.exchange, self.backend, self.notice, counts, message, self.n)
         if rows is not None:
             at_rungs: Ints = rows
             self.note(rungs, at_rungs, everywhere)
@@ -447,11 +343,6 @@ def block_count_type(edges: Ints, ranks: int = 1) -> type[np.unsignedinteger[Any
     if longest >= 2**32:
         return np.uint64
     return np.uint8 if longest < 2**8 else np.uint16 if longest < 2**16 else np.uint32
-
-
-def not_poor(loads: Ints) -> Ints:
-    """The ranks that select at least 1 / POOR of the mean."""
-    return np.flatnonzero(loads * POOR * len(loads) >= loads.sum())
 
 
 def both(first: Settled[Collected], second: Settled[Collected]) -> Settled[Collected]:

@@ -17,7 +17,8 @@ from torch import nn
 
 import mpisparse
 from mpisparse.comm.exchange import PollingExchange
-from mpisparse.core.buckets import Bucketed, cut
+from mpisparse.core.bucket import cut
+from mpisparse.core.buckets import Bucketed
 from mpisparse.errors import CollectiveError
 
 pytestmark = pytest.mark.mpi
