@@ -167,7 +167,7 @@ def test_background_saves_the_moment_when_it_was_begun(
     run = Run(comm)
     run.train(0, MIDDLE)
     right = run.bits()
-    monkeypatch.setattr(checkpoint, "write_file", write_late)
+    monkeypatch.setattr(checkpoint.saving, "write_file", write_late)
     saving = checkpoint.begin_save(directory, step=MIDDLE, **run.subjects)
     assert not saving.written
     run.train(MIDDLE, STEPS)
@@ -211,7 +211,7 @@ def test_an_error_on_one_rank_is_raised_on_all(
         for background in (False,) if DRIVER else (False, True):
             with monkeypatch.context() as patch:
                 if comm.rank == failing:
-                    patch.setattr(*((onefile, "_fill") if DRIVER else (checkpoint, "write_file")), fail_to_write)
+                    patch.setattr(*((onefile, "_fill") if DRIVER else (checkpoint.saving, "write_file")), fail_to_write)
                 saving = checkpoint.begin_save(directory, step=3, background=background, driver=DRIVER, **run.subjects)
                 told = raised(comm, CheckpointError, saving.finish)
             assert "step-00000003" in told

@@ -111,9 +111,9 @@ def test_exempt_phases_are_told_by_those_who_are_in_them(comm: MPI.Intracomm, di
         note("evaluation")
     loss().backward()
     sync.step()
-    write = checkpoint.write_file
+    write = checkpoint.saving.write_file
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "write_file", lambda *args: note("save") or write(*args))
+        patch.setattr(checkpoint.saving, "write_file", lambda *args: note("save") or write(*args))
         checkpoint.save(directory, step=1, model=model, sync=sync)
     note("nothing")
     told = dict(seen)

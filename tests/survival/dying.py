@@ -55,7 +55,7 @@ class Noted(torch.utils.data.Dataset):
 
 
 def data() -> tuple[Noted, Noted]:
-    write = checkpoint.write_file
+    write = checkpoint.saving.write_file
 
     def torn(path: Path, arrays: object, texts: object) -> object:
         if one_more("save"):
@@ -63,5 +63,5 @@ def data() -> tuple[Noted, Noted]:
             die()
         return write(path, arrays, texts)
 
-    checkpoint.write_file = torn
+    checkpoint.saving.write_file = torn
     return Noted("example", COUNT), Noted("evaluation", 10)

@@ -152,7 +152,7 @@ def arm(sync: mpisparse.GradientSync, phase: str) -> None:
     elif phase == "exit":
         sys.exit(3)
     elif phase == "save":
-        checkpoint.write_file = torn
+        checkpoint.saving.write_file = torn
     elif phase == "saved":
         finish = checkpoint.Saving._finish
         checkpoint.Saving._finish = lambda saving: (finish(saving), die())

@@ -392,7 +392,7 @@ class SaidToBeFull:
         def no_room(*_: object) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        self.patch.setattr(checkpoint, "write_file", no_room)
+        self.patch.setattr(checkpoint.saving, "write_file", no_room)
         self.patch.setattr(MetricsFile, "_append", no_room)
 
     def empty(self) -> None:
