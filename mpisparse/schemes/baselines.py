@@ -9,7 +9,7 @@ from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Parts
 from mpisparse.errors import ConfigurationError, check_choice
 from mpisparse.schemes.companion import Scheme, Site
-from mpisparse.schemes.options import KEPT, Options, check_flag, check_positive, check_whole
+from mpisparse.schemes.options import Keeping, check_positive, check_whole
 from mpisparse.schemes.partitioned import each_its_own, feedback
 from mpisparse.select.own import ByPicker
 from mpisparse.select.pickers import CyclicTopK, HardThreshold, Picker, RandomK, SampledTopK, Sidco, TopK, UnionSelection
@@ -19,18 +19,10 @@ from mpisparse.wire.reduction import ByOwner
 
 
 @dataclass(frozen=True)
-class Baseline(Options):
-    """Another method's selection with this project's exchange.
+class Baseline(Keeping):
+    """Another method's selection with this project's exchange."""
 
-    compensate: True keeps what is not sent in the residual for later steps; False drops it.
-    """
-
-    compensate: bool = True
     remembering = ""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_flag("compensate", self.compensate, KEPT)
 
     def picker(self, parts: Parts) -> Picker:
         """How a rank chooses."""

@@ -233,6 +233,20 @@ class Options:
         return {key: True if callable(value) else value for key, value in vars(self).items()}
 
 
+@dataclass(frozen=True)
+class Keeping(Options):
+    """Options of a scheme that may keep what is not sent.
+
+    compensate: True keeps what is not sent in the residual for later steps; False drops it.
+    """
+
+    compensate: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flag("compensate", self.compensate, KEPT)
+
+
 def check_of_weights(scheme: str, options: Options) -> None:
     """Raise ConfigurationError for options that an exchange of weights cannot have."""
     if options.accumulate != "step":

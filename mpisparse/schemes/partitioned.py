@@ -14,7 +14,7 @@ from mpisparse.errors import ConfigurationError, check_choice
 from mpisparse.schemes.companion import Scheme, Site
 from mpisparse.schemes.falling import Falling
 from mpisparse.schemes.late import InFlightMeans
-from mpisparse.schemes.options import KEPT, Options, check_flag, check_whole
+from mpisparse.schemes.options import Keeping, Options, check_whole
 from mpisparse.schemes.overlap import Overlapping
 from mpisparse.schemes.scoring import Scored, Scoring
 from mpisparse.select import riders, search
@@ -177,18 +177,10 @@ def check_late(options: Partitioned, staleness: int, *, keep: bool, whole: str =
 
 
 @dataclass(frozen=True)
-class Sparse(Scored, Partitioned):
-    """Selection by a scorer; the selected elements are sent.
+class Sparse(Keeping, Scored, Partitioned):
+    """Selection by a scorer; the selected elements are sent."""
 
-    compensate: True keeps what is not sent in the residual for later steps; False drops it.
-    """
-
-    compensate: bool = True
     remembering = ""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_flag("compensate", self.compensate, KEPT)
 
     def build(self, parts: Parts, site: Site | None = None) -> Scheme:
         return Scheme(self.aggregated(parts, site, 0))

@@ -1,9 +1,9 @@
-"""Base of a scorer that wraps another: all calls are forwarded to the inner one."""
+"""Bases of what wraps a part: calls are forwarded to the inner one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -17,8 +17,37 @@ if TYPE_CHECKING:
     from mpisparse.select.scorers import Exempt, Lap
 
 
-class Around(Scorer):
+class Stateful(Protocol):
+    """What depends on earlier steps; see Scorer and Selection."""
+
+    def state(self) -> State: ...
+    def check(self, state: State) -> None: ...
+    def load(self, state: State) -> None: ...
+    def resize(self, states: Sequence[State]) -> State: ...
+
+
+class StateInside:
+    """Wraps a part, `inner`, whose state is its own state."""
+
+    inner: Stateful
+
+    def state(self) -> State:
+        return self.inner.state()
+
+    def check(self, state: State) -> None:
+        self.inner.check(state)
+
+    def load(self, state: State) -> None:
+        self.inner.load(state)
+
+    def resize(self, states: Sequence[State]) -> State:
+        return self.inner.resize(states)
+
+
+class Around(StateInside, Scorer):
     """Forwards every call to the inner scorer."""
+
+    inner: Scorer
 
     def __init__(self, inner: Scorer) -> None:
         self.inner = inner
@@ -64,15 +93,3 @@ class Around(Scorer):
 
     def close(self) -> None:
         self.inner.close()
-
-    def state(self) -> State:
-        return self.inner.state()
-
-    def check(self, state: State) -> None:
-        self.inner.check(state)
-
-    def load(self, state: State) -> None:
-        self.inner.load(state)
-
-    def resize(self, states: Sequence[State]) -> State:
-        return self.inner.resize(states)

@@ -10,6 +10,7 @@ import numpy as np
 from mpisparse.arrays import Ints, State
 from mpisparse.comm.agreement import Notice
 from mpisparse.comm.regions import Groups, Region
+from mpisparse.select.around import StateInside
 from mpisparse.select.exclusive import ExclusivePlan, ExclusiveSelection
 from mpisparse.select.plans import Agreed, Outcome
 from mpisparse.select.view import Live, View
@@ -56,8 +57,10 @@ class GroupPlan(NamedTuple):
         return agreed._replace(union=chosen, regions=scaled, workloads=agreed.workloads * self.width)
 
 
-class GroupSelection:
+class GroupSelection(StateInside):
     """Plans each step's selection of groups of `width` neighbours; `inner` selects among them."""
+
+    inner: ExclusiveSelection
 
     def __init__(self, inner: ExclusiveSelection, n: int, width: int) -> None:
         self.inner = inner
@@ -81,18 +84,6 @@ class GroupSelection:
     def learn(self, agreed: Agreed, outcome: Outcome) -> None:
         """Go on to the next step."""
         self.inner.learn(agreed._replace(union=self.inner.backend.from_host(agreed.union.numbers)), outcome)
-
-    def state(self) -> State:
-        return self.inner.state()
-
-    def check(self, state: State) -> None:
-        self.inner.check(state)
-
-    def load(self, state: State) -> None:
-        self.inner.load(state)
-
-    def resize(self, states: list[State]) -> State:
-        return self.inner.resize(states)
 
     def packed(self, agreed: Agreed) -> State:
         raise NotImplementedError  # groups are never in flight
