@@ -96,7 +96,7 @@ class Survival:
             return attempt()
         while True:
             result, error, fine = self._try(attempt)
-            if self._ended(error) or self._agreed(fine):
+            if self._ended(fine) or self._agreed(fine):
                 break
             self._recover()
         self._tell()
@@ -114,7 +114,7 @@ class Survival:
             result, error, fine = self._try(lambda: attempt(again))  # noqa: B023 - called at once
             if fine and error is None:
                 return result  # type: ignore[return-value]
-            if self._ended(error) or self._agreed(fine):
+            if self._ended(fine) or self._agreed(fine):
                 assert error is not None
                 raise error
             self._recover()
@@ -167,9 +167,9 @@ class Survival:
         finally:
             self.inside = False
 
-    def _ended(self, error: Exception | None) -> bool:
-        """Whether all ranks raise this because one has left the program, and so takes part in no agreement; local."""
-        return error is not None and bool(self.exchange.gone)
+    def _ended(self, fine: bool) -> bool:
+        """Whether a rank has left the program, as all know, and so takes part in no agreement; local."""
+        return fine and bool(self.exchange.gone)
 
     def _agreed(self, fine: bool) -> bool:
         """Agree whether all living ranks have done it and none has died; collective. If this one has not, others stop."""

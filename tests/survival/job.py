@@ -151,6 +151,8 @@ def arm(sync: mpisparse.GradientSync, phase: str) -> None:
         sync._aggregator._share_order = die
     elif phase == "exit":
         sys.exit(3)
+    elif phase == "interrupt":
+        raise KeyboardInterrupt
     elif phase == "save":
         checkpoint.saving.write_file = torn
     elif phase == "saved":
