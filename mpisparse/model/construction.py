@@ -71,8 +71,8 @@ def check(exchange: Exchange, model: torch.nn.Module, scheme: str, care: Care, o
     """Lay out the model and check all that was given; collective. Raise on all ranks if any objects, or if they differ."""
     ground = on_all(exchange, lambda: _laid_out(exchange, model, scheme, care, options))
     check_replicas(list(model.named_parameters()), exchange, ground.options, scheme)
-    deaths = f"on_failure {care.on_failure}, mirror {care.mirror}"
-    check_alike(exchange, [*described(model, ground.layout, scheme, ground.options, ground.care.timeout), deaths])
+    others = f"on_failure {care.on_failure}, mirror {care.mirror}, check_every {care.check_every}"
+    check_alike(exchange, [*described(model, ground.layout, scheme, ground.options, ground.care.timeout), others])
     exchange.segment_nbytes = ground.options.segment_nbytes
     return ground
 

@@ -81,7 +81,7 @@ class OneBitAdamW(torch.optim.Optimizer):
             error = caught
         try:
             self._exchange.raise_together(error)
-            self._check_alike()
+            self._check_alike(check_every)
         except ConfigurationError:
             self._exchange.close()
             raise
@@ -259,9 +259,10 @@ class OneBitAdamW(torch.optim.Optimizer):
             )
         return explain(refusal, self._exchange, self._places.name_at, "", advice=ADVICE)[0]
 
-    def _check_alike(self) -> None:
+    def _check_alike(self, check_every: int) -> None:
         """Raise on all ranks unless all have the same parameters and settings."""
-        texts = self._exchange.gather_texts("\n".join([json.dumps(self._settings), *self._places.describe()]))
+        settings = json.dumps({**self._settings, "check_every": check_every})
+        texts = self._exchange.gather_texts("\n".join([settings, *self._places.describe()]))
         for rank, text in enumerate(texts):
             for here, there in zip([*texts[0].split("\n"), "no more"], [*text.split("\n"), "no more"], strict=False):
                 if here != there:

@@ -299,6 +299,17 @@ def test_models_that_differ(comm: MPI.Intracomm, how: str) -> None:
     assert "build the same model with the same options on every rank" in text
 
 
+@pytest.mark.mpi(min_size=2)
+def test_comparisons_at_different_steps(comm: MPI.Intracomm) -> None:
+    """A rank that compares replicas where others do not would wait for them."""
+    every = 0 if comm.rank == comm.size - 1 else 2
+    text = raised(comm, refuse, lambda: mpisparse.GradientSync(small(), staleness=1, check_every=every))
+    assert "check_every 0" in text
+    assert f"rank {comm.size - 1} has" in text
+    text = raised(comm, refuse, lambda: mpisparse.optim.OneBitAdamW(small().parameters(), check_every=every))
+    assert '"check_every": 0' in text
+
+
 def test_no_trainable_parameter_on_one_rank(comm: MPI.Intracomm) -> None:
     model = small()
     if comm.rank == comm.size - 1:
