@@ -41,12 +41,16 @@ def take_over(watch: Watch, params: Sequence[torch.nn.Parameter]) -> None:
 
 
 class GradientWatch:
-    """Records every gradient that backward accumulates; `on_gradient(i)` is called for each, if given."""
+    """Records every gradient that backward accumulates; `on_gradient(i)` is called for each, if given.
+
+    takes: on_gradient was given at construction, and takes gradients away during backward. One that is set later only looks
+    at them: step() finds out if they were changed afterwards.
+    """
 
     def __init__(self, layout: Layout, published: Published, on_gradient: Callable[[int], None] | None) -> None:
         self.layout = layout
         self.published = published
-        self.on_gradient = on_gradient
+        self.on_gradient, self.takes = on_gradient, on_gradient is not None
         self.removed = False
         self.fresh = np.zeros(len(layout.slots), dtype=bool)
         self.unzeroed: set[int] = set()
@@ -65,7 +69,7 @@ class GradientWatch:
 
         A gradient that is read in step() may have been zeroed or dropped since; one taken during backward may not.
         """
-        if self.on_gradient is not None:
+        if self.takes:
             return sorted(self.unzeroed)
         if self.unzeroed and self.published.written() != self.seen and not any(map(self._is_set, self.published.witnesses)):
             self.unzeroed.clear()
@@ -109,7 +113,7 @@ class GradientWatch:
                 self._is_set(index) for index in self.published.witnesses if not slot.begin <= index < slot.end
             )
         self.seen = version
-        if self.zeroed and self.on_gradient is None:
+        if self.zeroed and not self.takes:
             self.unzeroed.clear()
         elif not self.zeroed:
             self.unzeroed.add(i)

@@ -568,6 +568,37 @@ def test_what_cannot_overlap_works_and_is_said_once(comm: MPI.Intracomm, monkeyp
     assert everywhere(comm, same)
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_gradient_of_another_model_is_dropped_before_backward(comm: MPI.Intracomm, to_none: bool) -> None:
+    """A generator's backward adds to the published gradients of its discriminator, which are zeroed before the next."""
+    model, twin = deep(), deep()
+    sync, plain = overlapped(model, codec="int4"), overlapped(twin, codec="int4")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    same = []
+    for step, bits_of_twin in enumerate(train(comm, plain, twin, range(4))):
+        optimizer.zero_grad(set_to_none=to_none)
+        loss_of(model, comm.rank, step).backward()
+        sync.step()
+        optimizer.step()
+        grads = [p.grad for p in model.parameters()]
+        same.append(bits([*grads, *model.parameters(), sync.residual]) == bits_of_twin)
+        with sync.no_sync():
+            loss_of(model, comm.rank, step + 100).backward()
+    assert everywhere(comm, all(same) and early(sync) > 0)
+
+
+def test_a_mean_that_was_not_zeroed_is_refused_and_taken_back(comm: MPI.Intracomm) -> None:
+    model = deep()
+    sync = overlapped(model, codec="int4")
+    list(train(comm, sync, model, range(3)))
+    before = bits([sync.residual, *model.parameters()])
+    loss_of(model, comm.rank, 3).backward()  # adds to the mean, and sets out
+    assert "call zero_grad()" in raised(comm, mpisparse.GradientError, sync.step)
+    assert everywhere(comm, bits([sync.residual, *model.parameters()]) == before)
+    model.zero_grad()
+    list(train(comm, sync, model, range(3, 5)))
+
+
 def test_the_command_line_trains_with_it(comm: MPI.Intracomm, directory: Path) -> None:
     from mpisparse.runtime.cli import main
 
