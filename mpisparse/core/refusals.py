@@ -80,6 +80,12 @@ def _statuses(
     if STALE in first:
         rank, index = first[STALE]
         added = f"{me}on rank {rank} backward added to the gradient that the last step published in {name_at(index)}"
-        return GradientError(f"{added}; call zero_grad() after each optimizer step"), ""
+        return GradientError(f"{added}; {_remedy('call zero_grad() after each optimizer step', late_step)}"), ""
     ranks = ", ".join(str(rank) for rank, (status, _) in enumerate(refused.statuses) if status == NO_BACKWARD)
-    return GradientError(f"{me}step() with no new gradient on rank {ranks}; call backward() first"), ""
+    nothing = f"{me}step() with no new gradient on rank {ranks}"
+    return GradientError(f"{nothing}; {_remedy('call backward() first', late_step)}"), ""
+
+
+def _remedy(usual: str, late_step: int | None) -> str:
+    """What to do after a refusal; once other steps have followed, it takes a saved state, too."""
+    return usual if late_step is None else f"load a state saved before step {late_step}, and {usual}"

@@ -388,6 +388,38 @@ def test_a_rank_without_backward_does_no_harm_to_the_others(comm: MPI.Intracomm,
     sync.close()
 
 
+@pytest.mark.parametrize(
+    ("backward", "words"), [(False, "no new gradient on rank"), (True, "backward added to the gradient")], ids=["none", "stale"]
+)
+def test_in_flight_a_refused_step_is_told_later(comm: MPI.Intracomm, backward: bool, words: str) -> None:
+    """Other steps have followed it by then: what helps is a saved state, not another backward."""
+    model, last = small(), comm.size - 1
+    sync = mpisparse.GradientSync(model, density=1.0, staleness=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpisparse.attach(optimizer, sync)
+
+    def step(number: int) -> None:
+        if number != 3 or comm.rank != last or not backward:
+            optimizer.zero_grad()
+        if number != 3 or comm.rank != last or backward:
+            loss_of(model, comm.rank, number).backward()
+        optimizer.step()
+
+    for number in range(3):
+        step(number)
+    saved, weights = sync.state_dict(), {name: p.clone() for name, p in model.state_dict().items()}
+    step(3)
+    text = raised(comm, mpisparse.GradientError, lambda: step(4))
+    assert words in text
+    assert "load a state saved before step 3, and call" in text
+    model.load_state_dict(weights)
+    sync.load_state_dict(saved)
+    for number in range(4, 8):
+        step(number)
+    assert everywhere(comm, alike(comm, model.parameters()))
+    sync.close()
+
+
 # Steps that have nothing to exchange, or exchange too little
 
 
