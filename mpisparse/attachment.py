@@ -46,6 +46,11 @@ class Attachment:
         """Whether a GradScaler decides over steps."""
         return bool(self._scaling)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether its GradientSync was closed, or another was made for the same model: steps would only raise that."""
+        return bool(self._sync._hooks.removed)
+
     def remove(self) -> None:
         """Leave the optimizer, and the scaler, as they were."""
         for handle in self._handles:
@@ -285,7 +290,8 @@ def attach(optimizer: torch.optim.Optimizer, sync: GradientSync, scaler: Any = N
         raise ConfigurationError(f"attach expects a GradientSync second, got {type(sync).__name__}")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ConfigurationError(f"attach expects a torch.amp.GradScaler as scaler, got {type(scaler).__name__}")
-    if any(one.optimizer is optimizer for one in sync._attached):
+    before = getattr(optimizer.add_param_group, "__self__", None)
+    if isinstance(before, Attachment) and not before.is_over:
         raise ConfigurationError(
             f"r{sync.rank} | this optimizer is attached already, and one exchange belongs to each of its steps; call "
             "remove() on what attach() returned first"
@@ -296,6 +302,8 @@ def attach(optimizer: torch.optim.Optimizer, sync: GradientSync, scaler: Any = N
             f'r{sync.rank} | a GradScaler needs accumulate="step": during backward gradients are still scaled when they are '
             "added to the residual"
         )
+    if isinstance(before, Attachment):
+        before.remove()
     attachment = Attachment(optimizer, sync, scaler)
     minds = sync.options.of_weights or sync.options.suits_optimizer or sync.scheme == "dense"
     sparse = not minds and min(sync.density, sync.options.density) < 1.0

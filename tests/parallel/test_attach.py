@@ -85,6 +85,57 @@ def test_attached_twice_says_so_at_the_first_step(comm: MPI.Intracomm) -> None:
     sync.close()
 
 
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"staleness": 1}, {"overlap": True, "bucket_mb": 0.001}, {"scheme": "drift"}, {"scheme": "auto"}],
+    ids=str,
+)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.singles
+def test_attached_to_the_next_exchange(comm: MPI.Intracomm, options: dict[str, Any], closed: bool, scaled: bool) -> None:
+    """An exchange that was closed, or whose model has another one now, lets its optimizer go: nobody kept the handle."""
+    trained = []
+    for forgets in (True, False):
+        model = small()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scaled)
+        old = []
+        for phase in range(3):
+            sync = mpisparse.GradientSync(model, **{"density": 0.1, **options})
+            handle = mpisparse.attach(optimizer, sync, scaler)
+            for step in range(3):
+                optimizer.zero_grad()
+                scaler.scale(loss_of(model, comm.rank, 3 * phase + step)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            assert sync.stats.step == 2
+            if not forgets:
+                handle.remove()
+            if closed:
+                sync.close()
+            old.append(sync)
+        trained.append(state_of(model, sync))
+        if not closed:
+            for sync in old:
+                sync.close()
+    assert everywhere(comm, trained[0] == trained[1])
+
+
+def test_attached_to_two_exchanges_is_refused(comm: MPI.Intracomm) -> None:
+    model = small()
+    first, second = mpisparse.GradientSync(model[0], density=0.1), mpisparse.GradientSync(model[2], density=0.1)
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    mpisparse.attach(optimizer, first)
+    optimizer.param_groups[0]["params"] = list(model[2].parameters())
+    error = mpisparse.ConfigurationError
+    assert "call remove() on what attach() returned first" in raised(
+        comm, error, lambda: mpisparse.attach(optimizer, second)
+    )
+    first.close()
+    second.close()
+
+
 def test_removed_and_attached_again_works(comm: MPI.Intracomm) -> None:
     model = small()
     sync = mpisparse.GradientSync(model, density=0.1)

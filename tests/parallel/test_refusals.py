@@ -389,7 +389,7 @@ def test_a_rank_without_backward_does_no_harm_to_the_others(comm: MPI.Intracomm,
 
 
 @pytest.mark.parametrize(
-    ("backward", "words"), [(False, "no new gradient on rank"), (True, "backward added to the gradient")], ids=["none", "stale"]
+    ("backward", "words"), [(False, "no new gradient on rank"), (True, "backward added to the gradient")]
 )
 def test_in_flight_a_refused_step_is_told_later(comm: MPI.Intracomm, backward: bool, words: str) -> None:
     """Other steps have followed it by then: what helps is a saved state, not another backward."""
