@@ -172,6 +172,7 @@ def cases() -> list[dict[str, Any]]:
         {"scheme": "momentum"},
         {"scheme": "dgc"},
         {"scheme": "threshold"},
+        {"scheme": "sidco"},
         {"scheme": "topk"},
     )
     return [*all_of_them, *(case if "overlap" in case else {**own, **case} for case in more)]

@@ -292,8 +292,8 @@ def test_frozen_midway(
 
 
 def test_other_schemes_say_that_they_run_on_the_host(comm: MPI.Intracomm, device: Emulator) -> None:
-    with pytest.raises(mpisparse.ConfigurationError, match='scheme "sidco" runs on the host only'):
-        mpisparse.GradientSync(small(), scheme="sidco")
+    with pytest.raises(mpisparse.ConfigurationError, match='scheme "predictive" runs on the host only'):
+        mpisparse.GradientSync(small(), scheme="predictive")
 
 
 def test_resume(comm: MPI.Intracomm, device: Emulator) -> None:
