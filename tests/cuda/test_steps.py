@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -279,20 +280,28 @@ def test_other_schemes_are_refused(monkeypatch: pytest.MonkeyPatch, scheme: str)
         run_virtual(2, lambda comm: mpisparse.GradientSync(torch.nn.Linear(3, 3), scheme=scheme, comm=comm, timeout=0))
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"hierarchy": "node"}, "hierarchy"),
-        ({"scheme": "dgc", "clip": 1.0}, "clip of dgc is for models on the CPU"),
-        ({"on_failure": "shrink"}, "on_failure"),
-    ],
-    ids=str,
-)
-def test_options_that_need_the_host_are_refused(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], why: str) -> None:
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # as docs/howto/gpu.md names them
+    'hierarchy="node"': ({"hierarchy": "node"}, "hierarchy=.*the model is on a CUDA device"),
+    "clip": ({"scheme": "dgc", "clip": 1.0}, "clip of dgc is for models on the CPU"),
+    'masks="granular"': ({"scheme": "drift", "masks": "granular"}, "masks=.*on a GPU choose"),
+    'scorer="predicted"': ({"scorer": "predicted"}, "scorer='predicted'.*on a GPU choose"),
+    'scorer="influence"': ({"scorer": "influence"}, "scorer='influence'.*on a GPU choose"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_options_that_need_the_host_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    options, why = REFUSED[name]
     Devices(monkeypatch, block=64, scan=64)
     monkeypatch.setenv("MPISPARSE_RANKS_PER_NODE", "2")
     with pytest.raises(mpisparse.ConfigurationError, match=why):
         run_virtual(4, lambda comm: mpisparse.GradientSync(torch.nn.Linear(3, 3), comm=comm, timeout=0, **options))
+
+
+def test_the_documented_list_of_refused_options_is_this_one() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "howto" / "gpu.md").read_text()
+    named = re.findall(r"`([^`]+)`", text.split("Also refused on a device:")[1].split("\n\n")[0])
+    assert {name for name in named if name not in SCHEMES} == set(REFUSED)
 
 
 def test_a_graph_cannot_hold_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
