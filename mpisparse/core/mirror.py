@@ -94,7 +94,7 @@ class Mirror:
         self._flight.replace([])
         self._parts.clear()
         if (rank - 1) % size not in living:
-            self.scorer.take_over(self.backend.from_host(self.copy))
+            self.scorer.take_over(self.backend, self.copy)
         self.restart()
 
     def close(self) -> None:
