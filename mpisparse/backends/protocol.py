@@ -348,6 +348,10 @@ class DeviceBackend(Backend, Protocol):
         """As expand_rows, of indices below hi. If the message is damaged all are `lo`, and the next summary raises."""
         ...
 
+    def forget_damage(self) -> None:
+        """Tell nothing of messages that were damaged so far: they are sent again."""
+        ...
+
     def first_bad(self, values: Vector, /) -> Vector:
         """Return the first index that is not finite or -1, as a vector of one int64."""
         ...

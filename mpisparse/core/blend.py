@@ -48,6 +48,9 @@ class Blend(Stage):
         """What is still to be sent of an element, as a multiple of what was sent last."""
         return np.float32((1.0 - self.share) / self.share)
 
+    def carried(self, backend: Backend) -> Stage:
+        return replace(self, index=backend.to_host(self.index), value=backend.to_host(self.value))
+
     def departed(self, backend: Backend, acc: Any) -> Stage:
         return replace(self, index=NO_INDEX.copy(), value=NO_VALUES.copy())
 

@@ -115,7 +115,7 @@ class Bucketed(Aggregator):
             step.settle(self.buckets[b].aggregator.works, each, clock) for b, each in zip(self.order, arrived, strict=True)
         )
         delivered = [each for each in settled if each is not None]
-        self._publish(delivered)
+        self._publish(arrived, delivered)
         self._begin_anew()
         clock.lap("publish")
         return delivered
@@ -177,19 +177,20 @@ class Bucketed(Aggregator):
         self.parts.exchange.broadcast_(order.view(np.uint8))
         self.order = order.tolist()
 
-    def _publish(self, delivered: Sequence[Delivered]) -> None:
-        """Write the means of all buckets to the vector's sink."""
-        sink, acc = self.parts.sink, self.parts.acc
-        arrived: dict[int, Any] = {b: each.reduced for b, each in zip(self.order, delivered, strict=True)}
-        if isinstance(arrived[0].index, range):
-            whole = self.parts.backend.array_of(sink.whole())
-            for b, bucket in enumerate(self.buckets):
-                whole[bucket.lo : bucket.hi] = arrived[b].mean
-            sink.write(range(len(acc)), whole, acc)
+    def _publish(self, arrived: Sequence[Any], delivered: Sequence[Delivered]) -> None:
+        """Write the means of all buckets to the vector's sink; indices are taken as they arrived, on the host."""
+        sink, acc, backend = self.parts.sink, self.parts.acc, self.parts.backend
+        places = {b: each.reduced.index for b, each in zip(self.order, arrived, strict=True)}
+        means: dict[int, Any] = {b: each.reduced.mean for b, each in zip(self.order, delivered, strict=True)}
+        if isinstance(places[0], range):
+            index, mean, cuts = range(len(acc)), backend.array_of(sink.whole()), [*(b.lo for b in self.buckets), len(acc)]
         else:
-            index = [arrived[b].index + bucket.lo for b, bucket in enumerate(self.buckets)]
-            mean = [arrived[b].mean for b in range(len(self.buckets))]
-            sink.write(np.concatenate(index), np.concatenate(mean), acc)
+            lengths = [len(places[b]) for b in range(len(self.buckets))]
+            index = backend.from_host(np.concatenate([places[b] + bucket.lo for b, bucket in enumerate(self.buckets)]))
+            mean, cuts = backend.empty(sum(lengths), np.float32), np.cumsum([0, *lengths]).tolist()
+        for b, (begin, end) in enumerate(pairwise(cuts)):
+            mean[begin:end] = means[b]
+        sink.write(index, mean, acc)
         for bucket in self.buckets:
             for stage in bucket.aggregator.works.stages:
                 stage.ended(self.parts.backend, bucket.aggregator.works.acc)

@@ -19,17 +19,17 @@ from mpisparse.comm.shift import shift
 if TYPE_CHECKING:
     from mpisparse.arrays import Floats
     from mpisparse.comm.exchange import Exchange
-    from mpisparse.select.scorers import Scorer
+    from mpisparse.core.records import Works
 
 
 class Mirror:
-    """Keeps a copy of the previous rank's residual, of n elements. nbytes: bytes received since settled()."""
+    """Keeps a copy of the previous rank's residual, on the host. nbytes: bytes received since settled()."""
 
-    def __init__(self, exchange: Exchange, scorer: Scorer, n: int, every: int) -> None:
+    def __init__(self, exchange: Exchange, works: Works, every: int) -> None:
         self.exchange = exchange
-        self.scorer = scorer
+        self.scorer, self.backend = works.scorer, works.backend
         self.every = every
-        self.copy: Floats = np.zeros(n, dtype=np.float32)
+        self.copy: Floats = np.zeros(len(works.acc), dtype=np.float32)
         self.nbytes = 0
         self.steps = 0
         self._flight: InFlight[Floats, Floats] = InFlight(self._carry, 0, threaded=True)
@@ -46,7 +46,7 @@ class Mirror:
         self.steps += not whole
         lo, hi = (0, n) if whole else (part * n // self.every, (part + 1) * n // self.every)
         self._parts.append((lo, hi))
-        self._flight.send(np.array(self.scorer.owing(lo, hi), dtype=np.float32))
+        self._flight.send(np.array(self.backend.to_host(self.scorer.owing(lo, hi)), dtype=np.float32))
 
     def arrive(self) -> None:
         """Wait for the parts in flight, before anything more is delivered; collective."""
@@ -58,6 +58,7 @@ class Mirror:
 
     def delivered(self, union: Any) -> None:
         """Clear the elements that all ranks have received: an ascending index, a Subset, or the range of all. Local."""
+        union = self.backend.to_host(union)
         if isinstance(union, range):
             self.copy[:] = 0.0
         else:
@@ -93,7 +94,7 @@ class Mirror:
         self._flight.replace([])
         self._parts.clear()
         if (rank - 1) % size not in living:
-            self.scorer.take_over(self.copy)
+            self.scorer.take_over(self.backend, self.copy)
         self.restart()
 
     def close(self) -> None:

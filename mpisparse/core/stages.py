@@ -45,6 +45,10 @@ class Stage:
         """Return the stage after a metric was observed; larger is better, and it is the same on all ranks."""
         return self
 
+    def carried(self, backend: Backend) -> Stage:
+        """Return the stage for a delivery that uses kernels of the host; `backend` has what it remembers. Local."""
+        return self
+
     def departed(self, backend: Backend, acc: Any) -> Stage:
         """A delivery in flight departs with its values and this stage; return the stage that stays behind. Local."""
         return self

@@ -144,14 +144,14 @@ def prepared(works: Works, plan: Plan, found: Candidates, notice: Notice) -> Out
     unsent = works.seen if scorer.unsent is None else scorer.unsent
     live = Live(works.backend, unsent, scorer.keys, works.take, found, scorer.tags, scorer.by_magnitude)
     ahead = _take_ahead(works) if late and not plan.own else None
-    view = plan.look(live, notice) if plan.looks else live
-    stages = works.stages
+    view, stages = plan.look(live, notice) if plan.looks else live, works.stages
     if works.carrier is not works.backend:
-        view = view.carried(works.carrier)
+        view = view.carried(works.carrier) if plan.looks else live.copied(works.carrier)
+        stages = tuple([stage.carried(works.backend) for stage in stages])
     if late:
         if len(view.leaving):
             scorer.depart(works.backend, works.backend.from_host(view.leaving))
-        works.stages = tuple([stage.departed(works.backend, works.acc) for stage in stages])
+        works.stages = tuple([stage.departed(works.backend, works.acc) for stage in works.stages])
     figures = scorer.figures() if plan.own else ()
     return Outgoing(notice, plan, view, stages, works.reducer, figures, ahead, late)
 

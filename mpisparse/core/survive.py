@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from mpisparse.core.step import deliver, prepared, share_readiness
-from mpisparse.core.survive_late import drop
+from mpisparse.core.survive_late import drop, on_host
 from mpisparse.select.candidates import NONE
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class CommittedDelivery:
         self, works: Works, survival: Survival, owing: Callable[[int, int], Floats], mirror: Mirror | None = None
     ) -> None:
         self.works, self.survival, self.owing, self.mirror = works, survival, owing, mirror
+        self.forget_damage: Callable[[], None] = getattr(works.backend, "forget_damage", lambda: None)
         self.mirrored = 0  # bytes of copies that the last step received
         self.squares = np.zeros(PARTS)
         self.again: tuple[Bools | None] | None = None  # the result of a repeated roll call in this step
@@ -66,6 +67,7 @@ class CommittedDelivery:
             nonlocal again
             now, again = again, True
             if now:  # ranks that did not know of the death are still at the roll call
+                self.forget_damage()  # a device reports late that a message came without its values
                 if self.mirror is not None:
                     self.mirror.arrive()
                 self.again = (share_readiness(self.survival.exchange, notice._replace(digest=0)),)
@@ -95,7 +97,7 @@ class CommittedDelivery:
         Reading the whole residual in each step would take a tenth of the step's time.
         """
         n, part = len(self.works.acc), self.works.selection.step % PARTS
-        values = self.owing(part * n // PARTS, (part + 1) * n // PARTS)
+        values = self.works.backend.to_host(self.owing(part * n // PARTS, (part + 1) * n // PARTS))
         self.squares[part] = float(np.dot(values, values))
         return int(np.float64(math.sqrt(float(self.squares.sum()))).view(np.int64))
 
@@ -113,7 +115,7 @@ def reform(works: Works, selection: Selection, reducer: Reducer, rank: int, size
     rank, size: this rank and the number of ranks before the death. The accumulator, the scorer and the stages belong to
     this rank alone and stay. Deliveries in flight are dropped, and what they took returns to the accumulator.
     """
-    moved = works.reducer.moved(reducer, works.exchange, works.acc, rank, size)
+    moved = works.reducer.moved(reducer, works.exchange, works.backend, rank, size)
 
     def finish() -> None:
         state, done = works.selection.state(), works.selection.step
@@ -124,7 +126,8 @@ def reform(works: Works, selection: Selection, reducer: Reducer, rank: int, size
         selection.load(state)
         if selection.step < done:  # nothing is learnt from dropped deliveries, but their steps count
             selection.load({**state, "step": done})
-        moved()
+        with on_host(works) as acc:
+            moved(acc)
         works.selection, works.reducer = selection, reducer
 
     return finish

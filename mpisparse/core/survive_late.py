@@ -6,8 +6,9 @@ before, all others drop the deliveries in flight, return these values to the acc
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpisparse.comm.inflight import InFlight
@@ -107,14 +108,15 @@ def drop(works: Works, selection: Selection, reducer: Reducer) -> list[State]:
 
     Deliveries loaded from a state stay in flight, because all ranks have their results. Returns them, packed.
     """
-    flight, n, size = works.flight, len(works.acc), works.exchange.size
+    flight, backend, n, size = works.flight, works.backend, len(works.acc), works.exchange.size
     assert isinstance(flight, CommittedFlight)
     known, lost = flight.departed.count(None), [one for one in flight.departed if one is not None]
     packed = [flights.pack(works.selection, works.reducer, future.result()) for future in list(flight.waiting)[:known]]
-    home = _at_rest(works, packed)
+    with on_host(works) as acc:
+        home = _at_rest(works, packed, acc)
     agreed = None if home["waiting"] is None else works.selection.unpacked(home["waiting"])
     for one in lost:
-        works.scorer.give_back(works.backend, one.index, one.values)
+        works.scorer.give_back(backend, backend.from_host(one.index), backend.from_host(one.values))
         pairs = zip(works.stages, one.stages, strict=True)
         works.stages = tuple([stage.returned(theirs) for stage, theirs in pairs])
         agreed = agreed or one.agreed
@@ -123,10 +125,19 @@ def drop(works: Works, selection: Selection, reducer: Reducer) -> list[State]:
     return list(home["flight"])
 
 
-def _at_rest(works: Works, packed: list[State]) -> State:
+@contextlib.contextmanager
+def on_host(works: Works) -> Iterator[Floats]:
+    """The accumulator in the memory of the host, for what is done once after a death; local."""
+    acc = works.backend.to_host(works.acc)
+    yield acc
+    if acc is not works.acc:
+        works.acc[:] = works.backend.from_host(acc)
+
+
+def _at_rest(works: Works, packed: list[State], acc: Floats) -> State:
     """Move to the accumulator what deliveries loaded from a state still hold of this rank alone; the common mean stays."""
     state: State = {"flight": packed, "waiting": None}
     for stage in works.stages if packed else ():
-        state = stage.at_rest({**state, **stage.state()}, works.acc)
+        state = stage.at_rest({**state, **stage.state()}, acc)
     works.stages = tuple([stage.loaded(state) for stage in works.stages]) if packed else works.stages
-    return flights.bring_home(state, works.reducer, works.acc)
+    return flights.bring_home(state, works.reducer, acc)

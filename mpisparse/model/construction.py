@@ -86,11 +86,10 @@ def _laid_out(exchange: Exchange, model: torch.nn.Module, scheme: str, care: Car
     refuse_wrapped(model)
     layout = Layout(model)
     backend = load_backend(device=layout.device)
-    on_gpu = backend.name == "cuda"
-    if on_gpu and not configured.on_device:
+    if backend.name == "cuda" and not configured.on_device:
         raise ConfigurationError(f'scheme "{scheme}" runs on the host only, the model is on {layout.device}')
     if care.on_failure == SHRINK:
-        check_survives(exchange, scheme, configured, on_gpu=on_gpu)
+        check_survives(exchange, scheme, configured)
     if care.mirror is not None:
         check_mirror(exchange, scheme, configured, care.mirror, care.on_failure)
     return Ground(exchange, model, layout, backend, scheme, configured, care)

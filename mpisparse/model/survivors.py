@@ -21,13 +21,11 @@ if TYPE_CHECKING:
 SHRINK = "shrink"
 
 
-def check_survives(exchange: Exchange, scheme: str, options: Options, *, on_gpu: bool) -> None:
+def check_survives(exchange: Exchange, scheme: str, options: Options) -> None:
     """Raise ConfigurationError unless the other ranks can go on when one dies; local."""
     why = options.mortal or lacking(exchange)
     if not why and options.in_flight and not exchange.threaded:
         why = f"with {options.in_flight} it needs an MPI that several threads may call (MPI_THREAD_MULTIPLE); leave it out"
-    if not why and on_gpu:
-        why = "a model on a GPU is not served yet; leave on_failure out and requeue the job"
     if why:
         raise ConfigurationError(f'on_failure="shrink" is not possible with scheme "{scheme}" here: {why}')
 
@@ -52,8 +50,8 @@ class Survivors:
         self.aggregator, self.options, self.regrouped = aggregator, options, regrouped
         self.exchange = exchange = aggregator.parts.exchange
         self.formed = exchange.rank, exchange.size  # for which the parts were made
-        n, works = len(aggregator.parts.residual), aggregator.works
-        self.mirror = None if mirror is None else Mirror(exchange, works.scorer, n, mirror)
+        works = aggregator.works
+        self.mirror = None if mirror is None else Mirror(exchange, works, mirror)
         self.survival = Survival(exchange, self._rebuild, aggregator.carriers, aggregator.quiet)
         self.delivery = CommittedDelivery(works, self.survival, aggregator.owing, self.mirror)
         aggregator.survive(self.delivery)

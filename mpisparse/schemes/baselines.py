@@ -131,6 +131,8 @@ class FixedThreshold(Local):
 class StatisticalThreshold(Local):
     """Each rank's own threshold, from exponentials fitted in stages to the tail of its accumulator."""
 
+    on_device = True
+
     def picker(self, parts: Parts) -> Picker:
         return Sidco(parts.backend, parts.held)
 

@@ -103,7 +103,7 @@ class AllSent(Stage):
 class Dense(Overlapping):
     """All elements in every step: float32 in one Allreduce, other codecs through owners, with error feedback both ways."""
 
-    on_device = copies_whole = True
+    on_device = True
     density: float = 1.0
     remembering = ""
 

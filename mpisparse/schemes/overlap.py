@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from mpisparse.core.bucket import cut
 from mpisparse.core.buckets import Bucketed
@@ -24,7 +23,6 @@ class Overlapping(Options):
     bucket_mb: largest size of a bucket of several parameters, in MB (1e6 bytes) of float32; with overlap=True only.
     """
 
-    copies_whole: ClassVar[bool] = False  # whether a copy of the vector is all that a delivery needs
     overlap: bool = False
     bucket_mb: float = 8.0
 
@@ -60,10 +58,5 @@ class Overlapping(Options):
     def build_for_model(self, parts: Parts, site: Site) -> Scheme:
         if not self.overlap:
             return self.build(parts, site)
-        if parts.backend.name == "cuda" and not self.copies_whole:
-            raise ConfigurationError(
-                "overlap=True reads what the ranks agree on from a thread, which a device does not allow: leave it out for "
-                'a model on a CUDA device, or choose scheme="dense"'
-            )
         cuts = cut(parts.slots, MB * self.bucket_mb)
         return Scheme(Bucketed(parts, cuts, lambda part: self.build(part, site).aggregator))

@@ -206,14 +206,13 @@ class Sidco(Picker):
         most = max(1, math.ceil(math.log(wanted) / math.log(self.STAGE))) if wanted < 1.0 else 1
         stages = min(self.stages, most)
         shares = [self.STAGE] * (stages - 1) + [wanted / self.STAGE ** (stages - 1)]
-        threshold = mean_magnitude(acc, n) * math.log(1.0 / min(1.0, shares[0]))
-        threshold = max(threshold, TINY)
-        index, magnitude, _ = self.backend.select(acc, 0, len(acc), threshold)
+        threshold = max(sum_of_magnitudes(acc) / n * math.log(1.0 / min(1.0, shares[0])), TINY)
+        tail = acc
         for share in shares[1:]:
-            excess = float(np.mean(magnitude, dtype=np.float64)) - threshold if len(magnitude) else 0.0
+            _, tail, _ = self.backend.select(tail, 0, len(tail), threshold)
+            excess = sum_of_magnitudes(tail) / len(tail) - threshold if len(tail) else 0.0
             threshold += excess * math.log(1.0 / share)
-            reached = magnitude >= np.float32(threshold)
-            index, magnitude = index[reached], magnitude[reached]
+        index = self.backend.to_host(self.backend.select(acc, 0, len(acc), threshold)[0])
         return Picked(index, threshold, (len(index) / k, most))
 
     def learn(self, lesson: Any) -> None:
@@ -246,11 +245,27 @@ def values_of(backend: Any, acc: Any, places: Ints | None) -> Floats:
     return values
 
 
-def mean_magnitude(acc: Floats, n: int) -> float:
-    """The mean of |acc| over n elements, the others being zero, piece by piece so that pieces stay in cache; the same bits
-    for the same vector."""
-    pieces = range(0, len(acc), PIECE)
-    return sum(float(np.abs(acc[at : at + PIECE]).sum(dtype=np.float64)) for at in pieces) / n
+def sum_of_magnitudes(values: Any) -> float:
+    """The sum of |values| in float64, with the same bits on the host and on a device.
+
+    Halves of a piece are added until one element is left, then pieces in their order.
+    """
+    whole = len(values) // PIECE * PIECE
+    batch = PIECE * (4 if isinstance(values, np.ndarray) else 64)  # to stay in the host's cache, or to fill a device
+    parts = [values[at : min(whole, at + batch)].reshape(-1, PIECE) for at in range(0, whole, batch)]
+    return sum(each for part in [*parts, values[None, whole:]] for each in _sums_by_halves(abs(part)))
+
+
+def _sums_by_halves(rows: Any) -> list[float]:
+    """The sum of each row."""
+    sums, length = rows.astype(np.float64) if isinstance(rows, np.ndarray) else rows.double(), rows.shape[1]
+    while length > 1:
+        half = (length + 1) // 2
+        front = sums[:, : length - half]
+        front += sums[:, half:length]
+        length = half
+    found = sums[:, :length].reshape(-1)
+    return list(found.tolist() if isinstance(found, np.ndarray) else found.cpu().tolist())
 
 
 class UnionPlan(NamedTuple):

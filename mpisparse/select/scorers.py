@@ -108,9 +108,9 @@ class Scorer:
         """This rank's residual in [lo, hi), to be read before anything changes it."""
         return self.acc[lo:hi]
 
-    def take_over(self, values: Floats) -> None:
-        """Add another rank's residual to this one's."""
-        self.acc += values
+    def take_over(self, backend: Backend, values: Floats) -> None:
+        """Add another rank's residual, which is on the host, to this one's."""
+        self.acc += backend.from_host(values)
 
     def close(self) -> None:
         """End background work."""

@@ -36,6 +36,36 @@ class VectorKeys(NamedTuple):
         return self.backend.histogram(self.vector, lo, hi)
 
 
+class OnItsWay:
+    """The magnitudes of a device's vector in a copy for the host: who reads it first waits for it, on any thread."""
+
+    def __init__(self, host: Backend, device: Any, vector: Any) -> None:
+        self.host = host
+        self.length = len(vector)
+        self._arrived: Callable[[], Floats] = device.copied(vector)
+
+    def __len__(self) -> int:
+        return self.length
+
+    @property
+    def vector(self) -> Floats:
+        """The copy."""
+        return self._arrived()
+
+    def select(self, lo: int, hi: int, floor: float) -> Candidates:
+        """The elements of [lo, hi) that reach the floor."""
+        return VectorKeys(self.host, self.vector).select(lo, hi, floor)
+
+    def histogram(self, lo: int, hi: int) -> Ints:
+        """The histogram of magnitudes in [lo, hi)."""
+        return VectorKeys(self.host, self.vector).histogram(lo, hi)
+
+    def take(self, index: Ints) -> Floats:
+        """The values at an index."""
+        values: Floats = self.host.values_at(self.vector, index)
+        return values
+
+
 class View(Protocol):
     """A rank's vector as deliver sees it.
 
@@ -49,7 +79,7 @@ class View(Protocol):
     def histogram(self, lo: int, hi: int) -> Ints: ...
     def by_magnitude(self) -> View: ...
     def carried(self, backend: Backend) -> View:
-        """The same for a delivery that uses these kernels."""
+        """The same for a delivery that uses these kernels of the host."""
         ...
 
     def largest(self, k: int) -> Candidates: ...
@@ -90,9 +120,17 @@ class Live(NamedTuple):
         """The same view with the accumulator's magnitudes as keys."""
         return self if self.plain else self._replace(keys=VectorKeys(self.backend, self.acc), plain=True)
 
-    def carried(self, backend: Backend) -> Live:
-        """The same view for a delivery with other kernels, which reads the accumulator through take() only."""
-        return self._replace(backend=backend)
+    def carried(self, backend: Backend) -> View:
+        """The same view for a delivery that reads nothing of the accumulator but what take() has, or what was picked."""
+        if self.picked is None:
+            return self._replace(backend=backend)
+        values = self.backend.to_host(self.take(self.backend.from_host(self.found.index)))
+        return Snapshot(backend, self.found, values, picked=self.picked)
+
+    def copied(self, backend: Backend) -> Live:
+        """The same view for a delivery that may read the whole accumulator, where its magnitudes are the keys."""
+        copy: Any = OnItsWay(backend, self.backend, self.acc)
+        return Live(backend, copy, copy, copy.take, self.found.on_host(self.backend), plain=True)
 
     def largest(self, k: int) -> Candidates:
         """The k largest magnitudes of the accumulator, on the host."""

@@ -85,14 +85,16 @@ class AtFixedOwners(Reducer):
         mine: Floats = every[self.owned(rank, size)].copy()
         return mine
 
-    def moved(self, fresh: Reducer, exchange: Exchange, acc: Floats, rank: int, size: int) -> Callable[[], object]:
+    def moved(
+        self, fresh: Reducer, exchange: Exchange, backend: Backend, rank: int, size: int
+    ) -> Callable[[Floats], object]:
         """With weights, e goes to the new owners: it belongs to the shared weights, not to any rank's vector."""
         assert isinstance(fresh, AtFixedOwners)
         every: Floats = np.zeros(self.n, dtype=np.float32)
-        every[self.owned(rank, size)] = self.error
+        every[self.owned(rank, size)] = backend.to_host(self.error)
         exchange.allreduce_(every)  # at most one rank has an e for each element
         mine = every[self.owned(exchange.rank, exchange.size)]
-        return lambda: fresh.loaded({"error": mine})
+        return lambda acc: fresh.loaded({"error": mine})
 
     def recalled(self, state: State, residual: Floats) -> State | None:
         """Nothing: the vector still holds what was sent, and does not hold the result."""
@@ -194,10 +196,12 @@ class WholeAtOwners(AtFixedOwners):
         region = even_regions(self.n, size)[rank]
         return slice(region.lo, region.hi)
 
-    def moved(self, fresh: Reducer, exchange: Exchange, acc: Floats, rank: int, size: int) -> Callable[[], object]:
+    def moved(
+        self, fresh: Reducer, exchange: Exchange, backend: Backend, rank: int, size: int
+    ) -> Callable[[Floats], object]:
         if self.target is None:
-            return super().moved(fresh, exchange, acc, rank, size)
-        return Reducer.moved(self, fresh, exchange, acc, rank, size)
+            return super().moved(fresh, exchange, backend, rank, size)
+        return Reducer.moved(self, fresh, exchange, backend, rank, size)
 
     def at_rest(self, state: State, residual: Floats, rank: int, size: int) -> State:
         """Move the owner's e to its residual, times `size`, since the mean divides it by the number of ranks."""

@@ -81,12 +81,18 @@ class Reducer:
         """Return the state on another number of ranks, from the states taken over, which remember nothing (at_rest)."""
         return self.state()
 
-    def moved(self, fresh: Reducer, exchange: Exchange, acc: Floats, rank: int, size: int) -> Callable[[], object]:
+    def moved(
+        self, fresh: Reducer, exchange: Exchange, backend: Backend, rank: int, size: int
+    ) -> Callable[[Floats], object]:
         """Prepare to move what this reducer, of one of `size` ranks, remembers to a reducer of fewer, or to the accumulator.
 
-        Collective; changes nothing. Returns the local function that does it.
+        Collective; changes nothing. Returns the local function that does it, given the accumulator on the host.
         """
-        return lambda: self.at_rest(self.state(), acc, rank, size)
+
+        def move(acc: Floats) -> None:
+            self.at_rest({key: backend.to_host(value) for key, value in self.state().items()}, acc, rank, size)
+
+        return move
 
     def packed(self, reduced: Reduced) -> State:
         """The result of a delivery in flight, as plain values and arrays."""

@@ -262,6 +262,9 @@ def check_damaged_rows(device: Device, n: int) -> None:
         assert_same(found, np.full(len(index), lo) if given is more else np.where(beyond, lo, index))
         assert _is_damaged(backend) == (given is more or beyond.any())
         assert not _is_damaged(backend)
+    backend.unpack_rows(backend.from_host(more), backend.from_host(columns), lo, n, 64, backend.empty(len(index), np.int64))
+    backend.forget_damage()
+    assert not _is_damaged(backend)
 
 
 def _is_damaged(backend: CudaBackend) -> bool:

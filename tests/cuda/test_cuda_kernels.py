@@ -77,7 +77,7 @@ def test_every_kernel_is_launched() -> None:
     composed = {"settle_int4", "settle_int2", "settle_sign"}  # of other kernels; checked with the codecs of few bits
     adding = {"accumulate_soon", "flush", "late_nonfinite"}
     without_waiting = {"pack_rows", "unpack_rows", "first_bad", "spoil"}  # check_damaged_rows, check_late_sum
-    without_waiting |= {"copied", "neighbours"}  # check_copied, check_neighbours
+    without_waiting |= {"copied", "neighbours", "forget_damage"}  # check_copied, check_neighbours, check_damaged_rows
     checked = {*ON_DEVICE, *arrays, *composed, *adding, *without_waiting, "zero_at", "publish_at"}
     assert operations - {"hindrance"} == checked  # a graph's, see test_steps.py
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from checks import CHECKS, Device
-from emulator import ORDERS, Emulator, available, build
+from emulator import ORDERS, RUBBISH, Emulator, available, build
 from far import check_far
+from numpy.typing import NDArray
 from planted import survives
+from samples import Flat
 
 from mpisparse.backends.cuda import source
 from mpisparse.backends.cuda.backend import CudaBackend
@@ -76,7 +81,7 @@ BUGS = [
     Bug("a column of the neighbouring row", "rows", "& (row - 1)", "& row", "rows"),
     Bug("an empty row shifts the others", "rows", "upper_bound(offsets, 0, rows, i) - 1",
         "lower_bound(offsets, 0, rows, i)", "rows"),
-    Bug("more columns than there is room for", "rows", "if (place < room) ", "", "damaged_rows"),
+    Bug("more columns than there is room for", "rows", "if (place < room) ", "if (place <= room) ", "damaged_rows"),
     Bug("rows that do not add up are not told", "rows", "if (!sound) atomicMin(flag, -1ll);", "", "damaged_rows"),
     Bug("indices of damaged rows anywhere", "rows", "sound ? found : lo", "found", "damaged_rows"),
     Bug("columns beyond the region", "rows", " && found < hi", "", "damaged_rows"),
@@ -170,7 +175,7 @@ BUGS = [
         "if (magnitude >= INFINITE && i < bad && i >= lo && i < hi)", "weights"),
     Bug("the weights of the next parameter", "weights", "(i - place.begin);\n        *weight", "i;\n        *weight",
         "moved_weights"),
-    Bug("a stretch that begins at the first weight", "weights", "values[i - lo]", "values[i]", "moved_weights"),
+    Bug("a stretch that begins at the first weight", "weights", "values[i - lo]", "values[i % (hi - lo)]", "moved_weights"),
     Bug("lanes of two groups are added", "weights", "step = 8; step > 0", "step = 16; step > 0", "weights"),
     Bug("squares fused with their sum", "weights", "__fadd_rn(sum, __fmul_rn(x, x))", "fmaf(x, x, sum)", "weights"),
     Bug("a norm that is infinite", "weights", "root > most ? most : root", "root", "weights"),
@@ -183,7 +188,8 @@ BUGS = [
     Bug("blocks from their begin", "weights", "(skip + i) % width", "i % width", "neighbours"),
     Bug("blocks of an owner that are not in turn", "weights", "/ width % size == owner", "/ width / size == owner",
         "owners"),
-    Bug("places of another owner", "weights", "if (owner == rank) places", "if (owner <= rank) places", "owners"),
+    Bug("places of another owner", "weights", "if (owner == rank) places[place - first]",
+        "if (owner <= rank && first < offsets[(rank + 1) * tiles]) places[place < first ? 0 : place - first]", "owners"),
     Bug("places without their blocks", "weights", "/ (width * size) * width", "/ (width * size)", "owners"),
     Bug("no barrier before the sums are used again, any order", "common", "__syncthreads();\n    *total",
         "\n    *total", "races_scan"),
@@ -211,13 +217,26 @@ NEEDED = {
 }  # fmt: skip
 
 
+class Roomy(Device):
+    """Has gradients and weights in memory with room behind each: what a bug reads or writes there is always the same."""
+
+    def gradients(self, x: NDArray[np.float32], cuts: list[int], kinds: list[int | None]) -> tuple[Flat, Flat, list[Any]]:
+        _, twin, alive = super().gradients(x, cuts, kinds)
+        room = 4 * (len(x) + 2 * self.backend.tile)
+        ends = np.cumsum([-(-(t.nbytes + room) // 64) * 64 for t in alive]).tolist()
+        memory = torch.full((ends[-1],), RUBBISH, dtype=torch.uint8)
+        there = [memory[at : at + t.nbytes].view(t.dtype).copy_(t) for at, t in zip([0, *ends[:-1]], alive, strict=True)]
+        pointers = [0 if kind is None else t.data_ptr() for kind, t in zip(kinds, there, strict=True)]
+        return (np.array(pointers, dtype=np.uint64), *twin[1:]), twin, [memory, *alive, *there]
+
+
 def check(text: str, name: str) -> None:
     """Run a check in all orders of threads and for all numbers of elements."""
     sanitize = "thread" if name.startswith(RACES) else ""
     for n in SIZES:
         for order in ORDERS:
             emulator = Emulator(**TILES, order=order, text=text, sanitize=sanitize)
-            ALL[name.removeprefix(RACES)](Device(CudaBackend(emulator)), n)
+            ALL[name.removeprefix(RACES)](Roomy(CudaBackend(emulator)), n)
             assert not emulator.damaged
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,23 +138,42 @@ def overflowing(comm: VirtualComm, options: dict[str, Any]) -> str:
     torch.autograd.backward(list(model), list(gradient.split([3000, 2000])))
     with pytest.raises(mpisparse.NonFiniteGradientError) as caught:
         sync.step()
+    if options.get("overlap"):
+        assert torch.equal(sync.residual, torch.zeros(5000)), "a refused step changes nothing"
     sync.close()
     return str(caught.value)
 
 
+BUCKETS = {"overlap": True, "bucket_mb": 0.001}
+
+
+@pytest.mark.filterwarnings("ignore:overlap=True.* exchanged in step")  # virtual workers have no thread for it
+@pytest.mark.parametrize("buckets", [{}, BUCKETS], ids=["whole", "buckets"])
 @pytest.mark.parametrize(
     ("scheme", "codec"), [("exdyna", "fp32"), ("exdyna", "int8"), ("exdyna", "int4"), ("dense", "int8"), ("dense", "int4")]
 )
-def test_a_sum_beyond_float32_is_told_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch, scheme: str, codec: str) -> None:
+def test_a_sum_beyond_float32_is_told_as_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, scheme: str, codec: str, buckets: dict[str, Any]
+) -> None:
     """Though the device says only at the end of a step that it is."""
     devices = Devices(monkeypatch, block=64, scan=64, lazy=True)
-    options: dict[str, Any] = {"scheme": scheme, "codec": codec}
+    options: dict[str, Any] = {"scheme": scheme, "codec": codec, **buckets}
     options |= {"density": 0.05} if scheme == "exdyna" else {}
     said = []
     for devices.on in (True, False):
         said.append(run_virtual(2, lambda comm: overflowing(comm, options)))
     assert said[0] == said[1]
     assert "beyond what float32 holds" in said[0][0]
+
+
+EARLY: list[dict[str, Any]] = [
+    {},
+    {"codec": "int8", "controller": "paper"},
+    {"codec": "momentum-int8", "compensate": False},
+    {"masks": "own", "codec": "momentum-int4"},
+    {"masks": "own"},
+    {"density": 1.0},
+]
 
 
 def cases() -> list[dict[str, Any]]:
@@ -165,13 +185,15 @@ def cases() -> list[dict[str, Any]]:
             accumulate = "backward" if len(all_of_them) % 2 else "step"
             all_of_them.append({"scheme": scheme, "codec": codec, "accumulate": accumulate, **density})
     own = {"masks": "own", "density": 0.05, "codec": "int8"}
-    early = {"scheme": "dense", "overlap": True, "bucket_mb": 0.001}
+    early = {"scheme": "dense", **BUCKETS}
     more = (
         *({**early, "codec": codec} for codec in ("fp32", "int8", "int4")),
+        *({**early, "scheme": "exdyna", "density": 0.05, **more} for more in EARLY),
         {"codec": "momentum-int4"},
         {"scheme": "momentum"},
         {"scheme": "dgc"},
         {"scheme": "threshold"},
+        {"scheme": "sidco"},
         {"scheme": "topk"},
     )
     return [*all_of_them, *(case if "overlap" in case else {**own, **case} for case in more)]
@@ -258,21 +280,28 @@ def test_other_schemes_are_refused(monkeypatch: pytest.MonkeyPatch, scheme: str)
         run_virtual(2, lambda comm: mpisparse.GradientSync(torch.nn.Linear(3, 3), scheme=scheme, comm=comm, timeout=0))
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"overlap": True}, "overlap=True reads what the ranks agree on"),
-        ({"hierarchy": "node"}, "hierarchy"),
-        ({"scheme": "dgc", "clip": 1.0}, "clip of dgc is for models on the CPU"),
-        ({"on_failure": "shrink"}, "on_failure"),
-    ],
-    ids=str,
-)
-def test_options_that_need_the_host_are_refused(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], why: str) -> None:
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # as docs/howto/gpu.md names them
+    'hierarchy="node"': ({"hierarchy": "node"}, "hierarchy=.*the model is on a CUDA device"),
+    "clip": ({"scheme": "dgc", "clip": 1.0}, "clip of dgc is for models on the CPU"),
+    'masks="granular"': ({"scheme": "drift", "masks": "granular"}, "masks=.*on a GPU choose"),
+    'scorer="predicted"': ({"scorer": "predicted"}, "scorer='predicted'.*on a GPU choose"),
+    'scorer="influence"': ({"scorer": "influence"}, "scorer='influence'.*on a GPU choose"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_options_that_need_the_host_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    options, why = REFUSED[name]
     Devices(monkeypatch, block=64, scan=64)
     monkeypatch.setenv("MPISPARSE_RANKS_PER_NODE", "2")
     with pytest.raises(mpisparse.ConfigurationError, match=why):
         run_virtual(4, lambda comm: mpisparse.GradientSync(torch.nn.Linear(3, 3), comm=comm, timeout=0, **options))
+
+
+def test_the_documented_list_of_refused_options_is_this_one() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "howto" / "gpu.md").read_text()
+    named = re.findall(r"`([^`]+)`", text.split("Also refused on a device:")[1].split("\n\n")[0])
+    assert {name for name in named if name not in SCHEMES} == set(REFUSED)
 
 
 def test_a_graph_cannot_hold_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,14 +206,29 @@ def test_a_stream_that_does_nothing_until_someone_waits(
     assert device.damaged == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"masks": "own", "codec": "int8"}], ids=["owners", "own"])
+LATE = {"density": 0.05, "staleness": 1}
+BUCKETS = {"overlap": True, "bucket_mb": 0.001}
+SPARSE_BUCKETS = {**BUCKETS, "density": 0.05}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        LATE,
+        {**LATE, "masks": "own", "codec": "int8"},
+        SPARSE_BUCKETS,
+        {**SPARSE_BUCKETS, "masks": "own"},
+        {**BUCKETS, "scheme": "dense"},
+    ],
+    ids=["owners", "own", "buckets", "buckets-own", "buckets-dense"],
+)
 @pytest.mark.singles
 def test_a_delivery_in_flight_does_not_touch_the_device(
     comm: MPI.Intracomm, device: Emulator, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """Its thread would have no part in the order of the device's stream."""
     device.lazy, device.thread = True, threading.get_ident()
-    assert_same_run(comm, monkeypatch, emulator=device, density=0.05, staleness=1, **options)
+    assert_same_run(comm, monkeypatch, emulator=device, **options)
     assert device.damaged == 0
 
 
@@ -292,8 +307,8 @@ def test_frozen_midway(
 
 
 def test_other_schemes_say_that_they_run_on_the_host(comm: MPI.Intracomm, device: Emulator) -> None:
-    with pytest.raises(mpisparse.ConfigurationError, match='scheme "sidco" runs on the host only'):
-        mpisparse.GradientSync(small(), scheme="sidco")
+    with pytest.raises(mpisparse.ConfigurationError, match='scheme "predictive" runs on the host only'):
+        mpisparse.GradientSync(small(), scheme="predictive")
 
 
 def test_resume(comm: MPI.Intracomm, device: Emulator) -> None:

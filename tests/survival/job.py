@@ -1,6 +1,7 @@
 """Training under mpirun in which ranks die at chosen moments; each rank records what a step did, for an oracle.
 
 Usage: job.py DIRECTORY JSON. The JSON has scheme, options, steps, and deaths: rank (of the start), step and phase of each.
+With "device" the model is on an emulated device.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from mpi4py import MPI
 
 import mpisparse
 from mpisparse import checkpoint
+from mpisparse.backends.cuda.backend import CudaBackend
+from mpisparse.backends.device import load_backend
+from mpisparse.comm import device_memory
+from mpisparse.model import construction
 
 SIZES = (1500, 1000, 3)
 RATE = 0.01
@@ -27,6 +32,17 @@ CALLS = {  # the collective call that a rank dies before, the how-manieth of its
     "agree": ("Allgather", 1), "unite": ("Allgatherv", 1), "reduce": ("Alltoallv", 1), "return": ("Allgatherv", 2),
     "allreduce": ("Allreduce", 1),
 }  # fmt: skip
+
+
+def use_device() -> None:
+    """Have every exchange work on an emulated device."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from emulator import Emulator
+
+    emulator = Emulator(block=64, scan=64)
+    backend = CudaBackend(emulator, load_backend(), pooled=True)
+    construction.load_backend = lambda device: backend
+    device_memory.synchronize, device_memory.mpi_view = emulator.synchronize, emulator.mpi_view
 
 
 def die() -> None:
@@ -59,7 +75,8 @@ def owed(sync: mpisparse.GradientSync) -> np.ndarray:
         return waiting
     buckets = getattr(sync._aggregator, "buckets", ())
     for part, aggregator in [(waiting[b.lo : b.hi], b.aggregator) for b in buckets] or [(waiting, sync._aggregator)]:
-        state = aggregator.works.reducer.at_rest(aggregator.state(), part, sync.rank, sync.size)
+        state = {key: sync._backend.to_host(value) for key, value in aggregator.state().items()}
+        state = aggregator.works.reducer.at_rest(state, part, sync.rank, sync.size)
         for stage in aggregator.works.stages:
             state = stage.at_rest(state, part)
     return waiting
@@ -69,7 +86,7 @@ def error(sync: mpisparse.GradientSync) -> np.ndarray:
     """What this rank still owes to the shared weights as an owner, as a vector of all elements; zeros with gradients."""
     vector, reducer = np.zeros(sum(SIZES), dtype=np.float32), sync._aggregator.works.reducer
     if hasattr(reducer, "error") and sync.options.of_weights:
-        vector[reducer.owned(sync.rank, sync.size)] = reducer.error
+        vector[reducer.owned(sync.rank, sync.size)] = sync._backend.to_host(reducer.error)
     return vector
 
 
@@ -199,6 +216,8 @@ def main() -> None:
     mine = {death["step"]: death["phase"] for death in plan["deaths"] if death["rank"] == name}
     if mine.get(-1) == "start":
         mpisparse.GradientSync.broadcast_ = lambda *_: die()
+    if plan.get("device"):
+        use_device()
     model = Model()
     sync = mpisparse.GradientSync(
         model, scheme=plan["scheme"], on_failure="shrink", timeout=120, check_every=7, mirror=plan.get("mirror"),

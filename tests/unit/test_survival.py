@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import emulator
 import numpy as np
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tests.survival import oracle
 
 SPARSE = {"density": 0.02}
 needs_ulfm = pytest.mark.skipif(not mpi.knows_ulfm(), reason="ULFM NOT TESTED: this MPI is not Open MPI, or lacks it")
+needs_compiler = pytest.mark.skipif(not emulator.available(), reason="no C++ compiler to build the emulator with")
 EARLY, LATE = ("roll call", "before commit", "reduce"), ("agree", "after commit", "return")
 OWN = {**SPARSE, "masks": "own"}
 STALE = {**SPARSE, "staleness": 1}
@@ -99,6 +101,40 @@ def test_the_living_go_on(scheme: str, options: dict[str, Any], phases: tuple[st
 
 
 @needs_ulfm
+@needs_compiler
+@pytest.mark.parametrize(
+    ("scheme", "options", "phases"),
+    [
+        ("exdyna", {**SPARSE, "codec": "int8"}, ("reduce", "before commit")),
+        *(
+            pytest.param(scheme, options, phases, marks=pytest.mark.slow)
+            for scheme, options, phases in (
+                ("exdyna", {**STALE, "codec": "momentum-int8"}, ("call 1", "after commit")),
+                ("exdyna", {**SPARSE, **EARLY_BUCKETS}, ("roll call", "call 3")),
+                ("exdyna", OWN, ("before commit", "return")),
+                ("momentum", SPARSE, LATE),
+                ("topk", SPARSE, EARLY),
+                ("sidco", SPARSE, ("unite", "return")),
+                ("dense", {"codec": "int4"}, ("reduce", "after commit", "unite")),
+                ("drift", {"density": 0.05}, ("reduce", "return")),
+                ("drift", {"density": 1.0}, ("reduce", "roll call")),
+                ("drift", {"density": 0.05, "staleness": 1}, ("call 1", "after commit")),
+                ("sparseloco", {"every": 1}, ("unite", "before commit")),
+                ("demo", {"density": 0.05}, ("unite", "after commit")),
+            )
+        ),
+    ],
+)
+def test_the_living_go_on_with_models_on_devices(
+    scheme: str, options: dict[str, Any], phases: tuple[str, ...], tmp_path: Path
+) -> None:
+    plan = {"scheme": scheme, "options": options, "steps": 6, "deaths": deaths(*phases), "device": True}
+    done = oracle.started(tmp_path, len(phases) + 1, plan)
+    assert done.returncode == 0, done.stderr
+    oracle.check(tmp_path, len(phases) + 1, plan)
+
+
+@needs_ulfm
 def test_a_death_before_buckets_have_an_order(tmp_path: Path) -> None:
     """In the first step some of the living have heard of the order before the death, and some have not."""
     deaths = [{"rank": 1, "step": 0, "phase": "order"}]
@@ -109,6 +145,7 @@ def test_a_death_before_buckets_have_an_order(tmp_path: Path) -> None:
 
 
 @needs_ulfm
+@pytest.mark.parametrize("device", [False, pytest.param(True, marks=needs_compiler)], ids=["cpu", "device"])
 @pytest.mark.parametrize(
     ("scheme", "options", "phase", "ranks", "mirror"),
     [
@@ -124,9 +161,9 @@ def test_a_death_before_buckets_have_an_order(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_another_rank_goes_on_with_a_copy(
-    scheme: str, options: dict[str, Any], phase: str, ranks: int, mirror: int, tmp_path: Path
+    scheme: str, options: dict[str, Any], phase: str, ranks: int, mirror: int, device: bool, tmp_path: Path
 ) -> None:
-    plan = {"scheme": scheme, "options": options, "steps": 7, "mirror": mirror}
+    plan = {"scheme": scheme, "options": options, "steps": 7, "mirror": mirror, "device": device}
     plan["deaths"] = [{"rank": 1, "step": 4, "phase": phase}]
     done = oracle.started(tmp_path, ranks, plan)
     assert done.returncode == 0, done.stderr

@@ -115,6 +115,9 @@ class Launches:
             raise RuntimeError("the rows of indices that a rank sent do not add up: the message is damaged")
         return offsets, total, bad
 
+    def forget_damage(self) -> None:
+        self._flag.fill_(0)
+
     @property
     def _flag(self) -> Tensor:
         """A word of this thread's that is set where a message is damaged; the next summary that the host waits for tells."""

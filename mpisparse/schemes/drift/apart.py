@@ -116,7 +116,7 @@ class Distance(Scorer):
         values: Floats = difference[lo:hi]
         return values
 
-    def take_over(self, values: Floats) -> None:
+    def take_over(self, backend: Backend, values: Floats) -> None:
         assert self.weights is not None
         self.weights.add(values)
 

@@ -232,9 +232,10 @@ class OwnWeights:
 
     @torch.no_grad()
     def add(self, values: Floats) -> None:
-        """Add a vector to the weights, during an exchange or between two."""
+        """Add a vector of the host to the weights, during an exchange or between two."""
+        vector = torch.from_numpy(values).to(self.device)
         for i, slot in enumerate(self.places.slots):
-            part, own, master = torch.from_numpy(values[slot.begin : slot.end]), self._flat(i), self.masters.get(i)
+            part, own, master = vector[slot.begin : slot.end], self._flat(i), self.masters.get(i)
             if master is not None:
                 master += part
             elif i in self.remainders:
