@@ -60,11 +60,15 @@ class Ground(NamedTuple):
 
 
 class Assembly(NamedTuple):
-    """The scheme, put together, and what it works on. nodes: None if all ranks exchange with each other."""
+    """The scheme, put together, and what it works on. nodes: None if all ranks exchange with each other.
+
+    attached: the attachments of optimizers, empty at first.
+    """
 
     parts: Parts
     nodes: Nodes | None
     scheme: Scheme
+    attached: list[Any]
 
 
 def check(exchange: Exchange, model: torch.nn.Module, scheme: str, care: Care, options: Mapping[str, Any]) -> Ground:
@@ -103,12 +107,13 @@ def assemble(ground: Ground) -> Assembly:
     sink = NoSink() if options.of_weights else Published(layout, ground.backend)
     survives = ground.care.on_failure == SHRINK
     parts = Parts(residual, layout.slots, layout.held, sink, exchange, ground.backend, survives)
-    site = Site(ground.model, layout)
+    attached: list[Any] = []
+    site = Site(ground.model, layout, attached)
 
     def build() -> Scheme:
         return options.build_for_model(parts, site) if nodes is None else build_by_node(options, parts, site, nodes)
 
-    return Assembly(parts, nodes, on_all(exchange, build))
+    return Assembly(parts, nodes, on_all(exchange, build), attached)
 
 
 def gradients_of(ground: Ground, assembly: Assembly, loop: Loop) -> ModelGradients:

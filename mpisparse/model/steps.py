@@ -67,7 +67,7 @@ class Steps(SetDensity, Collectives):
         self._made: Callable[[], Stats] | None = None  # makes the statistics of the last step
         self._share = self._layout.size  # the elements that it exchanged
         self._syncing = True
-        self._attached: list[Any] = []  # what attach() returned, until it is removed
+        self._attached = assembly.attached  # what attach() returned, until it is removed
         self._call: Call | None = None  # the roll call of the coming step, where this rank takes part with zeros
         self._equality = Equality(self._layout.slots, self._replicated, self._rates, ground.care.check_every)
         self._sameness = Sameness()

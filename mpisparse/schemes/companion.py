@@ -33,10 +33,14 @@ class Places(Protocol):
 
 
 class Site(NamedTuple):
-    """The model and its trainable parameters, for schemes that need more than the vector."""
+    """The model and its trainable parameters, for schemes that need more than the vector.
+
+    attached: the attachments of optimizers, which may come and go.
+    """
 
     model: torch.nn.Module
     places: Places
+    attached: Sequence[Any] = ()
 
 
 class Subject(Protocol):

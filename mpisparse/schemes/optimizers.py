@@ -31,5 +31,15 @@ def holds_copies(optimizer: torch.optim.Optimizer) -> bool:
     return any(known in name for name in _names(optimizer) for known in HOLDS_COPIES)
 
 
+def moments(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Momentum and mean square of a parameter's gradients, each None unless the optimizer keeps one per element."""
+    entry = optimizer.state.get(p, {})
+    first, second = (
+        next((entry[name] for name in names if getattr(entry.get(name), "shape", None) == p.shape), None)
+        for names in (("exp_avg", "momentum_buffer"), ("exp_avg_sq", "square_avg"))
+    )
+    return first, second
+
+
 def _names(optimizer: torch.optim.Optimizer) -> list[str]:
     return [kind.__name__.lower() for kind in type(optimizer).__mro__]

@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -17,7 +17,8 @@ from mpisparse.core.records import Parts
 from mpisparse.errors import ConfigurationError, check_choice
 from mpisparse.schemes.companion import Site
 from mpisparse.schemes.options import Options, check_share, check_whole
-from mpisparse.schemes.predictive.nets import Nets
+from mpisparse.schemes.predictive.features import FEATURES, Features, count_of
+from mpisparse.schemes.predictive.nets import INPUTS, Nets
 from mpisparse.schemes.predictive.scorer import Predicted, validation
 from mpisparse.schemes.side_gradient import gradient_aside
 from mpisparse.schemes.speculative.influence import Influence, InfluenceScorer, Probe
@@ -68,7 +69,10 @@ class Scoring(Scored):
     scorer: "magnitude" of the accumulated value; "average", a moving average of the gradients' magnitudes; "predicted"
         importance, as scheme "predictive" learns it; "influence" on the loss, as in scheme "speculative". If weights are
         exchanged, their movement in training takes the place of the gradient.
-    history: how many of the last gradients a net sees: 3, 4 or 5; for scorer "predicted" only.
+    history: how many of the last gradients a net sees, 3 to 8; for scorer "predicted" only.
+    features: inputs of the nets: "gradients" alone, or "all": also the coming step of an attached optimizer, and the root
+        mean square of accumulated values in the element's row and column.
+    nets: one for each "layer", or one "shared" by all layers; with features="all" it also sees the kind of parameter.
     validation: a callable that returns the loss of a held-out batch, from which the nets of scorer "predicted" learn.
     validate_every: steps between two calls of `validation`.
     probe: a callable that returns the loss of a batch, from which scorer "influence" estimates how the loss curves; None
@@ -77,6 +81,8 @@ class Scoring(Scored):
     """
 
     history: int = 4
+    features: str = "gradients"
+    nets: str = "layer"
     validation: Callable[[], Any] | None = None
     validate_every: int = 32
     probe: Callable[[], Any] | None = None
@@ -85,7 +91,7 @@ class Scoring(Scored):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_nets(self.history, self.validation, self.validate_every)
+        check_nets(self)
         check_whole("probe_every", self.probe_every, 1)
         check_function("probe", self.probe)
 
@@ -105,7 +111,7 @@ class Scoring(Scored):
         idle = super().without_effect()
         if self.scorer != "predicted":
             nets = 'it is for the nets of scorer "predicted"; choose that'
-            idle |= dict.fromkeys(("history", "validation", "validate_every"), nets)
+            idle |= dict.fromkeys(("history", "features", "nets", "validation", "validate_every"), nets)
         if self.scorer != "influence":
             idle |= dict.fromkeys(("probe", "probe_every"), 'it is for scorer "influence"; choose that')
         elif self.probe is None:
@@ -122,10 +128,7 @@ class Scoring(Scored):
                 f'scorer={self.scorer!r} works in the memory of the host; on a GPU choose "magnitude" or "average"'
             )
         if self.scorer == "predicted":
-            return predicted(
-                parts, residual, site, key=PRODUCTS, history=self.history, validate=self.validation,
-                every=self.validate_every, late=late,
-            )  # fmt: skip
+            return predicted(parts, residual, site, self, key=PRODUCTS, late=late)
         probe = None if self.probe is None or site is None else probing(site, self.probe, epsilon=EPSILON)
         influence = Influence(len(residual), rate=AVERAGE_RATE, epsilon=EPSILON)
         return InfluenceScorer(
@@ -139,25 +142,43 @@ def probing(site: Site, loss: Callable[[], Any], *, epsilon: float, seed: int = 
     return Probe(site.model, site.places, loss, epsilon=epsilon, seed=seed)
 
 
+class Learned(Protocol):
+    """The options of nets and their lessons."""
+
+    @property
+    def history(self) -> int: ...
+    @property
+    def features(self) -> str: ...
+    @property
+    def nets(self) -> str: ...
+    @property
+    def validation(self) -> Callable[[], Any] | None: ...
+    @property
+    def validate_every(self) -> int: ...
+
+
 def predicted(
-    parts: Parts, residual: torch.Tensor, site: Site | None, *, key: int, history: int,
-    validate: Callable[[], Any] | None, every: int, late: bool, delay: int = 4, budget: float = 0.1, rate: float = 0.01,
-    seed: int = 0,
+    parts: Parts, residual: torch.Tensor, site: Site | None, options: Learned, *, key: int, late: bool, delay: int = 4,
+    budget: float = 0.1, rate: float = 0.01, seed: int = 0,
 ) -> Predicted:  # fmt: skip
     """A scorer by importance that nets predict; the defaults are those of scheme "predictive"."""
     mine, ends = (seed, parts.exchange.rank), np.array([slot.end for slot in parts.slots], dtype=np.int64)
+    shared = options.nets == "shared"
+    features = Features(parts.slots, site, kinds=shared) if options.features == "all" else None
+    count = 0 if features is None else features.count
     return Predicted(
         residual,
         parts.backend,
         parts.slots,
-        nets=Nets(parts.backend, ends, history, key=key, rate=rate, seed=mine),
+        nets=Nets(parts.backend, ends, options.history, key=key, rate=rate, seed=mine, features=count, shared=shared),
         key=key,
-        every=every,
+        every=options.validate_every,
         delay=delay,
         cores=budget * torch.get_num_threads(),
         seed=mine,
-        validate=_held_out(parts, site, validate),
+        validate=_held_out(parts, site, options.validation),
         late=late,
+        features=features,
     )
 
 
@@ -174,14 +195,18 @@ def _held_out(parts: Parts, site: Site | None, loss: Callable[[], Any] | None) -
     return None
 
 
-def check_nets(history: int, validate: object, every: int) -> None:
+def check_nets(options: Learned) -> None:
     """Raise ConfigurationError for options with which nets cannot learn."""
-    check_whole("history", history, 3)
-    if history > 5:
-        raise ConfigurationError(f"history must be 3, 4 or 5 gradients, got {history}")
-    if validate is not None and not callable(validate):
-        raise ConfigurationError(f"validation must be a callable that returns a loss, got {validate!r}")
-    check_whole("validate_every", every, history + 1)
+    check_whole("history", options.history, 3)
+    check_choice("features", options.features, FEATURES)
+    check_choice("nets", options.nets, ("layer", "shared"))
+    more = 0 if options.features == "gradients" else count_of(kinds=options.nets == "shared")
+    if options.history + more > INPUTS:
+        beside = f" beside {more} other features" if more else ""
+        raise ConfigurationError(f"history must be at most {INPUTS - more} gradients{beside}, got {options.history}")
+    if options.validation is not None and not callable(options.validation):
+        raise ConfigurationError(f"validation must be a callable that returns a loss, got {options.validation!r}")
+    check_whole("validate_every", options.validate_every, options.history + 1)
 
 
 def check_function(name: str, value: object) -> None:

@@ -430,6 +430,7 @@ def averages(run: Run) -> torch.Tensor:
     "options",
     [
         {}, {"codec": "int8"}, {"scheme": "momentum"}, {"scheme": "predictive"},
+        {"scheme": "predictive", "features": "all", "nets": "shared"},
         {"scheme": "dense", "density": 1.0, "codec": "int4"},
     ],
     ids=str,

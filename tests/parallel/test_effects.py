@@ -101,6 +101,8 @@ CASES = [
     case("predictive", "rule", "importance", **QUICK),
     case("predictive", "percentile", "exact", **QUICK),
     case("predictive", "history", 4, 3, validate_every=5, publish_after=1),
+    case("predictive", "features", "all", **QUICK),
+    case("predictive", "nets", "shared", **QUICK),
     case("predictive", "validation", "other", **QUICK),
     case("predictive", "validate_every", 6, history=3),
     case("predictive", "publish_after", 2, history=3, validate_every=5),
@@ -159,6 +161,8 @@ CASES = [
     case("drift", "server", "rank0", masks="own"),
     case("drift", "scorer", "average"),
     case("drift", "history", 4, 3, validate_every=5, scorer="predicted", validation="held out"),
+    case("drift", "features", "all", validate_every=5, history=3, scorer="predicted", validation="held out"),
+    case("drift", "nets", "shared", validate_every=5, history=3, scorer="predicted", validation="held out"),
     case("drift", "validation", "other", scorer="predicted", validate_every=5, history=3),
     case("drift", "validate_every", 6, history=3, scorer="predicted", validation="held out"),
     # baselines

@@ -229,6 +229,51 @@ def test_resume_to_the_last_bit(comm: MPI.Intracomm, directory: Path, middle: in
     assert everywhere(comm, end(model, sync) == whole)
 
 
+SEES = {
+    "predictive": {"features": "all", "nets": "shared", "publish_after": 3},
+    "drift": {"features": "all", "scorer": "predicted", "masks": "own"},
+}
+
+
+@pytest.mark.filterwarnings("ignore:an adaptive optimizer")  # whose state is what matters here
+@pytest.mark.parametrize("scheme", SEES)
+@pytest.mark.parametrize("middle", [7, 8])
+def test_resume_with_all_that_nets_see(comm: MPI.Intracomm, directory: Path, middle: int, scheme: str) -> None:
+    """With results in flight, and an optimizer whose state nets see."""
+
+    def run() -> dict[str, Any]:
+        model = small()
+        learns = {"history": 3, "validate_every": 6, "validation": held_out(model)}
+        sync = mpisparse.GradientSync(model, scheme=scheme, density=0.05, **learns, **SEES[scheme])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.99))
+        mpisparse.attach(optimizer, sync)
+        return {"model": model, "optimizer": optimizer, "sync": sync}
+
+    def trained(subjects: dict[str, Any], steps: range) -> None:
+        for step in steps:
+            subjects["optimizer"].zero_grad()
+            loss_of(subjects["model"], seeded(comm.rank, step)).backward()
+            subjects["optimizer"].step()
+
+    def end(subjects: dict[str, Any]) -> bytes:
+        state = subjects["sync"].state_dict()
+        subjects["sync"].close()
+        own = (value for value in state.values() if isinstance(value, torch.Tensor))
+        return bits([*subjects["model"].parameters(), *own])
+
+    first = run()
+    trained(first, range(middle))
+    state = first["sync"].state_dict()
+    assert everywhere(comm, len(state["step.pending.due"]) and bool(state["step.features.factors"].all()))
+    checkpoint.save(directory, step=middle, **first)
+    trained(first, range(middle, 16))
+    whole = end(first)
+    second = run()
+    assert checkpoint.load(directory, **second) == middle
+    trained(second, range(middle, 16))
+    assert everywhere(comm, end(second) == whole)
+
+
 def test_all_ranks_change_k_in_the_same_step(comm: MPI.Intracomm) -> None:
     """The mean over ranks decides, which differs from what most ranks saw."""
     model = small()
@@ -411,7 +456,11 @@ def test_what_is_sent_stands_for_the_rest(comm: MPI.Intracomm) -> None:
     ("options", "expected"),
     [
         ({"history": 2}, "history must be a whole number >= 3"),
-        ({"history": 6}, "history must be 3, 4 or 5"),
+        ({"history": 9}, "history must be at most 8 gradients, got 9"),
+        ({"history": 5, "features": "all", "nets": "shared"}, "at most 4 gradients beside 4 other features, got 5"),
+        ({"history": 6, "features": "all"}, "at most 5 gradients beside 3 other features, got 6"),
+        ({"features": "none"}, "features"),
+        ({"nets": "none"}, "nets"),
         ({"validate_every": 3}, "validate_every must be a whole number >= 4"),
         ({"validation": 3}, "validation must be a callable that returns a loss, got 3"),
         ({"rule": "magnitude"}, "rule"),

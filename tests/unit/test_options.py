@@ -168,6 +168,8 @@ IDLE: list[
         for name, value in {"patience": 3, "factor": 2, "least": 0.5, "most": 2, "slow": 0.01, "fast": 0.1}.items()
     ],
     ("exdyna", {"history": 3}, {"scorer": "predicted"}, 'history has no effect: it is for the nets of scorer "predicted"'),
+    ("exdyna", {"features": "all"}, {"scorer": "predicted"}, "features has no effect: it is for the nets of scorer"),
+    ("drift", {"nets": "shared"}, {"scorer": "predicted"}, "nets has no effect: it is for the nets of scorer"),
     ("exdyna", {"probe": float}, {"scorer": "influence"}, 'probe has no effect: it is for scorer "influence"'),
     ("drift", {"scorer": "influence", "probe_every": 3}, {"probe": float}, "probe_every has no effect: there is no probe"),
     ("drift", {"validate_every": 8}, {"scorer": "predicted"}, "validate_every has no effect"),

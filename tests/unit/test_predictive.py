@@ -5,20 +5,26 @@ from __future__ import annotations
 import math
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from mpisparse.backends import numpy_backend
 from mpisparse.backends.device import load_backend
 from mpisparse.backends.keys import PRODUCTS, SCORES
-from mpisparse.backends.kinds import BF16, round_to
+from mpisparse.backends.kinds import BF16, round_to, widen
 from mpisparse.core.adaptive_k import AdaptiveK
 from mpisparse.errors import ConfigurationError
+from mpisparse.model.layout import Layout
+from mpisparse.schemes.companion import Site
 from mpisparse.schemes.predictive.background import Background, PredictorError
+from mpisparse.schemes.predictive.features import Features
 from mpisparse.schemes.predictive.nets import Job, Lesson, Nets, Slice
 from mpisparse.schemes.predictive.sample import LEAST, draw
 
@@ -105,8 +111,8 @@ def test_a_demand_of_an_earlier_version_goes_on_with_its_last_metric() -> None:
     assert stage.upgraded(today) == today
 
 
-def nets(key: int = PRODUCTS, backend: Any = None) -> Nets:
-    return Nets(backend or load_backend(), ENDS, DEPTH, key=key, rate=0.01, seed=(3, 0))
+def nets(key: int = PRODUCTS, backend: Any = None, **more: Any) -> Nets:
+    return Nets(backend or load_backend(), ENDS, DEPTH, key=key, rate=0.01, seed=(3, 0), **more)
 
 
 def lesson(number: int) -> Lesson:
@@ -133,9 +139,46 @@ def test_nets_learn_to_rank_what_they_have_not_seen(key: int) -> None:
     assert results[-1].ranking > 0.8
 
 
+def by_feature(number: int) -> Lesson:
+    """Return elements whose gain has the sign of their only feature, of which gradients and magnitudes tell nothing."""
+    index = lesson(number).index
+    rng, n = np.random.default_rng([11, number]), len(index)
+    accumulated, feature = rng.standard_normal(n).astype(np.float32), rng.choice([-1.0, 1.0], n)
+    gradients = np.where(index < 700, 100.0, 0.01) * rng.standard_normal((DEPTH, n))
+    seen = feature * np.sign(accumulated)
+    rows = round_to(np.vstack([gradients, seen, accumulated]).astype(np.float32).reshape(-1), BF16)
+    return Lesson(number, index, rows, np.abs(accumulated), (feature * np.abs(accumulated)).astype(np.float32))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_nets_learn_from_a_feature(shared: bool) -> None:
+    learner = nets(features=1, shared=shared)
+    results = [learner.work(Job(by_feature(number), None)) for number in range(8)]
+    assert all(0.4 < result.plain < 0.6 for result in results)
+    assert results[-1].ranking > 0.8
+
+
+def test_one_net_learns_for_all_layers() -> None:
+    """Also for one that it has seen nothing of: elements that are alike in units of their layers have the same score."""
+    learner = nets(shared=True)
+    results = [learner.work(Job(lesson(number), None)) for number in range(8)]
+    assert results[-1].ranking > 0.8
+    assert learner.nets.size == nets().nets.size // len(ENDS)
+    learner.squares[:] = [4.0, 1.0, 1.0, 0.25]  # roots are powers of two, so that no bit is lost
+    gradients = np.random.default_rng(5).standard_normal((DEPTH + 1, 700)).astype(np.float32)
+    scores = []
+    for lo, root in ((0, 2.0), (1000, 1.0), (6000, 0.5)):
+        units = np.vstack([gradients[:DEPTH] * np.float32(root), gradients[DEPTH:]])
+        scores.append(learner.score(Slice(lo, round_to(units.reshape(-1), BF16))))
+    assert len(np.unique(scores[0])) > 20
+    np.testing.assert_array_equal(scores[0], scores[1])
+    np.testing.assert_array_equal(scores[0], scores[2])
+
+
+@pytest.mark.parametrize("more", [{}, {"shared": True}], ids=["layer", "shared"])
 @pytest.mark.parametrize("key", [PRODUCTS, SCORES])
-def test_the_numpy_backend_learns_the_same_bits(key: int) -> None:
-    native, plain = nets(key), nets(key, numpy_backend)
+def test_the_numpy_backend_learns_the_same_bits(key: int, more: dict[str, Any]) -> None:
+    native, plain = nets(key, **more), nets(key, numpy_backend, **more)
     for number in range(2):
         first, second = (learner.work(Job(lesson(number), None)) for learner in (native, plain))
         assert first.ranking == second.ranking
@@ -168,6 +211,91 @@ def test_a_sample_has_some_of_every_layer_and_of_the_candidates() -> None:
     assert (counts[[0, 2, 3]] > LEAST // 2).all()
     assert 150 < np.isin(drawn, candidates).sum() <= 280
     np.testing.assert_array_equal(drawn, draw(np.random.default_rng(0), ENDS, 400, candidates))
+
+
+class Tables(nn.Module):
+    """A parameter of each kind; one lies in memory by columns, another by channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(30, 8)
+        self.plain = nn.Linear(8, 12)
+        self.turned = nn.Parameter(torch.randn(9, 7).t())
+        self.convolution = nn.Conv2d(5, 6, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def tables(kind: Any, **options: Any) -> tuple[Layout, Features, Any]:
+    """The layout of a model that was trained a little, the features of its elements, and the optimizer."""
+    torch.manual_seed(4)
+    model = Tables()
+    layout = Layout(model)
+    optimizer = kind(model.parameters(), lr=0.01, **options)
+    for _ in range(3):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    site = Site(model, layout, [SimpleNamespace(optimizer=optimizer)])
+    return layout, Features(layout.slots, site, kinds=True), optimizer
+
+
+def written(features: Features, index: Any, waiting: Any) -> Any:
+    """What write() gives as float32, in which the sign of what waits is taken out again where nets take it out."""
+    out = np.zeros(features.count * len(index), dtype=np.uint16)
+    features.write(index, round_to(waiting[index], BF16), out)
+    rows = widen(out, BF16).reshape(features.count, -1)
+    rows[1:] *= np.copysign(np.float32(1), waiting[index])
+    return rows
+
+
+def coming(optimizer: Any, p: torch.Tensor) -> torch.Tensor:
+    state = optimizer.state[p]
+    if isinstance(optimizer, torch.optim.AdamW):
+        move: torch.Tensor = state["exp_avg"] / state["exp_avg_sq"].sqrt()
+    else:
+        move = state["momentum_buffer"]
+    return move / move.square().mean().sqrt()
+
+
+@pytest.mark.parametrize(("kind", "options"), [(torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {})])
+def test_what_nets_see_besides_gradients(kind: Any, options: dict[str, Any]) -> None:
+    """Of all elements, and of some: an element's row and column are those of its tensor in any order of memory."""
+    layout, features, optimizer = tables(kind, **options)
+    waiting = np.random.default_rng(1).standard_normal(layout.size).astype(np.float32)
+    waiting *= np.random.default_rng(2).choice([0.1, 1.0, 5.0], layout.size)
+    features.measure(waiting)
+    kinds = {"embedding.weight": 3.0, "plain.weight": 0.0, "turned": 0.0, "convolution.weight": 1.0}
+    expected = np.zeros((4, layout.size), dtype=np.float32)
+    for slot, p in zip(layout.slots, layout.params, strict=True):
+        squares = slot.view(torch.from_numpy(waiting)).square()
+        lines = [torch.ones(()), torch.ones(())]
+        if p.dim() > 1:
+            for d in (0, 1):
+                mean = squares.mean([other for other in range(p.dim()) if other != d], keepdim=True)
+                lines[d] = (mean / squares.mean()).sqrt()
+        for row, value in enumerate((coming(optimizer, p), *lines, torch.tensor(kinds.get(slot.name, -1.0)))):
+            slot.view(torch.from_numpy(expected[row])).copy_(value.expand(p.shape))
+    every = written(features, np.arange(layout.size), waiting)
+    np.testing.assert_allclose(every, expected, rtol=0.01)
+    some = np.sort(np.random.default_rng(3).permutation(layout.size)[:50])
+    np.testing.assert_array_equal(written(features, some, waiting), every[:, some])
+
+
+def test_without_an_optimizer_nothing_is_known_of_its_step() -> None:
+    """Nor of one that keeps no momentum, and what was measured before is what counts."""
+    layout, features, _ = tables(torch.optim.SGD)
+    waiting = np.ones(layout.size, dtype=np.float32)
+    features.measure(waiting)
+    rows = written(features, np.arange(layout.size), waiting)
+    assert not rows[0].any()
+    assert (rows[1:3] == 1).all()
+    _, other, _ = tables(torch.optim.SGD, momentum=0.9)
+    other.load(features.state())
+    np.testing.assert_array_equal(written(other, np.arange(layout.size), waiting), rows)
+    assert Features(layout.slots, None, kinds=True).kinds[0] == 0.0  # the shape of an embedding is a matrix
+    with pytest.raises(ConfigurationError, match=r"the features\.lines in the state"):
+        other.check({**other.state(), "features.lines": np.ones(3)})
+    with pytest.raises(ConfigurationError, match=r"the features\.factors in the state"):
+        other.check({**other.state(), "features.factors": other.factors * np.nan})
 
 
 def test_results_come_in_the_order_of_jobs_and_failures_are_told() -> None:

@@ -1,8 +1,9 @@
-"""The nets that predict importance, one for each layer, and how they learn: arrays in, arrays out, one generator.
+"""The nets that predict importance, one for each layer or one for all, and how they learn: arrays in, arrays out.
 
 What a net sees of an element are its last gradients, each in units of the layer's root mean square and on a logarithmic
-scale, with the sign of what waits in the accumulator taken out: a gradient that agrees with it is positive. What it
-learns is to rank: of two elements of any layers, the one whose sending gains more should have the larger key.
+scale, with the sign of what waits in the accumulator taken out: a gradient that agrees with it is positive. Features may
+follow them. What it learns is to rank: of two elements of any layers, the one whose sending gains more should have the
+larger key.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import numpy as np
 
 from mpisparse.arrays import Bytes, Floats, Halves, Ints
 from mpisparse.backends.keys import PRODUCTS, keys_of
-from mpisparse.backends.kinds import BF16, widen
+from mpisparse.backends.kinds import BF16, round_to, widen
 from mpisparse.backends.protocol import HIDDEN
 from mpisparse.errors import ConfigurationError
 
+INPUTS = 8  # of a net at most, a limit of the kernels
 PAIRS, BATCH = 16_384, 512
 HEAVIEST = 8.0  # weight of a pair, where 1 is the mean
 NEAR = 16  # pairs are of magnitudes that lie within a 16th of all, in their order
@@ -26,7 +28,7 @@ SMOOTHING = 0.9  # of the layers' mean squares, from one lesson to the next
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements [lo, lo + n) to score: rows of their last gradients, oldest first, then of the accumulator, n each."""
+    """Elements [lo, lo + n) to score: rows of n each, of last gradients, oldest first, of features, of the accumulator."""
 
     lo: int
     rows: Halves
@@ -65,19 +67,26 @@ class Prediction:
 
 
 class Nets:
-    """The nets and their optimizer (Adam), as flat vectors; `ends` are the layers' ends in the flat vector of parameters."""
+    """The nets and their optimizer (Adam), as flat vectors; `ends` are the layers' ends in the flat vector of parameters.
 
-    def __init__(self, backend: Any, ends: Ints, depth: int, *, key: int, rate: float, seed: tuple[int, ...]) -> None:
+    features: the number of inputs beside the gradients, already relative to the layer. shared: one net for all layers.
+    """
+
+    def __init__(
+        self, backend: Any, ends: Ints, depth: int, *, key: int, rate: float, seed: tuple[int, ...], features: int = 0,
+        shared: bool = False,
+    ) -> None:  # fmt: skip
         self.backend = backend
         self.ends = ends
         self.depth = depth
+        self.inputs = depth + features
+        self.shared = shared
         self.key = key
         self.rate = rate
         self.seed = seed
-        size = HIDDEN * (depth + 2) + 1
-        nets = np.zeros((len(ends), size), dtype=np.float32)
-        generator = np.random.default_rng([*seed, 0])
-        nets[:, : HIDDEN * (depth + 1)] = generator.standard_normal(HIDDEN * (depth + 1)) / np.sqrt(depth)
+        nets = np.zeros((1 if shared else len(ends), HIDDEN * (self.inputs + 2) + 1), dtype=np.float32)
+        generator, first = np.random.default_rng([*seed, 0]), HIDDEN * (self.inputs + 1)
+        nets[:, :first] = generator.standard_normal(first) / np.sqrt(self.inputs)
         self.nets: Floats = nets.reshape(-1)
         self.mean, self.square = np.zeros((2, nets.size), dtype=np.float32)
         self.squares: Floats = np.zeros(len(ends), dtype=np.float32)  # mean square of the layers' gradients
@@ -95,14 +104,30 @@ class Nets:
 
     def score(self, part: Slice) -> Bytes:
         """The scores of a slice."""
-        n = len(part.rows) // (self.depth + 1)
+        n = len(part.rows) // (self.inputs + 1)
         out = np.empty(n, dtype=np.uint8)
         first, last = np.searchsorted(self.ends, (part.lo, part.lo + n - 1), side="right").tolist()
         ends = np.minimum(self.ends[first : last + 1], part.lo + n) - part.lo
-        own = slice(first * self._size, (last + 1) * self._size)
-        inverse = self._inverse()[first : last + 1]
-        self.backend.predict(part.rows, self.nets[own], inverse, ends, self.depth, out)
+        nets = self.nets if self.shared else self.nets.reshape(len(self.ends), -1)[first : last + 1].reshape(-1)
+        rows, inverse, ends = self._seen(part.rows, ends, first)
+        self.backend.predict(rows, nets, inverse, ends, self.inputs, out)
         return out
+
+    def _seen(self, rows: Halves, ends: Ints, first: int = 0) -> tuple[Halves, Floats, Ints]:
+        """Rows, the factors on them, and the ends of the layers from `first` on, as the kernels need them.
+
+        A kernel has one net and one factor per layer. With features, or one net for all layers, the gradients are scaled
+        before, and the factors are 1.
+        """
+        inverse = self._inverse()[first : first + len(ends)]
+        if not self.shared and self.inputs == self.depth:
+            return rows, inverse, ends
+        table = rows.reshape(self.inputs + 1, -1).copy()
+        with np.errstate(over="ignore"):
+            units = widen(table[: self.depth], BF16) * np.repeat(inverse, np.diff(ends, prepend=0))
+        table[: self.depth] = round_to(units, BF16)
+        ends = ends[-1:] if self.shared else ends
+        return table.reshape(-1), np.ones(len(ends), dtype=np.float32), ends
 
     def _learn(self, lesson: Lesson) -> tuple[float, float]:
         """Learn from random pairs; returns how many of them keys, and magnitudes, had ranked rightly before."""
@@ -110,7 +135,8 @@ class Nets:
         self._measure(lesson.rows, ends)
         pairs, weights = self._pairs(lesson)
         scores = np.empty(len(lesson.index), dtype=np.uint8)
-        self.backend.predict(lesson.rows, self.nets, self._inverse(), ends, self.depth, scores)
+        rows, inverse, ends = self._seen(lesson.rows, ends)
+        self.backend.predict(rows, self.nets, inverse, ends, self.inputs, scores)
         ranking = _ranked(keys_of(lesson.magnitude, scores, self.key), pairs, weights)
         plain = _ranked(lesson.magnitude, pairs, weights)
         magnitude = lesson.magnitude if self.key == PRODUCTS else np.ones_like(lesson.magnitude)
@@ -118,8 +144,8 @@ class Nets:
         steps = self.batches + 1 + np.arange(count)
         corrections = np.stack([1 / (1 - 0.9**steps), 1 / (1 - 0.99**steps)], axis=1).astype(np.float32).reshape(-1)
         self.backend.learn(
-            self.nets, self.mean, self.square, lesson.rows, self._inverse(), ends, self.depth, magnitude, pairs, weights,
-            BATCH, self.rate, corrections,
+            self.nets, self.mean, self.square, rows, inverse, ends, self.inputs, magnitude, pairs, weights, BATCH,
+            self.rate, corrections,
         )  # fmt: skip
         self.batches += count
         return ranking, plain
@@ -143,7 +169,7 @@ class Nets:
 
     def _measure(self, rows: Halves, ends: Ints) -> None:
         """Follow the layers' mean squares."""
-        gradients = widen(rows.reshape(self.depth + 1, -1)[: self.depth], BF16).astype(np.float64)
+        gradients = widen(rows.reshape(self.inputs + 1, -1)[: self.depth], BF16).astype(np.float64)
         sums = np.append(0.0, np.cumsum(np.square(gradients).sum(axis=0)))
         counts = np.diff(ends, prepend=0)
         means = np.diff(sums[ends], prepend=0.0) / np.maximum(1, counts * self.depth)
@@ -155,10 +181,6 @@ class Nets:
         with np.errstate(divide="ignore"):
             inverse: Floats = np.where(self.squares > 0, 1 / np.sqrt(self.squares), np.float32(0)).astype(np.float32)
         return inverse
-
-    @property
-    def _size(self) -> int:
-        return len(self.nets) // len(self.ends)
 
     def state(self) -> dict[str, Any]:
         """What learning and scoring depend on."""

@@ -35,7 +35,10 @@ class Predictive(Partitioned):
 
     rule: "product" of importance and magnitude, or "importance" alone (magnitude decides between equals).
     percentile: "estimate" selects by counts; "exact" gathers and sorts all keys, for tests.
-    history: how many of the last gradients a net sees: 3, 4 or 5.
+    history: how many of the last gradients a net sees, 3 to 8.
+    features: inputs of the nets: "gradients" alone, or "all": also the coming step of an attached optimizer, and the root
+        mean square of accumulated values in the element's row and column.
+    nets: one for each "layer", or one "shared" by all layers; with features="all" it also sees the kind of parameter.
     validation: a callable that returns the loss of a held-out batch; the nets learn from its gradient.
     validate_every: steps between two calls of `validation`.
     publish_after: steps until samples that were handed to the learning thread have an effect.
@@ -68,6 +71,8 @@ class Predictive(Partitioned):
     rule: str = "product"
     percentile: str = "estimate"
     history: int = 4
+    features: str = "gradients"
+    nets: str = "layer"
     validation: Callable[[], Any] | None = None
     validate_every: int = 32
     publish_after: int = 4
@@ -100,7 +105,7 @@ class Predictive(Partitioned):
                 "rescale=True lets what is sent stand for the rest, which compensate=True would send once more: pass "
                 "compensate=False"
             )
-        check_nets(self.history, self.validation, self.validate_every)
+        check_nets(self)
         check_whole("publish_after", self.publish_after, 1)
         check_choice("refresh", self.refresh, ("slices", "step"))
         check_share("budget", self.budget)
@@ -159,10 +164,8 @@ class Predictive(Partitioned):
             parts,
             parts.residual,
             site,
+            self,
             key=RULES[self.rule],
-            history=self.history,
-            validate=self.validation,
-            every=self.validate_every,
             late=staleness > 0,
             delay=0 if self.refresh == "step" else self.publish_after,
             budget=self.budget,

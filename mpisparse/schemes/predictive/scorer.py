@@ -30,6 +30,7 @@ from mpisparse.select.threshold import FIRST_GROWTH
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from mpisparse.schemes.predictive.features import Features
     from mpisparse.select.scorers import Exempt, Lap
 
 
@@ -76,6 +77,7 @@ class Predicted(WholeGradient):
     def __init__(
         self, residual: torch.Tensor, backend: Any, slots: Sequence[Slot], *, nets: Nets, key: int, every: int, delay: int,
         cores: float, seed: tuple[int, ...], validate: Callable[[], Pieces] | None, late: bool = False,
+        features: Features | None = None,
     ) -> None:  # fmt: skip
         super().__init__(residual, backend, slots)
         self.ends = np.array([slot.end for slot in slots], dtype=np.int64)
@@ -86,7 +88,8 @@ class Predicted(WholeGradient):
         self.seed = seed
         self.validate = validate
         self.late = late
-        self.depth = nets.depth
+        self.depth, self.inputs = nets.depth, nets.inputs
+        self.features = features
         self.tags: Bytes = zeros(len(residual), torch.uint8).numpy()
         self.tags.fill(NEUTRAL)
         self.keys = ScoredKeys(backend, self.acc, self.tags, key)
@@ -218,25 +221,36 @@ class Predicted(WholeGradient):
         if self._place == self.depth - 1:
             whole = self.acc[self._lo : self._lo + self._n]
             one = (np.array([whole.ctypes.data], np.uint64), np.array([len(whole)]), np.array([FP32], np.uint8))
-            self.backend.record(*one, 0, self._row(self.rows, self.depth))
-            rows, part = self.rows, Slice(self._lo, self.rows[: (self.depth + 1) * self._n])
+            self.backend.record(*one, 0, self._row(self.rows, self.inputs))
+            self._write_features(self.rows, np.arange(self._lo, self._lo + self._n))
+            rows, part = self.rows, Slice(self._lo, self.rows[: (self.inputs + 1) * self._n])
             if self.at_once:
                 rows = None  # which this step's successor goes on with: the thread has read them by then
             else:
                 self.rows = self._fresh_rows()
         place = -self._lesson_in(self.step)
         if place == self.depth - 1:
-            self._row(self.sampled, self.depth)[:] = round_to(self.acc[self.sample], BF16)
+            self._row(self.sampled, self.inputs)[:] = round_to(self.acc[self.sample], BF16)
+            if self.features is not None:
+                self.features.measure(self.acc)
+            self._write_features(self.sampled, self.sample)
         if place == self.depth:
             lesson = self._lesson()
         if part is not None or lesson is not None:
             self.background.submit(Job(lesson, part))
             self.due.append((self.step + self.delay, rows))
 
+    def _write_features(self, rows: Halves, index: Ints) -> None:
+        """Write the features of these elements, if any, between the rows of their gradients and of the accumulator."""
+        if self.features is not None:
+            n = len(index)
+            more = rows[self.depth * n : self.inputs * n]
+            self.features.write(index, self._row(rows, self.inputs), more)
+
     def _lesson(self) -> Lesson:
         values = self.acc[self.sample]
         if self.gradient is None:
-            known, gain = widen(self._row(self.sampled, self.depth), BF16), np.abs(values)
+            known, gain = widen(self._row(self.sampled, self.inputs), BF16), np.abs(values)
         else:
             slope = np.empty(len(values), dtype=np.float32)
             self.backend.gather(self.gradient.pointers, self.gradient.ends, self.gradient.kinds, self.sample, slope)
@@ -247,14 +261,14 @@ class Predicted(WholeGradient):
         """Choose the sample of the next lesson."""
         generator = np.random.default_rng([*self.seed, 2, self.step // self.every])
         self.sample = draw(generator, self.ends, SAMPLE, candidates)
-        self.sampled = np.zeros((self.depth + 1) * len(self.sample), dtype=np.uint16)
+        self.sampled = np.zeros((self.inputs + 1) * len(self.sample), dtype=np.uint16)
 
     def _row(self, rows: Halves, r: int) -> Halves:
         n = self._n if rows is self.rows else len(self.sample)
         return rows[r * n : (r + 1) * n]
 
     def _fresh_rows(self) -> Halves:
-        return self.free.pop() if self.free else np.zeros((self.depth + 1) * self.length, dtype=np.uint16)
+        return self.free.pop() if self.free else np.zeros((self.inputs + 1) * self.length, dtype=np.uint16)
 
     # Selecting
 
@@ -292,8 +306,9 @@ class Predicted(WholeGradient):
         self._await(len(self.due))
         return {
             **{f"predictor.{key}": value for key, value in self.nets.state().items()},
+            **({} if self.features is None else self.features.state()),
             "scores": self.tags,
-            "recorded": self.rows[: (self.depth + 1) * self._n],
+            "recorded": self.rows[: (self.inputs + 1) * self._n],
             "sample": self.sample,
             "sampled": self.sampled,
             "pending.due": np.array([step for step, _ in self.due], dtype=np.int64),
@@ -308,6 +323,8 @@ class Predicted(WholeGradient):
     def check(self, state: dict[str, Any]) -> None:
         """Raise ConfigurationError unless the state is of this vector and these nets."""
         self.nets.check({key: state[f"predictor.{key}"] for key in self.nets.state()})
+        if self.features is not None:
+            self.features.check(state)
         n, time, counts = len(self.acc), int(state["time"]), np.asarray(state["pending.count"])
         sample, places, due = (np.asarray(state[key]) for key in ("sample", "pending.lo", "pending.due"))
         fits = (
@@ -315,8 +332,8 @@ class Predicted(WholeGradient):
             and np.shape(state["ranking"]) == (2,)
             and all(int(np.max(state[key], initial=0)) <= MOST for key in ("scores", "pending.scores"))
             and time >= 0
-            and len(state["recorded"]) == (self.depth + 1) * self._slice(time)[1]
-            and len(state["sampled"]) == (self.depth + 1) * len(sample)
+            and len(state["recorded"]) == (self.inputs + 1) * self._slice(time)[1]
+            and len(state["sampled"]) == (self.inputs + 1) * len(sample)
             and (not len(sample) or (sample[0] >= 0 and sample[-1] < n and (np.diff(sample) > 0).all()))
             and len(places) == len(counts) == len(due)
             and (not len(due) or (time <= due[0] and due[-1] < time + max(1, self.delay) and bool((np.diff(due) > 0).all())))
@@ -332,6 +349,8 @@ class Predicted(WholeGradient):
         super().load(state)
         self._await(len(self.due))
         self.nets.load({key: state[f"predictor.{key}"] for key in self.nets.state()})
+        if self.features is not None:
+            self.features.load(state)
         self.step = int(state["time"])
         self.tags[:] = state["scores"]
         self.rows[: len(state["recorded"])] = state["recorded"]
