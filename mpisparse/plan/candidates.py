@@ -50,6 +50,7 @@ ALL = (
     Candidate(SPARSE, "exdyna", "int8", 0.001),
 )
 BY_NAME = {candidate.name: candidate for candidate in ALL}
+EMPTYING = BY_NAME["dense fp32"]  # sends all that waits
 
 
 def suiting(
