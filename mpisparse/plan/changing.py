@@ -41,6 +41,7 @@ class Changing(Aggregator):
 
     now: the candidate in use. pending: the one that replaces it after an optimizer's step. inner: its own aggregator.
     emptied: the last step was one of EMPTYING.
+    told: what statistics say of it.
     optimizers: those attached; scaled: those with a GradScaler. unfit: why weights cannot be exchanged.
     """
 
@@ -50,6 +51,7 @@ class Changing(Aggregator):
         self._polling = None
         self.optimizers: list[torch.optim.Optimizer] = []
         self.scaled: list[torch.optim.Optimizer] = []
+        self.told: Mapping[str, float] = {}
         self.companion: families.Family = families.OfGradients(self)
 
     def begin_with(self, candidate: Candidate) -> None:
@@ -86,13 +88,18 @@ class Changing(Aggregator):
         self._take(candidate)
 
     @property
+    def steps(self) -> int:
+        """The number of the optimizer's steps; the exchanges of weights may be fewer."""
+        return self.companion.done if isinstance(self.companion, families.OfWeights) else self.number
+
+    @property
     def turning(self) -> bool:
         """Whether the coming steps exchange weights instead of gradients, other weights, or gradients instead of these."""
         return self.pending is not None and (self.now.kind == WEIGHTS or self.emptied)
 
     def turned(self) -> Companion:
         """Do what is pending, after an optimizer's step; collective. Returns the companion of the coming steps."""
-        candidate, before, done = self.pending, self.companion, self.number
+        candidate, before = self.pending, self.companion
         assert candidate is not None
         if candidate.kind != WEIGHTS:
             assert isinstance(before, families.OfWeights)
@@ -101,30 +108,30 @@ class Changing(Aggregator):
             self._take(candidate)
             self.companion = families.OfGradients(self)
         elif isinstance(before, families.OfWeights):
-            self._other_weights(candidate, before)
+            self._other_weights(candidate)
         else:
-            companion = self._with_weights(self._take(candidate))
-            companion.begin_together(done)
+            self._with_weights(candidate).begin_together()
         self.pending = None
         return self.companion
 
-    def _other_weights(self, candidate: Candidate, before: families.OfWeights) -> None:
+    def _other_weights(self, candidate: Candidate) -> None:
         """Exchange weights by another candidate, with the same shared ones; what owners remember is kept. Local."""
         shared, reducer = self.parts.residual.clone(), self.works.reducer
-        companion = self._with_weights(self._take(candidate))
+        self._with_weights(candidate)
         self.parts.residual.copy_(shared)
         self.works.reducer = self.works.reducer.loaded(reducer.state())
-        companion.done = before.done
 
-    def _with_weights(self, made: Scheme) -> families.OfWeights:
-        """Note the companion of an exchange of weights."""
-        companion: Any = made.companion
+    def _with_weights(self, candidate: Candidate) -> families.OfWeights:
+        """Have the works of an exchange of weights, and its companion, after as many steps. Local."""
+        done = self.steps
+        companion: Any = self._take(candidate).companion
         self.companion = weights = families.OfWeights(self, companion)
+        weights.done = done
         return weights
 
     def _take(self, candidate: Candidate) -> Scheme:
         """Have another candidate's works, after as many steps. Local."""
-        done = self.number
+        done = self.steps
         self.works.scorer.close()
         made = self._made(candidate)
         self.now, self.inner, self.works = candidate, made.aggregator, made.aggregator.works
@@ -181,8 +188,10 @@ class Changing(Aggregator):
         candidate = BY_NAME[state["choice"]]
         if candidate.kind == WEIGHTS and self.parts.exchange.is_open:
             check_held(self.parts.exchange, self.site.places.params, state["around"]["digest"])
-        made = self._take(candidate)
-        self.companion = self._with_weights(made) if candidate.kind == WEIGHTS else families.OfGradients(self)
+        if candidate.kind == WEIGHTS:
+            return self._with_weights(candidate)
+        self._take(candidate)
+        self.companion = families.OfGradients(self)
         return self.companion
 
     def load(self, state: State) -> None:

@@ -71,8 +71,8 @@ class Choosing(Changing):
     def one_step(self, works: Works, pieces: Pieces | None, notice: Notice, clock: Clock) -> Delivered | None:
         """Do a step as any other; then choose for the next one, if it is time. Collective."""
         delivered = super().one_step(works, pieces, notice, clock)
-        self.times.exchanged()
-        self._look(works.selection.step)
+        self.times.exchanged(self.now.every)
+        self._look(self.steps)
         self.times.ended()
         return delivered
 
@@ -81,9 +81,9 @@ class Choosing(Changing):
     def _look(self, done: int) -> None:
         """Choose for the step of this number, if it is time; collective."""
         course = self.course
-        if done in course.coming:
+        if (due := course.due(done)) is not None:
             self._why = "replayed"
-            self.change(BY_NAME[course.coming[done]])
+            self.change(due)
             self._tell()
         elif done > course.until and done >= self._due and self.parts.exchange.size > 1 and self.pending is None:
             kinds = self._plain, not self._hindrance
@@ -110,7 +110,7 @@ class Choosing(Changing):
         """Choose, the first time, and if steps are far from what was predicted; collective."""
         verdict = self.judge.verdict(window, self.now, known, choices.returns(self.course.history))
         if verdict is None:
-            self.course.write(self.number)
+            self.course.write(done)
             return
         self._why = verdict.says
         if verdict.candidate != self.now:
@@ -120,14 +120,14 @@ class Choosing(Changing):
             say(self.parts.exchange, self.now, done, self._why)
 
     def change(self, candidate: Candidate) -> None:
-        self.course.note(self.number, candidate)
+        self.course.note(self.steps, candidate)
         super().change(candidate)
 
     # Weights: after an optimizer's step
 
     def turned(self) -> Companion:
         """Do what is pending, if weights may be exchanged on all ranks; collective."""
-        candidate, before, done = self.pending, self.now, self.number
+        candidate, before, done = self.pending, self.now, self.steps
         assert candidate is not None
         if before.kind != WEIGHTS and self._hindered(done):
             return self.companion
@@ -164,11 +164,11 @@ class Choosing(Changing):
 
     def _tell(self, predicted: Mapping[str, float] | None = None) -> None:
         """Have statistics, and the log, say what is in use."""
-        says = {**told(self.now, self.judge.measured, self.course.breaks), **(predicted or {})}
+        self.told = {**told(self.now, self.judge.measured, self.course.breaks), **(predicted or {})}
         stages = [stage for stage in self.works.stages if not isinstance(stage, Chosen)]
-        self.works.stages = (*stages, Chosen(self.now.density / self.options.density, says))
+        self.works.stages = (*stages, Chosen(self.now.density / self.options.density, self.told))
         self._scale()
-        self.course.write(self.number)
+        self.course.write(self.steps)
 
     # State: that of the exchange in use, what was chosen, and what it rests on
 
@@ -182,15 +182,19 @@ class Choosing(Changing):
         checked_measurement(state["measured"])
         super().check(state)
 
+    def of(self, state: State) -> Companion:
+        self.course.leave(self.steps)
+        return super().of(state)
+
     def load(self, state: State) -> None:
         """Take what state() gave; the residual is the caller's. Collective."""
-        done, before = int(state["step"]), self.number
+        done = self.steps if BY_NAME[state["choice"]].kind == WEIGHTS else int(state["step"])
         self.judge.load(checked_measurement(state["measured"]))
         self.times.clear()
         self.times.interrupted()
         self._why = "chosen before"
         self._due = done + (1 + WARM if self.judge.measured is None else WINDOW)
-        self.course.load(choices.checked(state["history"], "the history of choices in the state"), done, before)
+        self.course.load(choices.checked(state["history"], "the history of choices in the state"), done)
         if self.course.looked > done:
             self._due = self.course.looked + WINDOW
         super().load(state)

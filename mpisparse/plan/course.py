@@ -28,7 +28,8 @@ class Course:
     """The choices of a run: those that were made, and those to come of a run that is followed.
 
     coming: choices by step, which are followed up to the step `until`; only later ones are made by times.
-    looked: the step after which the ranks looked at their times last. earlier: the log of a run that may have gone on.
+    looked: the step after which the ranks looked at their times last. earlier: the log of a run that may have gone on;
+    left: that of this one when a state was loaded.
     unfit: why weights cannot be exchanged; empty if they can.
     """
 
@@ -40,6 +41,7 @@ class Course:
         self.until = -1.0
         self.looked = 0
         self.earlier: choices.Log | None = None
+        self.left: choices.Log | None = None
         if exchange.is_open:  # not where a state is only checked
             self._read()
 
@@ -85,11 +87,21 @@ class Course:
         """How often the run has gone from gradients to weights or back."""
         return len(choices.discontinuities(self.history))
 
-    def load(self, history: choices.History, done: int, before: int) -> None:
-        """Go on as a state says, after so many steps; before: after how many this run was. Collective."""
-        here, self.history, self.looked = self.log(before), history, done
+    def due(self, done: int) -> Candidate | None:
+        """The candidate to follow after so many steps, if another one was chosen since the last one was noted."""
+        since = self.history[-1][0] if self.history else -1
+        steps = [step for step in self.coming if since < step <= done]
+        return BY_NAME[self.coming[max(steps)]] if steps else None
+
+    def leave(self, done: int) -> None:
+        """A state will be loaded, after so many steps: it may be of this run, which it then follows."""
+        self.left = self.log(done)
+
+    def load(self, history: choices.History, done: int) -> None:
+        """Go on as a state says, after so many steps; collective."""
+        self.history, self.looked = history, done
         if self.files.deterministic is None:
-            self._follow(done, here, self.earlier)
+            self._follow(done, self.left, self.earlier)
 
     def _follow(self, done: int, *logs: choices.Log | None) -> None:
         """Follow the choices of the run that the history is of, as far as it went on after that; collective.

@@ -82,8 +82,8 @@ class Judge:
         return Measured(self.exchange.size, self.elements, max(window.computing), measure.links(self.exchange))
 
     def _with_passes(self, measured: Measured, known: Sequence[Candidate]) -> Measured:
-        """Measure the passes of candidates that are not known yet; the slowest rank counts. Collective."""
-        new = [each for each in known if each.name not in measured.passes]
+        """Measure the passes of exchanges that are not known yet; the slowest rank counts. Collective."""
+        new = [each for each in known if each.every == 1 and each.name not in measured.passes]
         if not new:
             return measured
         with self.exchange.place.exempt("measuring"):

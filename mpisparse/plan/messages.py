@@ -16,7 +16,7 @@ GROUP = 512  # neighbours that drift selects together
 
 
 def messages(candidate: Candidate, elements: int, ranks: int) -> Log:
-    """The collective calls of one step in the steady state."""
+    """The collective calls of one exchange in the steady state."""
     log = Log(ranks)
     log.add("allgather", ROLL_CALL)
     if candidate.kind == DENSE and candidate.codec == "fp32":
@@ -40,5 +40,5 @@ def index_bits(density: float) -> float:
 
 
 def received_per_element(candidate: Candidate, elements: int, ranks: int) -> float:
-    """Bytes that a rank receives for each element in a step."""
-    return float(messages(candidate, elements, ranks).received().max()) / elements
+    """Bytes that a rank receives for each element in a step, on average."""
+    return float(messages(candidate, elements, ranks).received().max()) / elements / candidate.every

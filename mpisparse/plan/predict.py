@@ -38,8 +38,8 @@ class Measured:
     """What predictions rest on.
 
     computing: seconds of a step without its exchange, of the slowest rank. passes: seconds of the passes over memory of each
-    candidate, by name. inside, between: links within a node, and of one rank while all of its node send to others; known
-    where there are several nodes of several ranks. backward: its share of the computation.
+    candidate that exchanges in each step, by name. inside, between: links within a node, and of one rank while all of its
+    node send to others; known where there are several nodes of several ranks. backward: its share of the computation.
     correction: measured over predicted time of the exchange in use.
     """
 
@@ -67,7 +67,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A candidate's exchange and its whole step, in seconds; `way`: flat, nodes first, or overlapped with backward."""
+    """A candidate's exchange and its whole step, in seconds; `way`: flat, nodes first, or overlapped with backward.
+
+    Where not every step exchanges, both are means over steps.
+    """
 
     candidate: Candidate
     exchange: float
@@ -84,7 +87,7 @@ def ways(candidate: Candidate, measured: Measured) -> list[str]:
 
 def predict(candidate: Candidate, measured: Measured, way: str = FLAT) -> Prediction:
     """Predict a step."""
-    passes, ranks = measured.passes.get(candidate.name, 0.0), measured.ranks
+    passes, ranks = measured.passes.get(candidate.each_step.name, 0.0), measured.ranks
     buckets = max(1, round(4 * measured.elements / BUCKET)) if way == OVERLAPPED else 1
     if ranks == 1:
         moved = 0.0
@@ -94,7 +97,7 @@ def predict(candidate: Candidate, measured: Measured, way: str = FLAT) -> Predic
     else:
         each = -(-measured.elements // buckets)
         moved = buckets * measured.links.machine(ranks).seconds(messages(candidate, each, ranks), 0.0)
-    exchange = measured.correction * (passes + moved)
+    exchange = measured.correction * (passes + moved) / candidate.every
     backward = measured.backward * measured.computing if way == OVERLAPPED else 0.0
     ready = [backward * (number + 1) / buckets for number in range(buckets)]
     done = overlapped(ready, [exchange / buckets] * buckets, backward)
@@ -186,7 +189,10 @@ def supposed(measured: Measured, near: Links, question: Question) -> Measured:
 
 @dataclass(frozen=True)
 class Window:
-    """Medians over some steps, for each rank: seconds of computation, of waiting for other ranks, and of the exchange."""
+    """Medians over some steps, for each rank: seconds of computation, of waiting for other ranks, and of the exchange.
+
+    Where not every step exchanges, each is of the mean step from one exchange to the next.
+    """
 
     computing: Sequence[float]
     waiting: Sequence[float]

@@ -12,7 +12,8 @@ from mpisparse.arrays import Doubles
 class Times:
     """Of each step: seconds of computation, of waiting for other ranks, and of the exchange.
 
-    A step that does not follow another one at once has none: its computation is not known.
+    A step that does not follow another one at once has none: its computation is not known. Where not every step exchanges,
+    they are of the mean step from one exchange to the next.
     """
 
     def __init__(self) -> None:
@@ -29,11 +30,11 @@ class Times:
         """All ranks are in the step."""
         self._agreed = time.perf_counter()
 
-    def exchanged(self) -> None:
-        """The exchange is done."""
+    def exchanged(self, steps: int) -> None:
+        """The exchange of so many steps is done."""
         if self._computing and self._agreed:
-            now = time.perf_counter()
-            self._rows.append((self._computing, self._agreed - self._called, now - self._agreed))
+            waiting, moving = self._agreed - self._called, time.perf_counter() - self._agreed
+            self._rows.append((self._computing / steps, waiting / steps, moving / steps))
         self._agreed = 0.0
 
     def ended(self) -> None:
