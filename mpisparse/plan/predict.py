@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from mpisparse.errors import ConfigurationError
 from mpisparse.plan.candidates import WEIGHTS, Candidate
 from mpisparse.plan.costs import Log, Machine, overlapped
-from mpisparse.plan.messages import messages
+from mpisparse.plan.messages import EVEN, Selections, messages
 
 FLAT, NODES, OVERLAPPED = WAYS = ("flat", "nodes first", "overlapped")
 BACKWARD = 2 / 3  # of the computation, if that is not measured
@@ -85,27 +86,36 @@ def ways(candidate: Candidate, measured: Measured) -> list[str]:
     return [FLAT, *([NODES] if nodes else []), *([OVERLAPPED] if early else [])]
 
 
-def predict(candidate: Candidate, measured: Measured, way: str = FLAT) -> Prediction:
-    """Predict a step."""
+def predict(
+    candidate: Candidate, measured: Measured, way: str = FLAT, selections: Selections = MappingProxyType({})
+) -> Prediction:
+    """Predict a step. selections: what selecting takes, where that is known."""
     passes, ranks = measured.passes.get(candidate.each_step.name, 0.0), measured.ranks
     buckets = max(1, round(4 * measured.elements / BUCKET)) if way == OVERLAPPED else 1
+    inside = 0.0
     if ranks == 1:
         moved = 0.0
     elif way == NODES:
-        moved = _by_node(candidate, measured)
+        inside, moved = _by_node(candidate, measured, selections)
         passes /= measured.ranks_a_node
     else:
         each = -(-measured.elements // buckets)
-        moved = buckets * measured.links.machine(ranks).seconds(messages(candidate, each, ranks), 0.0)
-    exchange = measured.correction * (passes + moved) / candidate.every
+        moved = buckets * _moving(candidate, each, ranks, measured.links, selections)
+    exchange = measured.correction * (inside + (passes + moved) / candidate.every)
     backward = measured.backward * measured.computing if way == OVERLAPPED else 0.0
     ready = [backward * (number + 1) / buckets for number in range(buckets)]
     done = overlapped(ready, [exchange / buckets] * buckets, backward)
     return Prediction(candidate, exchange, measured.computing - backward + done, way)
 
 
-def _by_node(candidate: Candidate, measured: Measured) -> float:
-    """Seconds of messages if each node sums first, and its ranks exchange a shard each."""
+def _moving(candidate: Candidate, elements: int, ranks: int, links: Links, selections: Selections) -> float:
+    """Seconds of deciding what is sent, and of its messages."""
+    selected = selections.get((candidate.name, ranks), EVEN)
+    return links.machine(ranks).seconds(messages(candidate, elements, ranks, selected), 0.0, selected.seconds)
+
+
+def _by_node(candidate: Candidate, measured: Measured, selections: Selections) -> tuple[float, float]:
+    """Seconds of the sums of a node, which belong to each step, and of the exchange of a shard between nodes."""
     assert measured.inside is not None
     assert measured.between is not None
     ranks, nodes = measured.ranks_a_node, measured.ranks // measured.ranks_a_node
@@ -114,7 +124,7 @@ def _by_node(candidate: Candidate, measured: Measured) -> float:
     inside.add("alltoallv", 4 * shard)
     inside.add("allgather", 4 * shard)
     seconds = measured.inside.machine(ranks).seconds(inside, 0.0)
-    return seconds + measured.between.machine(nodes).seconds(messages(candidate, shard, nodes), 0.0)
+    return seconds, _moving(candidate, shard, nodes, measured.between, selections)
 
 
 def choose(predictions: Sequence[Prediction], computing: float, slowdown: float, now: Candidate | None = None) -> Prediction:

@@ -113,6 +113,10 @@ def test_the_mean_step_of_a_rarer_exchange_has_its_share_of_one() -> None:
     each, fourth = (predict(BY_NAME[name], m) for name in ("drift 13 % sign", "drift 13 % sign every 4"))
     assert fourth.exchange == pytest.approx(each.exchange / 4)
     assert fourth.step == pytest.approx(m.computing + each.exchange / 4)
+    nodes = measured(ranks_a_node=2, inside=GIGABIT, between=GIGABIT)
+    free = replace(nodes, inside=Links(0.0, 1e99, 1e99))
+    saved = predict(each.candidate, nodes, NODES).exchange - predict(fourth.candidate, nodes, NODES).exchange
+    assert saved == pytest.approx(0.75 * predict(each.candidate, free, NODES).exchange)  # a node sums in each step
     window = Window([0.5], [0.0], [2 * fourth.exchange])
     assert corrected(m, window, fourth.candidate).correction == pytest.approx(2.0)
 
