@@ -54,8 +54,8 @@ class Course:
                 raise ConfigurationError(
                     f"deterministic: {self.files.deterministic} has exchanges of weights, which cannot be here: {self.unfit}"
                 )
-        elif self.files.log is not None and self.exchange.rank == 0:
-            self.earlier = choices.read_earlier(Path(self.files.log), self.model, self.exchange.size)
+        elif self.files.log is not None:
+            self.earlier = choices.read_earlier(Path(self.files.log), self.model, self.exchange)
 
     def begun(self, candidate: Candidate) -> Candidate:
         """The first candidate: the given one, unless another one is to be replayed."""

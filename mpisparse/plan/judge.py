@@ -53,7 +53,9 @@ class Judge:
         if before is None:
             measured = self._with_passes(self._measure(window), known)
         else:
-            off = self._of_rank_0(int(window.off(predict(now, before).step)))
+            expected = predict(now, before)
+            eased = now != known[0] and window.eased(expected.exchange)
+            off = self._of_rank_0(int(window.off(expected.step) or eased))
             if not off and self.rival is None:
                 self.windows = 1
                 return None

@@ -18,6 +18,7 @@ BUCKET = 8e6  # bytes of gradients that set out together
 ALIKE = 0.05  # predictions this close are equal: then the richer exchange is better
 SURE = 1.25  # by so much the exchange of a richer candidate may be dearer than predicted and still fit
 FAR = 0.2  # a step that is off by more than this share calls for another look
+EASED = 0.5  # so does an exchange that takes less than this share of its prediction, if there is a richer one
 MOST = 4.0  # times that exchanges may take longer, or shorter, than their messages and passes say
 
 
@@ -221,6 +222,10 @@ class Window:
     def off(self, predicted: float) -> bool:
         """Tell whether steps are far from what was predicted."""
         return abs(self.step - predicted) > FAR * predicted
+
+    def eased(self, predicted: float) -> bool:
+        """Tell whether the exchange takes far less than predicted, which may hardly show in a step that computes long."""
+        return self.exchange < EASED * predicted
 
     def blame(self, before: Measured) -> str:
         """Which of both has changed, in words: a rank computes slower than all did, or the exchange takes longer."""
