@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,10 +12,11 @@ from mpisparse.plan import candidates
 from mpisparse.plan.candidates import BY_NAME, SPARSE
 from mpisparse.plan.costs import Message
 from mpisparse.plan.messages import EVEN, Selected, messages, received_per_element
-from mpisparse.plan.predict import NODES, Links, Measured, predict
+from mpisparse.plan.predict import FLAT, NODES, Links, Measured, predict
 from mpisparse.plan.selected import FIRST, SETS, selected, selections
 from mpisparse.plan.simulator import simulator
 from mpisparse.plan.synthetic import Synthetic
+from mpisparse.runtime import cli
 
 SPARSEST = BY_NAME["exdyna 1 % int8"]
 SLOW = Links(1e-4, 1e8, 1e8)
@@ -58,7 +61,7 @@ def test_what_selecting_takes_is_in_the_prediction() -> None:
     counts = Message("allgather", messages(BY_NAME["dense int4"], 64, 64).messages[0].nbytes)
     even = Selected(counts=(counts,) * len(messages(SPARSEST, m.elements, 64).messages[:-4]))
 
-    def exchange(way: str = "flat", ranks: int = 64, **changes: float) -> float:
+    def exchange(way: str = "flat", ranks: int = 64, **changes: Any) -> float:
         return predict(SPARSEST, m, way, {(SPARSEST.name, ranks): replace(even, **changes)}).exchange
 
     assert exchange(seconds=0.25) == pytest.approx(exchange() + 0.25)
@@ -66,3 +69,16 @@ def test_what_selecting_takes_is_in_the_prediction() -> None:
     assert exchange(imbalance=1.0) > exchange()
     assert exchange(ranks=32) == predict(SPARSEST, m, selections={}).exchange == exchange(ranks=8)
     assert predict(SPARSEST, m, NODES, {(SPARSEST.name, 64): replace(EVEN, seconds=9.0)}).exchange < 9.0
+
+
+def test_the_command_asks_the_simulator(capsys: pytest.CaptureFixture[str]) -> None:
+    """The bytes of sparse gradients are those of simulated steps among as many ranks as were asked for."""
+    flags = ["--model", "digits-cnn", "--optimizer", "sgd", "--link", "1gbit", "--ranks", "20", "--json"]
+    assert cli.main(["plan", *flags]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    told = {row["exchange"]: row["bytes"] for row in rows if row["way"] == FLAT}
+    elements = 283_786
+    for each in candidates.suiting(adaptive=False):
+        known = {"selected": selected(each, elements, 20)} if each.kind == SPARSE else {}
+        assert told[each.name] == pytest.approx(received_per_element(each, elements, 20, **known), rel=0.01), each.name
+    assert told[SPARSEST.name] != pytest.approx(received_per_element(SPARSEST, elements, 20), rel=0.01)
