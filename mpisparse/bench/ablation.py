@@ -15,11 +15,12 @@ from typing import Any
 from mpi4py import MPI
 
 import mpisparse
+from mpisparse.bench.given import GivenModel
 from mpisparse.bench.sync import open_source
-from mpisparse.bench.synthetic import GivenModel, Source
 from mpisparse.bench.train import FIRST, Case, progress_to_stderr, train_case
 from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.core.records import Stats
+from mpisparse.plan.synthetic import Source
 from mpisparse.runtime.settings import Settings
 from mpisparse.runtime.table import save, show
 from mpisparse.stopping import StopRequest

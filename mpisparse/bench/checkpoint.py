@@ -16,9 +16,10 @@ from mpi4py import MPI
 
 import mpisparse
 from mpisparse import checkpoint
+from mpisparse.bench.given import GivenModel
 from mpisparse.bench.sync import timed
-from mpisparse.bench.synthetic import GivenModel, Synthetic
 from mpisparse.errors import ConfigurationError
+from mpisparse.plan.synthetic import Synthetic
 from mpisparse.runtime.table import show
 
 COLUMNS = {"what": "", "ms": ".1f", "MB_per_s": ".0f", "of_plain": ".2f", "of_copy": ".2f"}

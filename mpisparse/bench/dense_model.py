@@ -8,14 +8,14 @@ from itertools import accumulate, pairwise
 import torch
 
 from mpisparse.backends.flat import Slot
-from mpisparse.bench.simulator import READY
 from mpisparse.bench.train import Case
-from mpisparse.bench.virtual_search import HEADER
 from mpisparse.comm.regions import even_regions
 from mpisparse.core.bucket import cut
 from mpisparse.errors import ConfigurationError
 from mpisparse.names import FLAT
 from mpisparse.plan.costs import Log, Machine, Nodes, overlapped
+from mpisparse.plan.simulator import READY
+from mpisparse.plan.virtual_search import HEADER
 from mpisparse.schemes import configure
 from mpisparse.schemes.dense import Dense
 from mpisparse.schemes.overlap import MB

@@ -18,9 +18,9 @@ import torch
 from mpi4py import MPI
 
 import mpisparse
+from mpisparse.bench.given import GivenModel
 from mpisparse.bench.holding import held
 from mpisparse.bench.sync import open_source
-from mpisparse.bench.synthetic import GivenModel
 from mpisparse.bench.train import Case
 from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.core import step

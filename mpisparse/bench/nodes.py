@@ -17,10 +17,11 @@ import torch
 from mpi4py import MPI
 
 import mpisparse
-from mpisparse.bench.synthetic import GivenModel, Synthetic
+from mpisparse.bench.given import GivenModel
 from mpisparse.bench.train import Case
 from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.errors import ConfigurationError
+from mpisparse.plan.synthetic import Synthetic
 from mpisparse.runtime.table import save, show
 
 COLUMNS = {

@@ -26,10 +26,9 @@ from mpi4py import MPI
 
 import mpisparse
 from mpisparse.bench.dense_model import DenseModel
+from mpisparse.bench.given import GivenModel
 from mpisparse.bench.node_links import measure_nodes
-from mpisparse.bench.simulator import Simulated, Simulator, simulator
 from mpisparse.bench.sync import open_source
-from mpisparse.bench.synthetic import LAYERS, GivenModel, Source, Synthetic
 from mpisparse.bench.train import FIRST, Case
 from mpisparse.comm.agreement import on_all
 from mpisparse.comm.exchange import Exchange
@@ -38,6 +37,8 @@ from mpisparse.core.records import Stats
 from mpisparse.errors import ConfigurationError
 from mpisparse.names import FLAT
 from mpisparse.plan.costs import Log, Machine, Nodes
+from mpisparse.plan.simulator import Simulated, Simulator, simulator
+from mpisparse.plan.synthetic import LAYERS, Source, Synthetic
 from mpisparse.runtime.table import save, show
 
 COLUMNS = {

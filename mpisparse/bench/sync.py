@@ -22,10 +22,11 @@ import torch
 from mpi4py import MPI
 
 import mpisparse
-from mpisparse.bench.synthetic import GivenModel, Source, Synthetic, worker_gradient
+from mpisparse.bench.given import GivenModel
 from mpisparse.comm.agreement import on_all
 from mpisparse.comm.exchange import Exchange
 from mpisparse.names import CODECS
+from mpisparse.plan.synthetic import Source, Synthetic, worker_gradient
 from mpisparse.runtime.recording import Recording
 from mpisparse.runtime.table import save, show
 from mpisparse.schemes import find_scheme

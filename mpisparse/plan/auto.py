@@ -15,7 +15,7 @@ from mpisparse.plan.families import unfit
 from mpisparse.plan.predict import check_slowdown
 from mpisparse.schemes import configure
 from mpisparse.schemes.companion import Scheme, Site
-from mpisparse.schemes.options import Options, check_flag
+from mpisparse.schemes.options import Options, check_flag, check_whole
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Auto(Options):
 
     density: the least share of elements that may be sent.
     codec: the coarsest codec of whole gradients.
+    every: how many steps may lie between two exchanges of weights, at most.
     weights: False leaves out exchanges of weights: then all ranks have the same weights after each step.
     slowdown: how long a step may take with its exchange, as a multiple of its computation, at least 1.
     log: a file to which rank 0 writes what was chosen, and from which step on.
@@ -34,8 +35,10 @@ class Auto(Options):
 
     flat_only = "it measures the links between all ranks; choose a scheme for nodes after `mpisparse plan`"
     suits_optimizer: ClassVar[bool] = True
+    refused: ClassVar[dict[str, str]] = {}
     density: float = 0.001
     codec: str = "int2"
+    every: int = candidates.RAREST
     weights: bool = True
     slowdown: float = 1.1
     log: str | None = None
@@ -43,6 +46,7 @@ class Auto(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_whole("every", self.every, 1)
         check_flag("weights", self.weights)
         check_slowdown(self.slowdown)
         for name in ("log", "deterministic"):
@@ -73,7 +77,9 @@ class Auto(Options):
         plain: for an optimizer that sparse gradients suit. weights: with those that exchange weights.
         """
         kinds = (DENSE, SPARSE, WEIGHTS) if weights else (DENSE, SPARSE)
-        return candidates.suiting(adaptive=not plain, kinds=kinds, coarsest=self.codec, least=self.density)
+        return candidates.suiting(
+            adaptive=not plain, kinds=kinds, coarsest=self.codec, least=self.density, rarest=self.every
+        )
 
     def of(self, candidate: Candidate) -> Options:
         """The options of a candidate's scheme."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 DENSE, SPARSE, WEIGHTS = "dense", "sparse", "weights"
@@ -13,7 +13,7 @@ FIRST = "int4"  # the codec before anything is measured: an eighth of the bytes,
 
 @dataclass(frozen=True)
 class Candidate:
-    """An exchange: a scheme with its codec and density.
+    """An exchange: a scheme with its codec, density, and steps of the optimizer from one exchange to the next.
 
     kind: "dense" sends whole gradients, "sparse" the largest elements of gradients, "weights" the drift of weights.
     """
@@ -22,12 +22,19 @@ class Candidate:
     scheme: str
     codec: str
     density: float = 1.0
+    every: int = 1
 
     @property
     def name(self) -> str:
         """What tables and logs call it."""
         share = "" if self.kind == DENSE else f" {100 * self.density:g} %"
-        return f"{self.scheme}{share} {self.codec}"
+        pace = "" if self.every == 1 else f" every {self.every}"
+        return f"{self.scheme}{share} {self.codec}{pace}"
+
+    @property
+    def each_step(self) -> Candidate:
+        """The same exchange in every step."""
+        return replace(self, every=1)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -37,6 +44,8 @@ class Candidate:
             options["density"] = self.density
         if self.kind == WEIGHTS:
             options["by"] = "groups"
+        if self.every > 1:
+            options["every"] = self.every
         return options
 
 
@@ -48,22 +57,30 @@ ALL = (
     Candidate(WEIGHTS, "drift", "sign", 0.13),
     Candidate(SPARSE, "exdyna", "int8", 0.01),
     Candidate(SPARSE, "exdyna", "int8", 0.001),
+    # Drift every 4 steps was measured with single elements only (docs/results/predicting.md), where it captured less than
+    # each step at about equal bytes; every 16 steps was not. So they come after all that exchanges in each step.
+    Candidate(WEIGHTS, "drift", "int2", 0.17, 4),
+    Candidate(WEIGHTS, "drift", "sign", 0.13, 4),
+    Candidate(WEIGHTS, "drift", "sign", 0.13, 16),
 )
 BY_NAME = {candidate.name: candidate for candidate in ALL}
+RAREST = 4  # steps from one exchange to the next at most, unless more are asked for
+EMPTYING = BY_NAME["dense fp32"]  # sends all that waits
 
 
 def suiting(
-    *, adaptive: bool, kinds: Sequence[str] = (DENSE, SPARSE, WEIGHTS), coarsest: str = CODECS[-1], least: float = 0.0
-) -> Iterator[Candidate]:
+    *, adaptive: bool, kinds: Sequence[str] = (DENSE, SPARSE, WEIGHTS), coarsest: str = CODECS[-1], least: float = 0.0,
+    rarest: int = RAREST,
+) -> Iterator[Candidate]:  # fmt: skip
     """Yield what suits an optimizer, richest first.
 
     adaptive: it divides by what it has seen of an element's gradient, which sparse gradients mislead. coarsest: no dense
-    codec of fewer bits. least: no lower density.
+    codec of fewer bits. least: no lower density. rarest: no more steps from one exchange to the next.
     """
     for candidate in ALL:
         fine = candidate.kind != DENSE or CODECS.index(candidate.codec) <= CODECS.index(coarsest)
         misled = adaptive and candidate.kind == SPARSE
-        if candidate.kind in kinds and fine and not misled and candidate.density >= least:
+        if candidate.kind in kinds and fine and not misled and candidate.density >= least and candidate.every <= rarest:
             yield candidate
 
 

@@ -95,10 +95,7 @@ def read(path: Path, model: str, what: str = "deterministic") -> Log:
     if known != 1:
         raise ConfigurationError(f"{what}: {path} is of version {known!r}, this one reads version 1")
     if of != model:
-        raise ConfigurationError(
-            f"{what}: {path} is of another model, whose parameters have other names, shapes or types; pass the log of a run "
-            "of this model"
-        )
+        raise ConfigurationError(f"{what}: {path} is of another model, whose parameters have other names, shapes or types")
     return Log(checked(history, f"{what}: {path}"), model, ranks, looked)
 
 
@@ -109,16 +106,23 @@ def read_together(path: Path, model: str, exchange: Exchange) -> History:
         try:
             told = {"history": read(path, model).history}
         except ConfigurationError as error:
-            told = {"error": str(error)}
+            told = {"error": f"{error}; pass the log of a run of this model"}
     told = json.loads(exchange.gather_texts(json.dumps(told))[0])
     if "error" in told:
         raise ConfigurationError(told["error"])
     return [(step, name) for step, name in told["history"]]
 
 
-def read_earlier(path: Path, model: str, ranks: int) -> Log | None:
-    """The log of an earlier run of the same model on as many ranks, if there is one."""
-    with suppress(ConfigurationError):
-        log = read(path, model, "log")
-        return log if log.ranks == ranks else None
-    return None
+def read_earlier(path: Path, model: str, exchange: Exchange) -> Log | None:
+    """On rank 0, the log of an earlier run of the same model on as many ranks, if there is one; collective.
+
+    Raises on all ranks if the file is anything else, which would be overwritten.
+    """
+    log, error = None, None
+    try:
+        if exchange.rank == 0 and path.exists() and path.stat().st_size:
+            log = read(path, model, "log")
+    except ConfigurationError as caught:
+        error = ConfigurationError(f"{caught}; it is not overwritten: remove it, or name another file")
+    exchange.raise_together(error)
+    return log if log is not None and log.ranks == exchange.size else None

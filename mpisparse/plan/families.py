@@ -6,6 +6,8 @@ the optimizer at once, and where ranks had optimizers of their own, the states o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -22,19 +24,24 @@ from mpisparse.schemes.drift.weights import OwnWeights
 WAY_OUT = "pass weights=False to GradientSync, which leaves exchanges of weights out"
 
 if TYPE_CHECKING:
-    from mpisparse.core.records import Parts
+    from mpisparse.core.records import Parts, Stats
     from mpisparse.plan.candidates import Candidate
     from mpisparse.schemes.options import Options
 
 
 class Chooser(Protocol):
-    """What chooses. turned() and of() return the companion of the coming steps: after a change, or of a state."""
+    """What chooses. turned() and of() return the companion of the coming steps: after a change, or of a state.
+
+    told: what statistics say of the choice.
+    """
 
     parts: Parts
     site: Site
     optimizers: list[torch.optim.Optimizer]
     scaled: list[torch.optim.Optimizer]
     pending: Candidate | None
+
+    told: Mapping[str, float]
 
     @property
     def turning(self) -> bool: ...
@@ -106,6 +113,7 @@ class OfWeights(Family, Drifting):
 
     def __init__(self, choosing: Chooser, drifting: Drifting) -> None:
         Drifting.__init__(self, drifting.aggregator, drifting.site, drifting.weights, every=1)
+        self.pace = drifting.pace
         self.choosing = choosing
         self.weights.scheme = "auto"
         self.optimizer = choosing.optimizers[0] if choosing.optimizers else None
@@ -123,12 +131,15 @@ class OfWeights(Family, Drifting):
         Family.release(self, optimizer)
         self.optimizer = self.choosing.optimizers[0] if self.choosing.optimizers else None
 
-    def begin_together(self, done: int) -> None:
-        """Begin after so many steps with weights that are the same on all ranks; collective.
+    def rested(self, stats: Stats) -> Stats:
+        """A step without an exchange still tells what was chosen."""
+        return replace(stats, details=dict(self.choosing.told))
+
+    def begin_together(self) -> None:
+        """Begin with weights that are the same on all ranks; collective.
 
         They are, but for the rounding of other processors: then rank 0's are the shared ones.
         """
-        self.done = done
         if len(set(self.exchange.gather_texts(str(checksum([self.shared]))))) > 1:
             self.exchange.broadcast_(self.shared.view(torch.uint8).numpy())
 

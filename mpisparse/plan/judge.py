@@ -53,7 +53,9 @@ class Judge:
         if before is None:
             measured = self._with_passes(self._measure(window), known)
         else:
-            off = self._of_rank_0(int(window.off(predict(now, before).step)))
+            expected = predict(now, before)
+            eased = now != known[0] and window.eased(expected.exchange)
+            off = self._of_rank_0(int(window.off(expected.step) or eased))
             if not off and self.rival is None:
                 self.windows = 1
                 return None
@@ -82,8 +84,8 @@ class Judge:
         return Measured(self.exchange.size, self.elements, max(window.computing), measure.links(self.exchange))
 
     def _with_passes(self, measured: Measured, known: Sequence[Candidate]) -> Measured:
-        """Measure the passes of candidates that are not known yet; the slowest rank counts. Collective."""
-        new = [each for each in known if each.name not in measured.passes]
+        """Measure the passes of exchanges that are not known yet; the slowest rank counts. Collective."""
+        new = [each for each in known if each.every == 1 and each.name not in measured.passes]
         if not new:
             return measured
         with self.exchange.place.exempt("measuring"):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from mpisparse.errors import ConfigurationError
 from mpisparse.plan.candidates import WEIGHTS, Candidate
 from mpisparse.plan.costs import Log, Machine, overlapped
-from mpisparse.plan.messages import messages
+from mpisparse.plan.messages import EVEN, Selections, messages
 
 FLAT, NODES, OVERLAPPED = WAYS = ("flat", "nodes first", "overlapped")
 BACKWARD = 2 / 3  # of the computation, if that is not measured
@@ -17,6 +18,7 @@ BUCKET = 8e6  # bytes of gradients that set out together
 ALIKE = 0.05  # predictions this close are equal: then the richer exchange is better
 SURE = 1.25  # by so much the exchange of a richer candidate may be dearer than predicted and still fit
 FAR = 0.2  # a step that is off by more than this share calls for another look
+EASED = 0.5  # so does an exchange that takes less than this share of its prediction, if there is a richer one
 MOST = 4.0  # times that exchanges may take longer, or shorter, than their messages and passes say
 
 
@@ -38,8 +40,8 @@ class Measured:
     """What predictions rest on.
 
     computing: seconds of a step without its exchange, of the slowest rank. passes: seconds of the passes over memory of each
-    candidate, by name. inside, between: links within a node, and of one rank while all of its node send to others; known
-    where there are several nodes of several ranks. backward: its share of the computation.
+    candidate that exchanges in each step, by name. inside, between: links within a node, and of one rank while all of its
+    node send to others; known where there are several nodes of several ranks. backward: its share of the computation.
     correction: measured over predicted time of the exchange in use.
     """
 
@@ -67,7 +69,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A candidate's exchange and its whole step, in seconds; `way`: flat, nodes first, or overlapped with backward."""
+    """A candidate's exchange and its whole step, in seconds; `way`: flat, nodes first, or overlapped with backward.
+
+    Where not every step exchanges, both are means over steps.
+    """
 
     candidate: Candidate
     exchange: float
@@ -82,27 +87,36 @@ def ways(candidate: Candidate, measured: Measured) -> list[str]:
     return [FLAT, *([NODES] if nodes else []), *([OVERLAPPED] if early else [])]
 
 
-def predict(candidate: Candidate, measured: Measured, way: str = FLAT) -> Prediction:
-    """Predict a step."""
-    passes, ranks = measured.passes.get(candidate.name, 0.0), measured.ranks
+def predict(
+    candidate: Candidate, measured: Measured, way: str = FLAT, selections: Selections = MappingProxyType({})
+) -> Prediction:
+    """Predict a step. selections: what selecting takes, where that is known."""
+    passes, ranks = measured.passes.get(candidate.each_step.name, 0.0), measured.ranks
     buckets = max(1, round(4 * measured.elements / BUCKET)) if way == OVERLAPPED else 1
+    inside = 0.0
     if ranks == 1:
         moved = 0.0
     elif way == NODES:
-        moved = _by_node(candidate, measured)
+        inside, moved = _by_node(candidate, measured, selections)
         passes /= measured.ranks_a_node
     else:
         each = -(-measured.elements // buckets)
-        moved = buckets * measured.links.machine(ranks).seconds(messages(candidate, each, ranks), 0.0)
-    exchange = measured.correction * (passes + moved)
+        moved = buckets * _moving(candidate, each, ranks, measured.links, selections)
+    exchange = measured.correction * (inside + (passes + moved) / candidate.every)
     backward = measured.backward * measured.computing if way == OVERLAPPED else 0.0
     ready = [backward * (number + 1) / buckets for number in range(buckets)]
     done = overlapped(ready, [exchange / buckets] * buckets, backward)
     return Prediction(candidate, exchange, measured.computing - backward + done, way)
 
 
-def _by_node(candidate: Candidate, measured: Measured) -> float:
-    """Seconds of messages if each node sums first, and its ranks exchange a shard each."""
+def _moving(candidate: Candidate, elements: int, ranks: int, links: Links, selections: Selections) -> float:
+    """Seconds of deciding what is sent, and of its messages."""
+    selected = selections.get((candidate.name, ranks), EVEN)
+    return links.machine(ranks).seconds(messages(candidate, elements, ranks, selected), 0.0, selected.seconds)
+
+
+def _by_node(candidate: Candidate, measured: Measured, selections: Selections) -> tuple[float, float]:
+    """Seconds of the sums of a node, which belong to each step, and of the exchange of a shard between nodes."""
     assert measured.inside is not None
     assert measured.between is not None
     ranks, nodes = measured.ranks_a_node, measured.ranks // measured.ranks_a_node
@@ -111,7 +125,7 @@ def _by_node(candidate: Candidate, measured: Measured) -> float:
     inside.add("alltoallv", 4 * shard)
     inside.add("allgather", 4 * shard)
     seconds = measured.inside.machine(ranks).seconds(inside, 0.0)
-    return seconds + measured.between.machine(nodes).seconds(messages(candidate, shard, nodes), 0.0)
+    return seconds, _moving(candidate, shard, nodes, measured.between, selections)
 
 
 def choose(predictions: Sequence[Prediction], computing: float, slowdown: float, now: Candidate | None = None) -> Prediction:
@@ -186,7 +200,10 @@ def supposed(measured: Measured, near: Links, question: Question) -> Measured:
 
 @dataclass(frozen=True)
 class Window:
-    """Medians over some steps, for each rank: seconds of computation, of waiting for other ranks, and of the exchange."""
+    """Medians over some steps, for each rank: seconds of computation, of waiting for other ranks, and of the exchange.
+
+    Where not every step exchanges, each is of the mean step from one exchange to the next.
+    """
 
     computing: Sequence[float]
     waiting: Sequence[float]
@@ -205,6 +222,10 @@ class Window:
     def off(self, predicted: float) -> bool:
         """Tell whether steps are far from what was predicted."""
         return abs(self.step - predicted) > FAR * predicted
+
+    def eased(self, predicted: float) -> bool:
+        """Tell whether the exchange takes far less than predicted, which may hardly show in a step that computes long."""
+        return self.exchange < EASED * predicted
 
     def blame(self, before: Measured) -> str:
         """Which of both has changed, in words: a rank computes slower than all did, or the exchange takes longer."""

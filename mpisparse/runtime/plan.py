@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from mpisparse.comm.exchange import Exchange
+    from mpisparse.plan.messages import Selections
     from mpisparse.plan.predict import Measured, Prediction, Question
     from mpisparse.runtime.workloads import Data, Task
 
@@ -53,6 +54,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     from mpisparse.comm.transport import end_job_on_uncaught_exception
     from mpisparse.plan import measure
     from mpisparse.plan.predict import supposed
+    from mpisparse.plan.selected import selections
     from mpisparse.runtime.setup import build_together, make_optimizer
     from mpisparse.schemes.optimizers import is_adaptive
 
@@ -67,7 +69,10 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         near = measured.inside or (measured.links if measured.ranks > 1 else measure.near())
         measured = supposed(measured, near, question)
     if exchange.rank == 0:
-        _print(args, settings, measured, known)
+        with exchange.place.exempt("simulating"):
+            sizes = measured.ranks, measured.ranks // measured.ranks_a_node
+            found = selections(known, measured.elements, sizes)
+        _print(args, settings, measured, known, found)
     exchange.close()
     return 0
 
@@ -143,15 +148,19 @@ def _computation(
     return slowest(exchange, computing), back / computing
 
 
-def _print(args: argparse.Namespace, settings: Settings, measured: Measured, known: list[candidates.Candidate]) -> None:
+def _print(
+    args: argparse.Namespace, settings: Settings, measured: Measured, known: list[candidates.Candidate], found: Selections
+) -> None:
     """Print the table, and what would be chosen."""
     from mpisparse.plan.predict import FLAT, NODES, OVERLAPPED, choose, predict, reason, ways
 
-    told = [sorted((predict(each, measured, way) for way in ways(each, measured)), key=lambda p: p.step) for each in known]
-    records = [_record(each, measured) for rows in told for each in rows]
+    told = [
+        sorted((predict(each, measured, way, found) for way in ways(each, measured)), key=lambda p: p.step) for each in known
+    ]
+    records = [_record(each, measured, found) for rows in told for each in rows]
     best = choose([rows[0] for rows in told], measured.computing, args.slowdown)
     if args.json:
-        show([{**each, "chosen": each == _record(best, measured)} for each in records], COLUMNS, as_json=True)
+        show([{**each, "chosen": each == _record(best, measured, found)} for each in records], COLUMNS, as_json=True)
         return
     links = measured.links
     print(
@@ -168,12 +177,13 @@ def _print(args: argparse.Namespace, settings: Settings, measured: Measured, kno
     print(f"GradientSync(model, {words})")
 
 
-def _record(prediction: Prediction, measured: Measured) -> dict[str, Any]:
-    from mpisparse.plan.messages import received_per_element
+def _record(prediction: Prediction, measured: Measured, found: Selections) -> dict[str, Any]:
+    from mpisparse.plan.messages import EVEN, received_per_element
 
+    candidate, ranks = prediction.candidate, measured.ranks
     return {
-        "exchange": prediction.candidate.name, "way": prediction.way,
-        "bytes": received_per_element(prediction.candidate, measured.elements, measured.ranks),
+        "exchange": candidate.name, "way": prediction.way,
+        "bytes": received_per_element(candidate, measured.elements, ranks, found.get((candidate.name, ranks), EVEN)),
         "exchange_ms": 1e3 * prediction.exchange, "step_ms": 1e3 * prediction.step,
         "of_computation": prediction.step / measured.computing,
     }  # fmt: skip

@@ -411,6 +411,29 @@ def test_bad_input_is_refused_on_all_ranks(comm: MPI.Intracomm, directory: Path)
     refused("is no file that the option log wrote", deterministic=str(directory / "choices.jsonl"))
 
 
+def test_a_file_that_is_no_log_of_this_model_is_not_overwritten(comm: MPI.Intracomm, directory: Path) -> None:
+    path = directory / "choices.jsonl"
+    other = log_of(comm, directory, [(0, "dense int8")], nn.Linear(3, 3))
+    for text, match in ((path.read_text(), "of another model"), ("import torch\n", "is no file that the option log wrote")):
+        comm.Barrier()
+        if comm.rank == 0:
+            path.write_text(text)
+        comm.Barrier()
+        error = raised(comm, ConfigurationError, lambda: a_run(comm, log=other))
+        assert match in error
+        assert "remove it, or name another file" in error
+        assert path.read_text() == text
+    comm.Barrier()
+    if comm.rank == 0:
+        path.write_text("")  # as made for it
+    comm.Barrier()
+    model, sync, optimizer = a_run(comm, log=other)
+    trained(model, sync, optimizer, 0, 1)
+    sync.close()
+    comm.Barrier()
+    assert path.read_text().startswith('{"choices": 1')
+
+
 def test_a_malformed_state_is_refused_and_changes_nothing(comm: MPI.Intracomm) -> None:
     model, sync, optimizer = a_run(comm)
     trained(model, sync, optimizer, 0, 2)

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 import mpisparse
 from mpisparse.backends.device import load_backend
-from mpisparse.bench.synthetic import GivenModel, Synthetic
+from mpisparse.bench.given import GivenModel
 from mpisparse.comm.exchange import Exchange
+from mpisparse.plan.synthetic import Synthetic
 from mpisparse.select import tallies
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings('ignore:scheme "predictive" without validation')]

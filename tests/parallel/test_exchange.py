@@ -13,7 +13,7 @@ from ranks import PATHS, bits, lawful_steps, published, seeded, train_lawfully
 from torch import nn
 
 import mpisparse
-from mpisparse.bench.synthetic import GivenModel
+from mpisparse.bench.given import GivenModel
 from mpisparse.comm.exchange import Exchange
 from mpisparse.select import search
 

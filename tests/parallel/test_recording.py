@@ -11,8 +11,8 @@ from mpi4py import MPI
 from ranks import everywhere, in_memory_order, raised, seeded
 from torch import nn
 
-from mpisparse.bench.synthetic import worker_gradient
 from mpisparse.errors import CheckpointError, ConfigurationError
+from mpisparse.plan.synthetic import worker_gradient
 from mpisparse.runtime import recording
 from mpisparse.runtime.recording import Recorder, Recording
 

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from ranks import everywhere
 
 import mpisparse
-from mpisparse.bench.simulator import simulator
-from mpisparse.bench.synthetic import GivenModel, Synthetic
+from mpisparse.bench.given import GivenModel
 from mpisparse.errors import ConfigurationError
+from mpisparse.plan.simulator import simulator
+from mpisparse.plan.synthetic import Synthetic
 from mpisparse.select import search
 
 pytestmark = pytest.mark.mpi

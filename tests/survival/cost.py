@@ -16,8 +16,8 @@ from typing import Any
 from mpi4py import MPI
 
 import mpisparse
+from mpisparse.bench.given import GivenModel
 from mpisparse.bench.sync import open_source, timed
-from mpisparse.bench.synthetic import GivenModel
 
 WARM_UP = 8  # rounds, after which the threshold has settled
 KINDS: dict[str, dict[str, Any]] = {

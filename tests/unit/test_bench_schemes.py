@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mpisparse.bench.simulator import SIMULATED
 from mpisparse.names import CODECS, SCHEMES
+from mpisparse.plan.simulator import SIMULATED
 from mpisparse.runtime.cli import main
 
 pytestmark = pytest.mark.filterwarnings('ignore:scheme "predictive" without validation')

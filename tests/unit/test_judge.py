@@ -66,6 +66,20 @@ def test_the_first_window_chooses_and_a_lasting_change_is_followed(judging: Call
     assert used == ["dense fp32"] * 4 + ["dense int2"] * 3 + ["dense fp32"] * 2
 
 
+def test_a_link_that_is_quick_again_is_noticed_where_the_exchange_in_use_is_a_small_part_of_the_step(
+    judging: Callable[..., list[str]],
+) -> None:
+    """Two bits that fit over a link of 500 MB/s take 8 % of the step: it hardly gets shorter without them."""
+    used = judging([(5e8, 1)] * 3 + [(QUICK, 1)] * 4)
+    assert used == ["dense int2"] * 4 + ["dense fp32"] * 3
+    assert judging([(5e8, 1)] * 3 + [(5e8, 0.7)] * 4) == ["dense int2"] * 7, "some noise is no reason"
+
+
+def test_a_link_that_gets_a_hundred_times_slower_and_quick_again_is_followed(judging: Callable[..., list[str]]) -> None:
+    used = judging([(1e10, 1)] * 3 + [(1e8, 1)] * 4 + [(1e10, 1)] * 4)
+    assert used == ["dense fp32"] * 4 + ["dense int2"] * 4 + ["dense fp32"] * 3
+
+
 def test_one_odd_window_changes_nothing(judging: Callable[..., list[str]]) -> None:
     used = judging([(QUICK, 1)] * 3 + [(SLOW, 1), (QUICK, 1)] * 6)
     assert used == ["dense fp32"] * len(used)

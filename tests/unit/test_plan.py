@@ -6,12 +6,13 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mpisparse.errors import ConfigurationError
-from mpisparse.plan import candidates
+from mpisparse.plan import candidates, times
 from mpisparse.plan.candidates import ALL, BY_NAME, Candidate
 from mpisparse.plan.measure import passes
 from mpisparse.plan.messages import received_per_element
@@ -99,13 +100,53 @@ def test_what_suits_an_optimizer() -> None:
     ]  # fmt: skip
 
 
+def test_rarer_exchanges_come_last_and_only_those_that_are_allowed() -> None:
+    paces = [each.every for each in ALL]
+    assert paces == sorted(paces)
+    assert {each.every for each in candidates.suiting(adaptive=True)} == {1, 4}
+    assert {each.every for each in candidates.suiting(adaptive=True, rarest=1)} == {1}
+    assert {each.every for each in candidates.suiting(adaptive=True, rarest=16)} == {1, 4, 16}
+
+
+def test_the_mean_step_of_a_rarer_exchange_has_its_share_of_one() -> None:
+    m = measured()
+    each, fourth = (predict(BY_NAME[name], m) for name in ("drift 13 % sign", "drift 13 % sign every 4"))
+    assert fourth.exchange == pytest.approx(each.exchange / 4)
+    assert fourth.step == pytest.approx(m.computing + each.exchange / 4)
+    nodes = measured(ranks_a_node=2, inside=GIGABIT, between=GIGABIT)
+    free = replace(nodes, inside=Links(0.0, 1e99, 1e99))
+    saved = predict(each.candidate, nodes, NODES).exchange - predict(fourth.candidate, nodes, NODES).exchange
+    assert saved == pytest.approx(0.75 * predict(each.candidate, free, NODES).exchange)  # a node sums in each step
+    window = Window([0.5], [0.0], [2 * fourth.exchange])
+    assert corrected(m, window, fourth.candidate).correction == pytest.approx(2.0)
+
+
+def test_times_are_of_the_mean_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exchange after every fourth step; what comes before the first one is not known."""
+    now = [0.0]
+    monkeypatch.setattr(times, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    clock = times.Times()
+    for _ in range(2):
+        for part, seconds in ((clock.called, 8.0), (clock.agreed, 2.0), (lambda: clock.exchanged(4), 1.0)):
+            now[0] += seconds
+            part()
+        clock.ended()
+    assert clock.medians().tolist() == [2.0, 0.5, 0.25]
+    clock.clear()
+    clock.interrupted()
+    clock.called()
+    clock.agreed()
+    clock.exchanged(1)
+    assert clock.medians().tolist() == [0.0, 0.0, 0.0]
+
+
 # The choice
 
 
 @pytest.mark.parametrize(
     ("bandwidth", "expected"),
     [(1e11, "dense fp32"), (1.2e9, "dense bf16"), (500e6, "dense int8"), (200e6, "dense int4"), (20e6, "drift 17 % int2"),
-     (8e6, "drift 13 % sign"), (1e6, "drift 13 % sign")],
+     (8e6, "drift 13 % sign"), (4.5e6, "drift 17 % int2 every 4"), (1e6, "drift 13 % sign every 4")],
 )  # fmt: skip
 def test_the_richest_that_the_link_pays_for(bandwidth: float, expected: str) -> None:
     assert chosen(measured(links=Links(50e-6, bandwidth, bandwidth))) == expected

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from oracle import Oracle, Settings
 
-from mpisparse.bench.simulator import simulator
-from mpisparse.bench.synthetic import Synthetic, worker_gradient
-from mpisparse.bench.virtual_search import Accumulators
 from mpisparse.comm.regions import Region, even_spans
 from mpisparse.plan.costs import Log, Machine, Nodes, between, overlapped
+from mpisparse.plan.simulator import simulator
+from mpisparse.plan.synthetic import Synthetic, worker_gradient
+from mpisparse.plan.virtual_search import Accumulators
 from mpisparse.select import selector
 
 WORKERS = 20

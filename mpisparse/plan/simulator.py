@@ -19,12 +19,12 @@ import numpy as np
 
 from mpisparse.arrays import Ints
 from mpisparse.backends.device import load_backend
-from mpisparse.bench.synthetic import Source
-from mpisparse.bench.virtual_search import COUNT, HEADER, Accumulators, VirtualSearch
 from mpisparse.comm.regions import Region, even_spans, shared_out
 from mpisparse.comm.roll_call import VALUES
 from mpisparse.errors import ConfigurationError, check_choice
-from mpisparse.plan.costs import Log
+from mpisparse.plan.costs import Log, Message
+from mpisparse.plan.synthetic import Source
+from mpisparse.plan.virtual_search import COUNT, HEADER, Accumulators, VirtualSearch
 from mpisparse.schemes import SCHEMES, configure
 from mpisparse.schemes.partitioned import Exdyna
 from mpisparse.select import riders, search
@@ -47,7 +47,7 @@ class Simulated:
     """What one step of all workers did; workloads and borders are in the order of the regions.
 
     work: seconds of a worker's own on deciding: what all decide alike (borders and blocks), or picking its largest; alone:
-    of the one whose turn it is, while the others wait.
+    of the one whose turn it is, while the others wait. deciding: the first so many messages, which come before indices.
     """
 
     union: Ints
@@ -57,6 +57,7 @@ class Simulated:
     log: Log
     work: float
     alone: float
+    deciding: int
     k: int
     n: int
 
@@ -71,6 +72,11 @@ class Simulated:
     @property
     def imbalance(self) -> float:
         return imbalance(self.workloads)
+
+    @property
+    def counts(self) -> list[Message]:
+        """The messages that tell what all ranks select, before their indices."""
+        return self.log.messages[: self.deciding]
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +134,7 @@ class Simulator:
 class Chosen:
     """What is sent, where it is summed, what each rank chose, from which magnitude on, and what deciding took.
 
-    work: seconds of every rank; alone: seconds of one while the others wait.
+    work: seconds of every rank; alone: seconds of one while the others wait. deciding: messages before those of indices.
     """
 
     union: Ints
@@ -137,6 +143,7 @@ class Chosen:
     threshold: float
     work: float = 0.0
     alone: float = 0.0
+    deciding: int = 0
 
 
 class ExclusiveSimulator(Simulator):
@@ -173,6 +180,7 @@ class ExclusiveSimulator(Simulator):
         )
         told = STATUS if searching.told else 0
         settled, lesson = settle_step(searching, selector, scopes, rungs, found)
+        deciding = len(log.messages)
         regions = lesson.selector.regions()
         chosen = [found.reaching(settled.threshold).index for found in settled.found]
         log_indices(log, sorted(regions), chosen, told)
@@ -180,7 +188,7 @@ class ExclusiveSimulator(Simulator):
         self.selector = next_selector(selector.controller, lesson, union, np.searchsorted, np.take)
         spent = sum(selector.spent)
         selector.spent.clear()
-        return Chosen(union, regions, settled.workloads, settled.threshold, spent)
+        return Chosen(union, regions, settled.workloads, settled.threshold, spent, deciding=deciding)
 
 
 class UnionSimulator(Simulator):
@@ -203,11 +211,13 @@ class UnionSimulator(Simulator):
         workloads = np.array([len(picked.index) for picked in picks], dtype=np.int64)
         log.add("allgather", HEADER)
         log.add("allgather", HEADER + 2 * COUNT)
+        deciding = len(log.messages)
         log_indices(log, [Region(rank, 0, self.n) for rank in range(self.size)], [picked.index for picked in picks])
         union = merged(np.concatenate([picked.index for picked in picks]))
         threshold = max(picked.threshold for picked in picks)
         together = {"alone": max(seconds)} if self.cyclic else {"work": sum(seconds) / self.size}
-        return Chosen(union, shared_out(union, self.n, self.size), workloads, threshold, **together)
+        regions = shared_out(union, self.n, self.size)
+        return Chosen(union, regions, workloads, threshold, deciding=deciding, **together)
 
 
 def log_indices(log: Log, regions: Sequence[Region], chosen: Sequence[Ints], told: int = 0) -> None:

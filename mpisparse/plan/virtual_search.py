@@ -8,9 +8,9 @@ import numpy as np
 
 from mpisparse.arrays import Floats, Ints
 from mpisparse.backends.device import load_backend
-from mpisparse.bench.synthetic import Source, worker_gradient
 from mpisparse.comm.regions import Region
 from mpisparse.plan.costs import Log
+from mpisparse.plan.synthetic import Source, worker_gradient
 from mpisparse.select import riders, tallies
 from mpisparse.select.able import harmonic
 from mpisparse.select.candidates import Candidates, certain, count_ties, drop_ties, largest, merge
