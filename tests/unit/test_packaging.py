@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 import sysconfig
@@ -29,8 +28,8 @@ def cpu_seconds(code: str) -> float:
 
 
 def test_an_import_takes_hardly_longer_than_that_of_torch() -> None:
-    rounds = [[cpu_seconds(code) for code in ("import torch", "import mpisparse", PUBLIC)] for _ in range(3)]
-    torch, bare, used = (statistics.median(times) for times in zip(*rounds, strict=True))
+    rounds = [[cpu_seconds(code) for code in ("import torch", "import mpisparse", PUBLIC)] for _ in range(5)]
+    torch, bare, used = (min(times) for times in zip(*rounds, strict=True))  # what else runs only adds, by way of caches
     assert bare <= ALLOWED * torch
     assert used <= ALLOWED * torch, "with all that a training loop needs"
 

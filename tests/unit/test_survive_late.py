@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import mpisparse
+from mpisparse.comm.survival import Survival
 from mpisparse.comm.virtual import VirtualComm, run_virtual
 from tests.survival.job import owed
 
@@ -121,3 +123,33 @@ def test_a_step_after_a_drop_publishes_nothing_and_the_next_one_does() -> None:
     (end, *_) = run_virtual(RANKS, lambda comm: train(comm, "exdyna", LATE, {5}, set()))
     moved = [bool((now != before).any()) for before, now in zip(end["published"], end["published"][1:], strict=False)]
     assert moved == [False, True, True, True, False, True, True, True]  # after steps 1 to 8
+
+
+class Agreeing:
+    """A communicator whose agreements have given results."""
+
+    def __init__(self, *results: bool) -> None:
+        self.results = list(results)
+
+    def end_alone(self) -> None: ...
+
+    def agreed(self, fine: bool) -> bool:
+        return self.results.pop(0)
+
+    def revoke(self) -> None:
+        raise InterruptedError("the ranks recover")
+
+
+def test_one_failed_agreement_is_not_a_death() -> None:
+    attempts: list[int] = []
+
+    def surviving(*results: bool) -> Survival:
+        exchange: Any = SimpleNamespace(
+            comm=Agreeing(*results), spot=SimpleNamespace(wait=None), gone="", size=2, norms=(), place=None
+        )
+        return Survival(exchange, lambda living: lambda: 0.0)
+
+    surviving(False, True).surely(lambda: attempts.append(1))
+    assert attempts == [1], "nothing is repeated"
+    with pytest.raises(InterruptedError):
+        surviving(False, False).surely(lambda: None)
