@@ -69,8 +69,12 @@ def begin_save(
         raise ConfigurationError(
             'with on_failure="shrink" checkpoints are written at once, one file per rank: call checkpoint.save(), no driver'
         )
-    meet(exchange, "checkpoint.save")
+    steps = meet(exchange, "checkpoint.save", step)[:, 0].tolist()
     try:
+        if len(set(steps)) > 1:
+            raise ConfigurationError(
+                f"a checkpoint must be of the same step on all ranks, got {steps}: call checkpoint.save on all ranks alike"
+            )
         exchange.raise_together(onefile.lacking() if driver is not None else None)
     except ConfigurationError:
         _release(exchange, sync)

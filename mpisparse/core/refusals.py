@@ -23,19 +23,21 @@ if TYPE_CHECKING:
     from mpisparse.comm.exchange import Exchange
 
 SKIP = 'lower the learning rate, clip, or pass nonfinite="skip" to skip such steps'
+UNSKIPPED = "lower the learning rate or clip"  # advice where steps cannot be skipped
 Names = Callable[[int], str]  # the name of the parameter that holds a flat index
 
 
 def explain(
-    refusal: Refusal, exchange: Exchange, name_at: Names, frozen: str, late_step: int | None = None, advice: str = SKIP,
+    refusal: Refusal, exchange: Exchange, name_at: Names, frozen: str, late_step: int | None = None, advice: str = "",
     what: str = "gradient",
 ) -> tuple[Exception, str]:  # fmt: skip
     """Return the error that every rank raises, and a text that says how the residual was damaged; collective.
 
     `frozen`: the names of this rank's frozen parameters. `late_step`: the refused step, if others followed it.
-    `advice`: what to do about non-finite values; `what`: what kind of values they are.
+    `advice`: what to do about non-finite values, if it is not the usual; `what`: what kind of values they are.
     """
     me = f"r{exchange.rank} | "
+    advice = advice or (SKIP if late_step is None else UNSKIPPED)
     if isinstance(refusal, Apart):
         return CollectiveError(f"{me}{refusal.args[0]}"), "the ranks were in different collective calls"
     if isinstance(refusal, DensityDiffers):
@@ -45,7 +47,7 @@ def explain(
     if isinstance(refusal, Overflow):
         index = refusal.args[0]
         found = f"the sum over ranks is beyond what float32 holds in {name_at(index)} (flat index {index})"
-        return NonFiniteGradientError(f"{me}{found}; lower the learning rate or clip"), found
+        return NonFiniteGradientError(f"{me}{found}; {UNSKIPPED}"), found
     assert isinstance(refusal, StepRefused)
     return _statuses(me, refusal, exchange, name_at, late_step, advice, what)
 

@@ -25,7 +25,7 @@ import mpisparse
 from mpisparse import checkpoint
 from mpisparse.checkpoint import h5file, onefile, store
 from mpisparse.core import state
-from mpisparse.errors import CheckpointError
+from mpisparse.errors import CheckpointError, ConfigurationError
 
 pytestmark = pytest.mark.mpi
 
@@ -293,6 +293,17 @@ def test_a_directory_that_cannot_be_is_an_error_on_all(comm: MPI.Intracomm, dire
     comm.Barrier()
     told = raised(comm, CheckpointError, lambda: run.save(directory / "file", 1))
     assert str(directory / "file") in told
+    run.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_steps_that_differ_are_refused_on_all_and_leave_nothing(comm: MPI.Intracomm, directory: Path) -> None:
+    run = Run(comm)
+    run.train(0, 1)
+    told = raised(comm, ConfigurationError, lambda: run.save(directory, 1 + (comm.rank == 1)))
+    assert "the same step on all ranks, got [1, 2" in told
+    assert everywhere(comm, not any(directory.iterdir()))
+    run.save(directory, 1)
     run.close()
 
 

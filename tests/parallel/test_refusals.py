@@ -388,6 +388,22 @@ def test_a_rank_without_backward_does_no_harm_to_the_others(comm: MPI.Intracomm,
     sync.close()
 
 
+def test_in_flight_nobody_is_told_to_skip_steps(comm: MPI.Intracomm) -> None:
+    """There steps cannot be skipped."""
+    model = small()
+    sync = mpisparse.GradientSync(model, density=1.0, staleness=1)
+    if comm.rank == comm.size - 1:
+        spoil(model, "2.weight", 7, float("nan"))
+    loss_of(model, comm.rank, 0).backward()
+    sync.step()
+    model.zero_grad()
+    loss_of(model, comm.rank, 1).backward()
+    text = raised(comm, mpisparse.NonFiniteGradientError, sync.step)
+    assert "has a non-finite gradient in 2.weight" in text
+    assert text.endswith("; lower the learning rate or clip")
+    sync.close()
+
+
 @pytest.mark.parametrize(
     ("backward", "words"), [(False, "no new gradient on rank"), (True, "backward added to the gradient")]
 )
