@@ -584,7 +584,10 @@ def test_a_gradient_of_another_model_is_dropped_before_backward(comm: MPI.Intrac
         same.append(bits([*grads, *model.parameters(), sync.residual]) == bits_of_twin)
         with sync.no_sync():
             loss_of(model, comm.rank, step + 100).backward()
-    assert everywhere(comm, all(same) and early(sync) > 0)
+    found_early = early(sync) > 0
+    sync.close()
+    plain.close()
+    assert everywhere(comm, all(same) and found_early)
 
 
 def test_a_mean_that_was_not_zeroed_is_refused_and_taken_back(comm: MPI.Intracomm) -> None:
@@ -597,6 +600,7 @@ def test_a_mean_that_was_not_zeroed_is_refused_and_taken_back(comm: MPI.Intracom
     assert everywhere(comm, bits([sync.residual, *model.parameters()]) == before)
     model.zero_grad()
     list(train(comm, sync, model, range(3, 5)))
+    sync.close()
 
 
 def test_the_command_line_trains_with_it(comm: MPI.Intracomm, directory: Path) -> None:
