@@ -109,6 +109,10 @@ class Communicator(MPI.Intracomm):
         known = isinstance(error, MPI.Exception) and error.Get_error_class() in DEATHS
         return known or self._someone_died()
 
+    def knows_of_dead(self) -> bool:
+        """Whether MPI knows by now that a rank of this communicator has died; local."""
+        return bool(self.Get_failed().Get_size())
+
     def _someone_died(self) -> bool:
         """Whether a rank has died or another rank says so, now or within seconds; local.
 
@@ -116,7 +120,7 @@ class Communicator(MPI.Intracomm):
         """
         until = time.monotonic() + NOTICING
         while time.monotonic() < until:
-            if self.Is_revoked() or self.Get_failed().Get_size():
+            if self.Is_revoked() or self.knows_of_dead():
                 return True
             with contextlib.suppress(MPI.Exception):
                 self.Iprobe()  # makes MPI check

@@ -32,7 +32,8 @@ class Listener:
         watches = rank == 0 and stop_before > 0
         if self.deadline is None or watches > self.watches:  # rank 0 has died, and this rank has its number now
             self.watches, self.deadline = watches, Deadline(end_time() if watches else None, stop_before)
-        return self.deadline.near() or self.request.asked
+        near = self.deadline.near()
+        return (near and stop_before > 0) or self.request.asked
 
     def among_all(self) -> Exchange:
         """An exchange of all MPI ranks: training's own, so that an error names a rank that calls alone; collective."""

@@ -182,7 +182,7 @@ class Survival:
             self.give_up()
         exchange.spot.wait = "Agree", time.monotonic(), get_ident()
         try:
-            return bool(self.comm.agreed(fine)) or bool(self.comm.agreed(fine))
+            return bool(self.comm.agreed(fine)) or bool(self.comm.agreed(fine and not self.comm.knows_of_dead()))
         finally:
             exchange.spot.wait = None
 

@@ -58,7 +58,7 @@ ALL = (
     Candidate(SPARSE, "exdyna", "int8", 0.01),
     Candidate(SPARSE, "exdyna", "int8", 0.001),
     # Drift every 4 steps was measured with single elements only (docs/results/predicting.md), where it captured less than
-    # each step at about equal bytes; every 16 steps was not. So they come after all that exchanges in each step.
+    # each step, which sent 1.3 times the bytes; every 16 steps was not. So they come after all that exchanges in each step.
     Candidate(WEIGHTS, "drift", "int2", 0.17, 4),
     Candidate(WEIGHTS, "drift", "sign", 0.13, 4),
     Candidate(WEIGHTS, "drift", "sign", 0.13, 16),

@@ -90,7 +90,7 @@ def read(path: Path, model: str, what: str = "deterministic") -> Log:
         ranks, looked = int(first.get("ranks", 0)), int(first.get("looked", 0))
     except OSError as error:
         raise ConfigurationError(f"{what}: {path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise ConfigurationError(f"{what}: {path} is no file that the option log wrote: {error}") from error
     if known != 1:
         raise ConfigurationError(f"{what}: {path} is of version {known!r}, this one reads version 1")
@@ -124,5 +124,7 @@ def read_earlier(path: Path, model: str, exchange: Exchange) -> Log | None:
             log = read(path, model, "log")
     except ConfigurationError as caught:
         error = ConfigurationError(f"{caught}; it is not overwritten: remove it, or name another file")
+    except OSError as caught:
+        error = ConfigurationError(f"log: {path} cannot be: {caught.strerror or caught}; name another file")
     exchange.raise_together(error)
     return log if log is not None and log.ranks == exchange.size else None

@@ -89,6 +89,8 @@ class Choosing(Changing):
             kinds = self._plain, not self._hindrance
             row = np.array([*self.times.medians(), *kinds])
             computing, waiting, moving, plain, weights = self.parts.exchange.allgather(row).T.tolist()
+            if min(computing) <= 0:  # some rank has timed no exchange yet, as after a load between rare ones
+                return
             self.times.clear()
             course.looked = done
             known = list(self.options.suiting(plain=all(plain), weights=all(weights)))

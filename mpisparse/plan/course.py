@@ -47,15 +47,17 @@ class Course:
 
     def _read(self) -> None:
         """Have rank 0 read what is to be replayed, or what an earlier run chose that this one may go on with; collective."""
-        if self.files.deterministic is not None:
-            self.coming = dict(choices.read_together(Path(self.files.deterministic), self.model, self.exchange))
+        replayed, log = self.files.deterministic, self.files.log
+        if log is not None and (replayed is None or Path(log) != Path(replayed)):
+            earlier = choices.read_earlier(Path(log), self.model, self.exchange)
+            self.earlier = earlier if replayed is None else None
+        if replayed is not None:
+            self.coming = dict(choices.read_together(Path(replayed), self.model, self.exchange))
             self.until = float("inf")
             if self.unfit and _of_weights(self.coming.values()):
                 raise ConfigurationError(
-                    f"deterministic: {self.files.deterministic} has exchanges of weights, which cannot be here: {self.unfit}"
+                    f"deterministic: {replayed} has exchanges of weights, which cannot be here: {self.unfit}"
                 )
-        elif self.files.log is not None:
-            self.earlier = choices.read_earlier(Path(self.files.log), self.model, self.exchange)
 
     def begun(self, candidate: Candidate) -> Candidate:
         """The first candidate: the given one, unless another one is to be replayed."""

@@ -31,7 +31,9 @@ UPPER_LIMITS = {"lr": 1e6, "weight_decay": 1e6, "stop_before": 1e9}
 LONGEST_NAME, LONGEST_PATH = 255, 3900  # bytes: limits of Linux, minus what a run appends to its directory
 ON_FAILURE = ("abort", "shrink")
 AUTO, EXDYNA = "auto", "exdyna"
-FOR_AUTO = ("weights", "slowdown", "log", "deterministic", "accumulate", "nonfinite", "segment_nbytes", "buffers")  # options
+FOR_AUTO = (  # options
+    "weights", "slowdown", "every", "log", "deterministic", "accumulate", "nonfinite", "segment_nbytes", "buffers",
+)  # fmt: skip
 STEERING = ("validation", "test")  # data for adaptive k, the target and learned importance
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import mpisparse
-from mpisparse.checkpoint import onefile
+from mpisparse.checkpoint import onefile, store
 from mpisparse.comm.survival import Shrunk, in_words
 from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.core.step import Clock
@@ -106,12 +106,24 @@ class Trainer:
 
     def make_sync(self) -> mpisparse.GradientSync:
         """Create the gradient exchange that the settings name. Collective."""
+        if not takes(self.settings.scheme, "log"):
+            return self._sync_with()
+        log = self.out / CHOICES
+        if mpisparse.rank() == 0 and not store.found(self.out / "checkpoints"):
+            log.unlink(missing_ok=True)  # of a run that has nothing to go on with
+        try:
+            return self._sync_with(log=str(log))
+        except ConfigurationError as error:
+            if f"log: {log}" not in str(error):
+                raise
+            return self._sync_with()  # resume() says whose run it is, or goes on without a log
+
+    def _sync_with(self, **options: str) -> mpisparse.GradientSync:
         settings = self.settings
-        written = {"log": str(self.out / CHOICES)} if takes(settings.scheme, "log") else {}
         return mpisparse.GradientSync(
             self.model, scheme=settings.scheme, density=settings.density, codec=settings.codec, timeout=settings.timeout,
             run_directory=settings.out, on_failure=settings.on_failure, mirror=settings.mirror,
-            **{**written, **self.losses.options()},
+            **{**options, **self.losses.options()},
         )  # fmt: skip
 
     def _resume(self, parts: RunParts) -> Resumed | None:

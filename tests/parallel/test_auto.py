@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -422,7 +423,18 @@ def test_a_file_that_is_no_log_of_this_model_is_not_overwritten(comm: MPI.Intrac
         error = raised(comm, ConfigurationError, lambda: a_run(comm, log=other))
         assert match in error
         assert "remove it, or name another file" in error
+        own = str(directory / "own.jsonl")
+        if comm.rank == 0:
+            Path(own).write_text(json.dumps({"choices": 1, "model": "", "ranks": 1e999}) + "\n")
+        comm.Barrier()
+        replaying = raised(comm, ConfigurationError, lambda: a_run(comm, log=other, deterministic=own))  # noqa: B023
+        assert match in replaying, "also where another log is replayed"
+        assert "is no file that the option log wrote" in raised(
+            comm, ConfigurationError, lambda: a_run(comm, deterministic=own)  # noqa: B023
+        )  # fmt: skip
         assert path.read_text() == text
+    too_long = str(directory / ("x" * 300))
+    assert "log: " in raised(comm, ConfigurationError, lambda: a_run(comm, log=too_long))
     comm.Barrier()
     if comm.rank == 0:
         path.write_text("")  # as made for it

@@ -71,6 +71,20 @@ def test_auto_writes_down_what_it_chose_and_goes_on_with_it(comm: MPI.Intracomm,
     assert [each["choice"] for each in details] == [*5 * [3.0], *4 * [0.0]]
     assert details[6]["predicted_dense int8"] > details[6]["computing_seconds"] > 0
     assert (out / "choices.jsonl").read_text().splitlines()[1:] == chosen[1:]
+    code, told = train(comm, out, "--model", "tiny:wide", *options[2:], "--steps", "9")
+    assert code == 2
+    assert "this one has model tiny:wide and scheme auto; choose another --out" in told or "model tiny:wide; choose" in told
+    assert (out / "choices.jsonl").read_text().splitlines()[1:] == chosen[1:], "the log of another model's run stays"
+
+    unfinished = directory / "unfinished"
+    comm.Barrier()
+    if comm.rank == 0:
+        unfinished.mkdir()
+        (unfinished / "choices.jsonl").write_text("of a run that was killed before its first checkpoint")
+    comm.Barrier()
+    code, told = train(comm, unfinished, *options, "--steps", "1")
+    assert code == 0, told
+    assert json.loads((unfinished / "choices.jsonl").read_text().splitlines()[0])["choices"] == 1
 
     again = directory / "again"
     log = f"deterministic={out / 'choices.jsonl'}"

@@ -115,6 +115,7 @@ def test_after_the_death_of_rank_0_another_watches_the_clock(monkeypatch: pytest
     assert not listener.asked(1, 60.0), "rank 0 does that"
     assert not listener.asked(0, 0.0), "nobody is to watch it"
     assert listener.asked(0, 60.0), "rank 0 has died, and this rank has its number"
+    assert not listener.asked(0, 0.0), "who asks does not want that"
     assert listener.asked(0, 60.0)
 
 

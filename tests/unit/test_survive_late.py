@@ -128,13 +128,16 @@ def test_a_step_after_a_drop_publishes_nothing_and_the_next_one_does() -> None:
 class Agreeing:
     """A communicator whose agreements have given results."""
 
-    def __init__(self, *results: bool) -> None:
-        self.results = list(results)
+    def __init__(self, *results: bool, dead: bool) -> None:
+        self.results, self.dead = list(results), dead
 
     def end_alone(self) -> None: ...
 
+    def knows_of_dead(self) -> bool:
+        return self.dead
+
     def agreed(self, fine: bool) -> bool:
-        return self.results.pop(0)
+        return self.results.pop(0) and fine
 
     def revoke(self) -> None:
         raise InterruptedError("the ranks recover")
@@ -143,13 +146,14 @@ class Agreeing:
 def test_one_failed_agreement_is_not_a_death() -> None:
     attempts: list[int] = []
 
-    def surviving(*results: bool) -> Survival:
+    def surviving(*results: bool, dead: bool = False) -> Survival:
         exchange: Any = SimpleNamespace(
-            comm=Agreeing(*results), spot=SimpleNamespace(wait=None), gone="", size=2, norms=(), place=None
+            comm=Agreeing(*results, dead=dead), spot=SimpleNamespace(wait=None), gone="", size=2, norms=(), place=None
         )
         return Survival(exchange, lambda living: lambda: 0.0)
 
     surviving(False, True).surely(lambda: attempts.append(1))
     assert attempts == [1], "nothing is repeated"
-    with pytest.raises(InterruptedError):
-        surviving(False, False).surely(lambda: None)
+    for survival in (surviving(False, False), surviving(False, True, dead=True)):
+        with pytest.raises(InterruptedError):
+            survival.surely(lambda: None)
