@@ -21,9 +21,15 @@ PUBLIC = "from mpisparse import GradientSync, attach, checkpoint"
 
 
 def cpu_seconds(code: str) -> float:
-    """Return the processor time of a Python process, which other processes of a busy machine do not add to."""
+    """Return the processor time of a Python process, which other processes of a busy machine do not add to.
+
+    It may keep bytecode, as torch's is kept where it was installed: else only this package would be compiled each time.
+    """
     timed = f"import os\n{code}\nprint(sum(os.times()[:2]))"
-    done = subprocess.run([sys.executable, "-c", timed], capture_output=True, text=True, timeout=TIMEOUT, check=True)
+    keeps = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run(
+        [sys.executable, "-c", timed], capture_output=True, text=True, timeout=TIMEOUT, check=True, env=keeps
+    )
     return float(done.stdout)
 
 
