@@ -291,7 +291,8 @@ def attach(optimizer: torch.optim.Optimizer, sync: GradientSync, scaler: Any = N
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ConfigurationError(f"attach expects a torch.amp.GradScaler as scaler, got {type(scaler).__name__}")
     before = getattr(optimizer.add_param_group, "__self__", None)
-    if isinstance(before, Attachment) and not before.is_over:
+    here = any(one.optimizer is optimizer for one in sync._attached)  # also if something else is around add_param_group
+    if here or (isinstance(before, Attachment) and not before.is_over):
         raise ConfigurationError(
             f"r{sync.rank} | this optimizer is attached already, and one exchange belongs to each of its steps; call "
             "remove() on what attach() returned first"
