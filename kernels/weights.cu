@@ -5,14 +5,15 @@ __device__ inline float apart(Place* place, const Gradients& weights, const floa
     return move_to(place, weights, i) ? __fsub_rn(((const float*)place->source)[i - place->begin], reference[i]) : 0.0f;
 }
 
-// Calls visit(item, i, difference) for each of a thread's elements of a tile that begins at `first`; from `end` on they are 0. All
-// threads of a block call it equally often.
+// Calls visit(item, i, difference) for each of a thread's elements of a tile that begins at `first`; from `end` on they are 0. The
+// reference is read in [lo, hi); elsewhere it counts as 0. All threads of a block call it equally often.
 template <class Visit>
-__device__ inline void each_apart(const Gradients& weights, const float* reference, i64 first, i64 end, Visit visit) {
+__device__ inline void each_apart(const Gradients& weights, const float* reference, i64 first, i64 end, i64 lo, i64 hi, Visit visit) {
     const int BATCH = 4;  // differences whose loads are in flight at a time
     Place place = {0, 0, 0, nullptr, FP32};
     const i64 last = first + TILE;
-    if (last <= end && move_to(&place, weights, first) && last <= place.end) {  // inside one parameter
+    const bool outside = last <= lo || first >= hi, uniform = outside || (first >= lo && last <= hi);
+    if (last <= end && uniform && move_to(&place, weights, first) && last <= place.end) {  // inside one parameter
         const float* const weight = (const float*)place.source + (first - place.begin);
 #pragma unroll 1
         for (int start = 0; start < 32; start += BATCH) {
@@ -20,7 +21,7 @@ __device__ inline void each_apart(const Gradients& weights, const float* referen
 #pragma unroll
             for (int item = 0; item < BATCH; ++item) {
                 own[item] = weight[(start + item) * BLOCK + threadIdx.x];
-                other[item] = reference[first + (start + item) * BLOCK + threadIdx.x];
+                other[item] = outside ? 0.0f : reference[first + (start + item) * BLOCK + threadIdx.x];
             }
 #pragma unroll
             for (int item = 0; item < BATCH; ++item)
@@ -36,7 +37,7 @@ __device__ inline void each_apart(const Gradients& weights, const float* referen
             const i64 i = first + (start + item) * BLOCK + threadIdx.x;
             const bool given = i < end && move_to(&place, weights, i);
             own[item] = given ? ((const float*)place.source)[i - place.begin] : 0.0f;
-            other[item] = given ? reference[i] : 0.0f;
+            other[item] = given && i >= lo && i < hi ? reference[i] : 0.0f;
         }
 #pragma unroll
         for (int item = 0; item < BATCH; ++item)
@@ -44,7 +45,7 @@ __device__ inline void each_apart(const Gradients& weights, const float* referen
     }
 }
 
-// Marks the elements of [lo, hi) that are at least `floor` apart, and watches all.
+// Marks the elements of [lo, hi) that are at least `floor` apart, and watches these and all weights.
 extern "C" __global__ void __launch_bounds__(BLOCK)
 select_apart(const u64* pointers, const i64* ends, const u8* kinds, i64 slots, const float* reference, i64 size, i64 lo, i64 hi,
              u32 floor, u32* masks, u32* counts, i64* bads) {
@@ -53,7 +54,7 @@ select_apart(const u64* pointers, const i64* ends, const u8* kinds, i64 slots, c
     const Gradients weights = {pointers, ends, kinds, slots};
     u32 hits = 0, total;
     i64 bad = NONE;
-    each_apart(weights, reference, blockIdx.x * TILE, size, [&](int item, i64 i, float x) {
+    each_apart(weights, reference, blockIdx.x * TILE, size, lo, hi, [&](int item, i64 i, float x) {
         const u32 magnitude = bits_of(x) & MAGNITUDE;
         if (magnitude >= INFINITE && i < bad) bad = i;
         const u32 word = __ballot_sync(ALL, i >= lo && i < hi && magnitude >= floor);
@@ -89,7 +90,7 @@ histogram_apart(const u64* pointers, const i64* ends, const u8* kinds, i64 slots
     const Gradients weights = {pointers, ends, kinds, slots};
     for (u32 b = threadIdx.x; b < 2048; b += BLOCK) own[b] = 0;
     __syncthreads();
-    each_apart(weights, reference, lo + blockIdx.x * TILE, hi, [&](int, i64 i, float x) {
+    each_apart(weights, reference, lo + blockIdx.x * TILE, hi, lo, hi, [&](int, i64 i, float x) {
         if (i < hi) atomicAdd(&own[(bits_of(x) & MAGNITUDE) >> 20], 1u);
     });
     __syncthreads();
@@ -101,7 +102,7 @@ histogram_apart(const u64* pointers, const i64* ends, const u8* kinds, i64 slots
 extern "C" __global__ void __launch_bounds__(BLOCK)
 subtract_apart(const u64* pointers, const i64* ends, const u8* kinds, i64 slots, const float* reference, i64 lo, i64 hi, float* out) {
     const Gradients weights = {pointers, ends, kinds, slots};
-    each_apart(weights, reference, lo + blockIdx.x * TILE, hi, [&](int, i64 i, float x) {
+    each_apart(weights, reference, lo + blockIdx.x * TILE, hi, lo, hi, [&](int, i64 i, float x) {
         if (i < hi) out[i - lo] = x;
     });
 }

@@ -40,9 +40,11 @@ def subtract_apart(pointers: Pointers, ends: Ints, kinds: Bytes, reference: Floa
 def select_apart(
     pointers: Pointers, ends: Ints, kinds: Bytes, reference: Floats, lo: int, hi: int, floor: float
 ) -> tuple[Ints, Floats, int]:
-    """Collect the elements of [lo, hi) that are at least `floor` apart; watch all for non-finite differences."""
+    """Collect the elements of [lo, hi) that are at least `floor` apart; watch them and all weights for non-finite values."""
+    near = np.zeros_like(reference)
+    near[lo:hi] = reference[lo:hi]
     difference = np.zeros_like(reference)
-    subtract_apart(pointers, ends, kinds, reference, 0, difference)
+    subtract_apart(pointers, ends, kinds, near, 0, difference)
     bad = np.flatnonzero(~np.isfinite(difference))[:1]
     magnitude = np.abs(difference[lo:hi])
     at = np.flatnonzero(~(magnitude < np.float32(floor)))

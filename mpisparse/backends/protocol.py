@@ -404,7 +404,7 @@ class HostBackend(Backend, Protocol):
     ) -> Found:
         """Collect the elements of [lo, hi) whose weights are at least `floor` apart from the reference.
 
-        Watches all elements for non-finite differences.
+        Watches these differences and all weights for non-finite values; elsewhere the reference is not read.
         """
         ...
 

@@ -31,7 +31,7 @@ from mpisparse.runtime.recording import Recording
 from mpisparse.runtime.table import save, show
 from mpisparse.schemes import find_scheme
 
-WARM_UP = 3
+WARM_UP = 16  # until thresholds have settled, and borders stay where gradients let them
 COLUMNS = {
     "what": "", "codec": "", "ms": ".2f", "times_faster": ".2f", "received_MB": ".3f", "bytes_per_element": ".2f",
     "density": ".6f", "sent_density": ".6f", "build_up": ".3f", "imbalance": ".3f",

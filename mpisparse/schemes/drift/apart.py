@@ -58,7 +58,7 @@ class Difference(NamedTuple):
         return values
 
     def select(self, lo: int, hi: int, floor: float) -> Candidates:
-        """The elements of [lo, hi) whose distance reaches the floor."""
+        """The elements of [lo, hi) whose distance reaches the floor; the first weight that is not finite, wherever it is."""
         return Candidates(*self.backend.select_apart(*self.weights.dense, self.shared, lo, hi, floor))
 
     def histogram(self, lo: int, hi: int) -> Ints:
@@ -92,12 +92,7 @@ class Distance(Scorer):
     def accumulate(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
         assert pieces is not None
         self.keys, self.departed = Difference(self.backend, pieces, self.acc), NONE.index
-        found = self.keys.select(lo, hi, floor)
-        return found if hi - lo == len(self.acc) else found._replace(bad=self._bad())
-
-    def _bad(self) -> int:
-        """The first index where a weight is not finite, or -1."""
-        return self.keys.select(0, len(self.acc), float("inf")).bad
+        return self.keys.select(lo, hi, floor)
 
     def depart(self, backend: Backend, index: Ints) -> Floats:
         """The values at an index, which are not selected again in this step."""
