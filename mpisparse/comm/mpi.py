@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 from mpi4py import MPI
 
+from mpisparse.comm import pieces
+from mpisparse.comm.pieces import Messages, Parts
 from mpisparse.comm.world import check_world
 from mpisparse.errors import CheckpointError, CollectiveError, ConfigurationError, GradientError, check_choice
 
@@ -48,6 +51,23 @@ class Communicator(MPI.Intracomm):
         """Free the communicator, once."""
         if self != MPI.COMM_NULL:
             super().Free()
+
+    def Ialltoallv(self, sent: Any, received: Any) -> MPI.Request | Messages:  # type: ignore[override]  # noqa: N802
+        """As mpi4py's, of bytes. Between hosts as short messages."""
+        if not self._in_pieces(sent[0], received[0]):
+            return super().Ialltoallv(sent, received)
+        return pieces.begin(self, Parts(sent[0], *sent[1]), Parts(received[0], *received[1]))
+
+    def Iallgatherv(self, sent: Any, received: Any) -> MPI.Request | Messages:  # type: ignore[override]  # noqa: N802
+        """As mpi4py's, of bytes. Between hosts as short messages."""
+        if not self._in_pieces(sent, received[0]):
+            return super().Iallgatherv(sent, received)
+        size = self.Get_size()
+        return pieces.begin(self, Parts(sent, [len(sent)] * size, [0] * size), Parts(received[0], *received[1]))
+
+    def _in_pieces(self, *buffers: Any) -> bool:
+        """Whether short messages pay: on one host all are as fast, and device memory takes one call."""
+        return not self.one_host and all(isinstance(buffer, np.ndarray) for buffer in buffers)
 
     def lowest_here(self) -> int:
         """Return the lowest rank on the same host as this one; collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from torch import nn
 
 import mpisparse
 from mpisparse.bench.given import GivenModel
+from mpisparse.comm import pieces
 from mpisparse.comm.exchange import Exchange
+from mpisparse.comm.mpi import Communicator
 from mpisparse.select import search
 
 pytestmark = pytest.mark.mpi
@@ -106,6 +109,38 @@ def test_reductions(comm: MPI.Intracomm, count: int) -> None:
         wrong += [(segment, what) for what, right in outcomes.items() if not right]
     exchange.close()
     assert not wrong
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1 << 20])
+def test_in_flight_between_hosts_messages_are_short(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    """What arrives is what blocking calls bring, in whatever pieces, and however late a rank comes."""
+    monkeypatch.setattr(pieces, "PIECE", piece)
+    plain = Exchange(comm)
+    polling = plain.polling()
+    assert isinstance(polling.comm, Communicator)
+    polling.comm.one_host = False
+    begun: list[int] = []
+    begin = pieces.begin
+    monkeypatch.setattr(pieces, "begin", lambda *args: (begun.append(1), begin(*args))[1])
+    same = []
+    for turn in range(12):
+        time.sleep(0.002 * ((comm.rank + turn) % 3))
+        counts = shares(comm.size, turn % len(SHARES))
+        starts = places(counts, orders(comm.size)[turn % 2])
+        mine, rows = pattern(comm.rank, counts[comm.rank]), pattern(100 + comm.rank, sum(counts))
+        table = np.array([shares(comm.size, turn + rank) for rank in range(comm.size)])
+        routed = pattern(200 + comm.rank, int(table[comm.rank].sum()))
+        arrived = [
+            [each.allgatherv(mine, counts, starts), each.alltoallv(rows, counts, starts), each.route(routed, table)]
+            for each in (plain, polling)
+        ]
+        same.append(all(map(np.array_equal, *arrived)))
+    polling.close()
+    plain.close()
+    assert all(same)
+    assert len(begun) == 36
 
 
 def test_an_allreduce_on_one_host_goes_in_rounds(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
