@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -52,9 +52,18 @@ class Nodes:
         """This rank's shard of a vector."""
         return even_regions(self.n, self.ranks)[self.place]
 
+    @property
+    def layout(self) -> dict[str, int]:
+        """What a saved state depends on: ranks per node, and this rank's node and place in it."""
+        return {"ranks": self.ranks, "node": self.node, "place": self.place}
+
     def room(self) -> Floats:
         """Memory for this rank's vector, from which reduce_scatter() is fastest."""
         return self.rows[self.place] if self.rows else np.zeros(self.n, dtype=np.float32)
+
+    def with_memory(self) -> Nodes:
+        """The same nodes, whose ranks share memory for their vectors if they can; collective inside the node."""
+        return replace(self, rows=shared_rows(self.inside, self.n))
 
     def vector(self) -> tuple[Floats, bool]:
         """Memory for a vector of the node, and whether its ranks share it or have one each; collective inside the node."""
@@ -134,8 +143,11 @@ def _nbytes(counts: Sequence[int]) -> list[int]:
     return [4 * count for count in counts]
 
 
-def find_nodes(exchange: Exchange, hierarchy: str, n: int) -> Nodes | None:
-    """Find out on which nodes the ranks of an exchange are, for vectors of n elements; None: exchange flat. Collective."""
+def find_nodes(exchange: Exchange, hierarchy: str, n: int, *, memory: bool = True) -> Nodes | None:
+    """Find out on which nodes the ranks of an exchange are, for vectors of n elements; None: exchange flat. Collective.
+
+    memory: have the ranks of a node share memory.
+    """
     if hierarchy == FLAT or exchange.size == 1:
         return None
     homes = exchange.allgather(np.array([_home(exchange)], dtype=np.int64))[:, 0].tolist()
@@ -155,7 +167,8 @@ def find_nodes(exchange: Exchange, hierarchy: str, n: int) -> Nodes | None:
     mine = members[homes[exchange.rank]]
     node, place = list(members).index(homes[exchange.rank]), mine.index(exchange.rank)
     inside, between = _split(exchange, node, place), _split(exchange, place, node)
-    return Nodes(len(members), len(mine), node, place, inside, between, n, shared_rows(inside, n), mine[0])
+    nodes = Nodes(len(members), len(mine), node, place, inside, between, n, first=mine[0])
+    return nodes.with_memory() if memory else nodes
 
 
 def _home(exchange: Exchange) -> int:

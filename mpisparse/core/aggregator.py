@@ -309,9 +309,14 @@ class Aggregator:
         self.works.scorer.close()
         if self.works.flight is not None:
             self.works.flight.close()
-        if self._polling is not None and not exchange.gone:
-            self._polling.close()
+        if not exchange.gone:
+            self._free()
         exchange.close()
+
+    def _free(self) -> None:
+        """Free communicators beside that of the parts; collective."""
+        if self._polling is not None:
+            self._polling.close()
 
     # State: each part knows its own keys
 
@@ -344,6 +349,10 @@ class Aggregator:
             flights.check(self.works.selection, self.works.reducer, packed, *self._shape)
         if state.get("waiting") is not None:
             flights.check_agreed(self.works.selection, state["waiting"], *self._shape)
+
+    def fitted(self, state: State, residual: torch.Tensor) -> tuple[State, torch.Tensor]:
+        """A state and residual that passed check(), as load() and restore() take them; collective."""
+        return state, residual
 
     def load(self, state: State) -> None:
         """Load a state that state() returned; the caller loads the residual."""

@@ -23,7 +23,6 @@ from mpisparse.arrays import Bools, Floats, Ints, State
 from mpisparse.backends.flat import Held, Pieces, Slot, pieces_of, zeros
 from mpisparse.comm.agreement import BROKEN, FINE, NONFINITE, Notice, Overflow, Refusal, StepRefused
 from mpisparse.comm.hierarchy import Nodes
-from mpisparse.comm.roll_call import meet
 from mpisparse.core import step
 from mpisparse.core.aggregator import Aggregator
 from mpisparse.core.records import Delivered, Parts, Stats, Works
@@ -66,6 +65,7 @@ class Moved(NamedTuple):
     sent: int = 0
     nbytes_inside: int = 0
     nbytes_outside: int = 0  # bytes of the roll call of all ranks that came from other nodes
+    collectives: int = 0  # calls among all ranks and inside the node
 
 
 class ByNode(Aggregator):
@@ -105,14 +105,19 @@ class ByNode(Aggregator):
 
     def agreement(self, works: Works, notice: Notice, clock: Clock, peek: Peek | None = None) -> Bools | None:
         """Raise on all ranks if any cannot go on; collective."""
-        for exchange in (self.parts.exchange, self.nodes.inside, self.nodes.between):
-            exchange.reset_counters()
-        used = step.share_readiness(self.parts.exchange, notice)
+        used = self.readiness(notice, clock)
         if self.parts.held.stretches:  # the same on all ranks
             raise GradientError(
                 f'r{self.parts.exchange.rank} | hierarchy="node" cannot freeze parameters midway: what waits of them is '
                 'shared out over the ranks of a node; save a checkpoint before, and load it with hierarchy="flat"'
             )
+        return used
+
+    def readiness(self, notice: Notice, clock: Clock) -> Bools | None:
+        """Share which ranks can go on; all of them have the same parameters frozen then. Collective."""
+        for exchange in (self.parts.exchange, self.nodes.inside, self.nodes.between):
+            exchange.reset_counters()
+        used = step.share_readiness(self.parts.exchange, notice)
         clock.lap("wait")
         return used
 
@@ -212,7 +217,7 @@ class ByNode(Aggregator):
         others = max(1, everyone.size - 1)
         outside = everyone.nbytes_received * (everyone.size - nodes.ranks) // others
         inside = everyone.nbytes_received - outside + nodes.inside.nbytes_received
-        self._moved = Moved(selected, sent, inside, outside)
+        self._moved = Moved(selected, sent, inside, outside, everyone.collectives + nodes.inside.collectives)
 
     def stats(
         self, number: int, notice: Notice, delivered: Delivered | None, seconds: dict[str, float], details: dict[str, float]
@@ -230,19 +235,12 @@ class ByNode(Aggregator):
             bytes_received=stats.bytes_received + moved.nbytes_outside,
             control_bytes=stats.control_bytes + moved.nbytes_outside,
             node_bytes=moved.nbytes_inside,
-            collectives=stats.collectives + self.parts.exchange.collectives + self.nodes.inside.collectives,
+            collectives=stats.collectives + moved.collectives,
             borders=tuple(low + border for border in stats.borders),
         )
 
-    def close(self) -> None:
-        """Free communicators, that of all ranks too; collective."""
-        exchange = self.parts.exchange
-        if exchange.is_open and not exchange.gone:
-            meet(exchange, "close")
-        self.works.scorer.close()
-        if not exchange.gone:
-            self.nodes.close()
-        exchange.close()
+    def _free(self) -> None:
+        self.nodes.close()
 
     # State: the shard's under one key, and a residual as if the same ranks exchanged without nodes
 
@@ -262,12 +260,7 @@ class ByNode(Aggregator):
 
     def state(self) -> State:
         inner = {key: value for key, value in self.inner.state().items() if key != "step"}
-        return {"step": self.works.selection.step, "nodes": {**self._layout, "parts": inner}}
-
-    @property
-    def _layout(self) -> dict[str, int]:
-        """What a state depends on: ranks per node, and this rank's node and place in it."""
-        return {"ranks": self.nodes.ranks, "node": self.nodes.node, "place": self.nodes.place}
+        return {"step": self.works.selection.step, "nodes": {**self.nodes.layout, "parts": inner}}
 
     def upgraded(self, state: State) -> State:
         """Accept a state saved without hierarchy and with nothing in flight: the nodes' parts start fresh."""
@@ -284,9 +277,10 @@ class ByNode(Aggregator):
         if state["nodes"] is None:
             int(state["step"])
             return
-        layout = {key: state["nodes"][key] for key in self._layout}
-        if layout != self._layout:
-            raise ConfigurationError(f"the state was saved with nodes {layout}, these are {self._layout}")
+        here = self.nodes.layout
+        layout = {key: state["nodes"][key] for key in here}
+        if layout != here:
+            raise ConfigurationError(f"the state was saved with nodes {layout}, these are {here}")
         self.inner.check(self._inner_of(state))
 
     def _inner_of(self, state: State) -> State:
