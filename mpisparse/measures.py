@@ -58,6 +58,7 @@ DETAILS = (
     Detail("mirror_bytes", "Copies", "received of what another rank had not sent, as a copy", "bytes"),
     Detail("history_bytes", "History", "memory of recorded samples", "bytes"),
     Detail("choice", "Choice", "place of the exchange in use in the table of docs/howto/choosing.md, from 0"),
+    Detail("nodes_first", "Nodes first", "1 where the ranks of a node sum before the exchange in use, else 0"),
     Detail("discontinuities", "Discontinuities", "changes between exchanges of gradients and of weights so far"),
     Detail("computing_seconds", "Computation", "of the slowest rank, when the exchange was chosen", "seconds"),
     Detail("predicted_seconds", "Predicted step", "with the exchange in use", "seconds"),

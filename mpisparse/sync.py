@@ -227,7 +227,7 @@ class GradientSync(States):
     def residual(self) -> torch.Tensor:
         """What this rank has not sent: one flat float32 tensor in the order of model.parameters() that require gradients.
 
-        Of a scheme that exchanges weights, a copy: the distance from the shared weights. With hierarchy="node" also a copy:
+        Of a scheme that exchanges weights, a copy: the distance from the shared weights. Where nodes sum first also a copy:
         the rank's shard of what its node was given and has not sent, zeros elsewhere.
         """
         drift = self._companion.drift()

@@ -128,7 +128,7 @@ def check_plain(options: Options) -> None:
     for name, value in vars(options).items():
         if callable(value):
             raise ConfigurationError(f"{name} is for a model's loss, and there is only a vector; leave it out")
-    if options.hierarchy != "flat":
+    if options.fixed_hierarchy != "flat":
         raise ConfigurationError(f"hierarchy={options.hierarchy!r} is for GradientSync; leave it out")
     if options.accumulate != "step":
         raise ConfigurationError(f"accumulate={options.accumulate!r} is for a model's backward; leave it out")

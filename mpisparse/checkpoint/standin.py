@@ -14,7 +14,7 @@ from torch import nn
 from mpisparse.backends.device import load_backend
 from mpisparse.checkpoint.contents import saved_options
 from mpisparse.checkpoint.objects import check_belonging
-from mpisparse.comm.hierarchy import Nodes
+from mpisparse.comm.no_exchange import NoExchange, nodes_of
 from mpisparse.core.records import Parts
 from mpisparse.core.state import sources
 from mpisparse.model.layout import Layout
@@ -48,7 +48,7 @@ def resize_scheme_states(
     parameters = _parameters(first, shared)
     if parameters is None:
         raise ValueError("it does not say which parameters are trained, so that it fits only as many ranks as wrote it")
-    if has_nodes(first):
+    if _shared_out(first):
         syncs = FlatStates(syncs, list(parameters.values()), shared)
         first = {**syncs[sources(old, new, rank)[0]], "rank": rank, "size": new}
     with contextlib.closing(StandIn(list(parameters.values()), first, shared)) as stand_in:
@@ -68,6 +68,11 @@ def _bring_home(sync: dict[str, Any], reducer: Any) -> None:
 def has_nodes(sync: dict[str, Any]) -> bool:
     """Whether a state, by its contents, is of nodes that summed gradients first."""
     return sync.get("step.nodes") is not None
+
+
+def _shared_out(sync: dict[str, Any]) -> bool:
+    """Whether the residual of a state is shared out over nodes, by its scheme or by what scheme auto has chosen."""
+    return has_nodes(sync) or "nodes" in sync.get("step.inner", {})
 
 
 def ranks_a_node(sync: dict[str, Any]) -> int:
@@ -94,6 +99,10 @@ class FlatStates(Mapping[int, dict[str, Any]]):
 def _flat(sync: dict[str, Any], parameters: list[nn.Parameter], shared: dict[str, Any]) -> dict[str, Any]:
     """Convert a rank's state saved with nodes to one without: what is in flight goes to the residual."""
     residual = sync["residual"].clone()
+    if not has_nodes(sync):
+        with contextlib.closing(StandIn(parameters, sync, shared)) as chosen:
+            parts = chosen.aggregator.flattened(step_state(sync), residual.numpy())
+        return {**sync, **{f"step.{key}": value for key, value in parts.items()}, "residual": residual}
     with contextlib.closing(StandIn(parameters, sync, shared)) as by_node:
         by_node.aggregator.at_rest(step_state(sync), residual.numpy())
         kept = {f"step.{key}" for key in by_node.companion.state()}
@@ -115,41 +124,12 @@ def _parameters(sync: dict[str, Any], shared: dict[str, Any]) -> dict[str, nn.Pa
     return {name: nn.Parameter(tensor.zero_()) for name, tensor in alike.items()}
 
 
-class _NoExchange:
-    """A stand-in for Exchange: checking needs no other ranks."""
-
-    threaded = is_open = False
-    virtual = True
-    gone = ""
-    spare = 0
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-
-    def polling(self) -> _NoExchange:
-        return self
-
-    def close(self) -> None:
-        """Do nothing: there is no communicator."""
-
-
-def _nodes(saved: dict[str, Any], size: int, n: int) -> Nodes:
-    """The nodes that a state was saved on; raises ValueError if they are impossible."""
-    ranks, node, place = (saved[key] for key in ("ranks", "node", "place"))
-    known = all(type(number) is int for number in (ranks, node, place))
-    if not known or ranks < 2 or size % ranks or not 0 <= node < size // ranks or not 0 <= place < ranks:
-        raise ValueError(f"rank {place!r} of node {node!r} with {ranks!r} ranks is none of {size} ranks")
-    inside: Any = _NoExchange(place, ranks)
-    between: Any = _NoExchange(node, size // ranks)
-    return Nodes(size // ranks, ranks, node, place, inside, between, n)
-
-
 class StandIn:
     """Parameters of the same shapes, and the scheme for them."""
 
     def __init__(self, parameters: list[nn.Parameter], sync: dict[str, Any], shared: dict[str, Any]) -> None:
         model = nn.ParameterList(parameters)
-        no_exchange: Any = _NoExchange(sync["rank"], sync["size"])
+        no_exchange: Any = NoExchange(sync["rank"], sync["size"])
         self.options = saved_options(sync)
         self.layout, backend = Layout(model), load_backend()
         self.residual = torch.zeros(self.layout.size)
@@ -158,7 +138,7 @@ class StandIn:
         with warnings.catch_warnings():  # the user was warned when training with the scheme
             warnings.simplefilter("ignore")
             if has_nodes(sync):
-                nodes = _nodes(sync["step.nodes"], sync["size"], self.layout.size)
+                nodes = nodes_of(sync["step.nodes"], sync["size"], self.layout.size)
                 scheme = build_by_node(self.options, parts, Site(model, self.layout), nodes)
             else:
                 scheme = self.options.build_for_model(parts, Site(model, self.layout))

@@ -102,7 +102,7 @@ def _laid_out(exchange: Exchange, model: torch.nn.Module, scheme: str, care: Car
 def assemble(ground: Ground) -> Assembly:
     """Put the scheme together; what it refuses of the model is raised on all ranks. Collective."""
     exchange, layout, options = ground.exchange, ground.layout, ground.options
-    nodes = find_nodes(exchange, options.hierarchy, layout.size)
+    nodes = find_nodes(exchange, options.fixed_hierarchy, layout.size)
     residual = zeros(layout.size, torch.float32, layout.device)
     sink = NoSink() if options.of_weights else Published(layout, ground.backend)
     survives = ground.care.on_failure == SHRINK

@@ -78,13 +78,14 @@ class States(Steps):
             error = ConfigurationError(f"the state is not one that state_dict() gave: {type(caught).__name__}: {caught}")
         self._exchange.raise_together(error)
         parts = self._aggregator.upgraded(self._companion.upgraded(step_state(state)))
+        parts, residual = self._aggregator.fitted(parts, torch.as_tensor(state["residual"]))
         self._companion = self._companion.of(parts)
         self._companion.load(parts)
         self._aggregator.load(parts)
         if self._companion.subject is not None:
-            self._companion.restore(torch.as_tensor(state["residual"]))
+            self._companion.restore(residual)
         else:
-            self._aggregator.restore(torch.as_tensor(state["residual"]))
+            self._aggregator.restore(residual)
         self._density = float(state["density"])
         self._damaged = None
         self._buffers.forget()

@@ -127,6 +127,7 @@ class Steps(SetDensity, Collectives):
             self._take_back(refusal)
             self._refuse(refusal, added=False)
             return
+        works = aggregator.works  # what all ranks agreed on may have changed them
         if self._exchange.size > 1:
             self._equality.done(notice.step)
         if gradients.holds:

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from mpisparse.comm.hierarchy import Nodes, find_nodes
 from mpisparse.core.records import Parts
 from mpisparse.errors import ConfigurationError
+from mpisparse.names import AUTO, FLAT, NODE
 from mpisparse.plan import candidates
 from mpisparse.plan.candidates import DENSE, SPARSE, WEIGHTS, Candidate
 from mpisparse.plan.choosing import Choosing
@@ -28,18 +30,21 @@ class Auto(Options):
     codec: the coarsest codec of whole gradients.
     every: how many steps may lie between two exchanges of weights, at most.
     weights: False leaves out exchanges of weights: then all ranks have the same weights after each step.
+    hierarchy: "flat" leaves out exchanges in which the ranks of a node sum first; "auto" considers them where several nodes
+        have the same number of ranks above 1.
     slowdown: how long a step may take with its exchange, as a multiple of its computation, at least 1.
     log: a file to which rank 0 writes what was chosen, and from which step on.
     deterministic: such a file of another run of the same model, to be replayed: nothing is measured.
     """
 
-    flat_only = "it measures the links between all ranks; choose a scheme for nodes after `mpisparse plan`"
+    flat_only = 'it measures whether nodes that sum first are faster, unless hierarchy is "flat"'
     suits_optimizer: ClassVar[bool] = True
     refused: ClassVar[dict[str, str]] = {}
     density: float = 0.001
     codec: str = "int2"
     every: int = candidates.RAREST
     weights: bool = True
+    hierarchy: str = AUTO
     slowdown: float = 1.1
     log: str | None = None
     deterministic: str | None = None
@@ -57,6 +62,14 @@ class Auto(Options):
             raise ConfigurationError(
                 f'scheme "auto" chooses among whole gradients in {", ".join(self.codecs())}, got codec {self.codec!r}'
             )
+
+    def _check_hierarchy(self) -> None:
+        if self.hierarchy == NODE:
+            super()._check_hierarchy()
+
+    @property
+    def fixed_hierarchy(self) -> str:
+        return FLAT
 
     @property
     def with_backward(self) -> str:
@@ -85,6 +98,12 @@ class Auto(Options):
         """The options of a candidate's scheme."""
         names = ("accumulate", "nonfinite", "segment_nbytes", "buffers")
         return configure(candidate.scheme, **candidate.options, **{name: getattr(self, name) for name in names})
+
+    def nodes(self, parts: Parts) -> Nodes | None:
+        """The nodes whose ranks may sum first; None: that is left out, or cannot be here. Collective."""
+        if self.accumulate == "backward" or parts.backend.name == "cuda" or not parts.exchange.is_open:
+            return None
+        return find_nodes(parts.exchange, self.hierarchy, len(parts.residual), memory=False)
 
     def build(self, parts: Parts, site: Site | None = None) -> Scheme:
         assert site is not None  # see with_backward

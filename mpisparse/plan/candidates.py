@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 DENSE, SPARSE, WEIGHTS = "dense", "sparse", "weights"
+FLAT, NODES, OVERLAPPED = WAYS = ("flat", "nodes first", "overlapped")
+MORE: dict[str, dict[str, Any]] = {FLAT: {}, NODES: {"hierarchy": "node"}, OVERLAPPED: {"overlap": True}}  # options
 CODECS = ("fp32", "fp16", "bf16", "int8", "int4", "int2", "sign")  # finest first
 FIRST = "int4"  # the codec before anything is measured: an eighth of the bytes, and a loss like that of float32
 
@@ -16,6 +18,7 @@ class Candidate:
     """An exchange: a scheme with its codec, density, and steps of the optimizer from one exchange to the next.
 
     kind: "dense" sends whole gradients, "sparse" the largest elements of gradients, "weights" the drift of weights.
+    way: "flat" between all ranks, "nodes first" between nodes whose ranks have summed, or "overlapped" with backward.
     """
 
     kind: str
@@ -23,18 +26,29 @@ class Candidate:
     codec: str
     density: float = 1.0
     every: int = 1
+    way: str = FLAT
 
     @property
     def name(self) -> str:
         """What tables and logs call it."""
         share = "" if self.kind == DENSE else f" {100 * self.density:g} %"
         pace = "" if self.every == 1 else f" every {self.every}"
-        return f"{self.scheme}{share} {self.codec}{pace}"
+        way = "" if self.way == FLAT else f", {self.way}"
+        return f"{self.scheme}{share} {self.codec}{pace}{way}"
+
+    def by(self, way: str) -> Candidate:
+        """The same exchange in another way."""
+        return replace(self, way=way)
+
+    @property
+    def flat(self) -> Candidate:
+        """The same exchange between all ranks."""
+        return self.by(FLAT)
 
     @property
     def each_step(self) -> Candidate:
-        """The same exchange in every step."""
-        return replace(self, every=1)
+        """The same exchange between all ranks, in every step."""
+        return replace(self.flat, every=1)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -46,7 +60,7 @@ class Candidate:
             options["by"] = "groups"
         if self.every > 1:
             options["every"] = self.every
-        return options
+        return options | MORE[self.way]
 
 
 ALL = (
@@ -63,9 +77,16 @@ ALL = (
     Candidate(WEIGHTS, "drift", "sign", 0.13, 4),
     Candidate(WEIGHTS, "drift", "sign", 0.13, 16),
 )
-BY_NAME = {candidate.name: candidate for candidate in ALL}
+CHOICES = (*ALL, *(candidate.by(NODES) for candidate in ALL))  # what auto can do
+BY_NAME = {candidate.name: candidate for candidate in CHOICES}
 RAREST = 4  # steps from one exchange to the next at most, unless more are asked for
 EMPTYING = BY_NAME["dense fp32"]  # sends all that waits
+
+
+def named(details: Mapping[str, float]) -> str:
+    """The name of what statistics say is in use; empty if they are not of scheme auto."""
+    choice = details.get("choice")
+    return "" if choice is None else ALL[int(choice)].by(NODES if details.get("nodes_first") else FLAT).name
 
 
 def suiting(

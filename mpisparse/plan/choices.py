@@ -54,9 +54,9 @@ def checked(history: Any, what: str) -> History:
 
 
 def discontinuities(history: History) -> list[int]:
-    """The steps of a history from which on weights are exchanged instead of gradients, or the other way round."""
-    kinds = [(step, BY_NAME[name].kind == WEIGHTS) for step, name in history]
-    return [step for (_, old), (step, new) in pairwise(kinds) if old != new]
+    """The steps of a history from which on ranks, or nodes, train on their own weights, or no longer do."""
+    own = [(step, each.way if each.kind == WEIGHTS else "") for step, each in ((s, BY_NAME[name]) for s, name in history)]
+    return [step for (_, old), (step, new) in pairwise(own) if old != new]
 
 
 def returns(history: History) -> int:

@@ -19,13 +19,13 @@ from mpisparse.core.step import Clock
 from mpisparse.errors import ConfigurationError
 from mpisparse.measures import PREDICTED
 from mpisparse.plan import choices
-from mpisparse.plan.candidates import BY_NAME, EMPTYING, WEIGHTS, Candidate, first
-from mpisparse.plan.changing import Changing, Makes
+from mpisparse.plan.candidates import BY_NAME, NODES, WEIGHTS, Candidate, first
+from mpisparse.plan.changing import Changing
 from mpisparse.plan.course import Course, Files
 from mpisparse.plan.judge import Judge, checked_measurement
+from mpisparse.plan.making import Makes
 from mpisparse.plan.predict import Window
 from mpisparse.plan.telling import Chosen, discontinuity, say, told
-from mpisparse.plan.times import Times
 from mpisparse.schemes.companion import Companion, Site
 from mpisparse.schemes.optimizers import is_adaptive
 
@@ -50,13 +50,14 @@ class Choosing(Changing):
     def __init__(self, parts: Parts, site: Site, options: Bounds, unfit: str) -> None:
         super().__init__(parts, site, options, unfit)
         self.options = options
-        self.judge = Judge(parts.exchange, len(parts.residual), options.slowdown)
-        self.course = Course(parts.exchange, parts.slots, options, unfit)
-        self.times = Times()
+        self.judge = Judge(parts.exchange, len(parts.residual), options.slowdown, self.making.nodes)
+        self.course = Course(parts.exchange, parts.slots, options, self.barred)
         known = list(options.suiting(plain=False, weights=False))
         self.begin_with(self.course.begun(known[0] if parts.exchange.size == 1 else first(known)))
         self._due = 1 + WARM  # the number of steps after which times are looked at: the same on all ranks
         self._why = "replayed"  # what is pending
+        self._predicted: dict[str, float] = {}
+        self._sparse = False  # whether any gradient was a sparse tensor
         self._tell()
 
     # A step
@@ -64,12 +65,17 @@ class Choosing(Changing):
     def agreement(self, works: Works, notice: Notice, clock: Clock, peek: step.Peek | None = None) -> Bools | None:
         """Agree as any step does, and note how long this rank computed and waited; collective."""
         self.times.called()
-        used = step.agree(works, notice, clock, peek)
+        before = self.now
+        used = super().agreement(works, notice, clock, peek)
         self.times.agreed()
+        if self.now != before:
+            self._tell()
+            say(self.parts.exchange, self.now, self.steps, f"{before.name} does not go with {FROZEN}")
         return used
 
     def one_step(self, works: Works, pieces: Pieces | None, notice: Notice, clock: Clock) -> Delivered | None:
         """Do a step as any other; then choose for the next one, if it is time. Collective."""
+        self._sparse = self._sparse or (pieces is not None and bool(pieces.sparse))
         delivered = super().one_step(works, pieces, notice, clock)
         self.times.exchanged(self.now.every)
         self._look(self.steps)
@@ -86,16 +92,32 @@ class Choosing(Changing):
             self.change(due)
             self._tell()
         elif done > course.until and done >= self._due and self.parts.exchange.size > 1 and self.pending is None:
-            kinds = self._plain, not self._hindrance
-            row = np.array([*self.times.medians(), *kinds])
-            computing, waiting, moving, plain, weights = self.parts.exchange.allgather(row).T.tolist()
-            if min(computing) <= 0:  # some rank has timed no exchange yet, as after a load between rare ones
+            kinds = self._plain, not self._hindrance, not self._sparse
+            row = np.array([len(self.times), *self.times.medians(), *kinds])
+            count, computing, waiting, moving, plain, weights, strided = self.parts.exchange.allgather(row).T.tolist()
+            if min(count) < WARM:  # few of the steps exchange, or a state was loaded
                 return
             self.times.clear()
             course.looked = done
-            known = list(self.options.suiting(plain=all(plain), weights=all(weights)))
-            self._weigh(Window(computing, waiting, moving), done, known)
+            known = self.options.suiting(plain=all(plain), weights=all(weights))
+            both = [way for each in known for way in self._ways(each, strided=all(strided))]
+            self._weigh(Window(computing, waiting, moving), done, both)
             self._due = done + self.judge.windows * WINDOW
+
+    def _ways(self, candidate: Candidate, *, strided: bool) -> list[Candidate]:
+        """A candidate in all ways in which it may be exchanged now; the same on all ranks.
+
+        strided: no gradient is a sparse tensor, which nodes that exchange weights could not average.
+        """
+        nodes = self.making.nodes is not None and not self.parts.held.stretches
+        nodes = nodes and (strided or candidate.kind != WEIGHTS)
+        return [candidate, *([candidate.by(NODES)] if nodes else [])]
+
+    def barred(self, candidate: Candidate) -> str:
+        """Why a candidate cannot be here, whatever the optimizer; empty if it can."""
+        if candidate.way == NODES and self.making.nodes is None:
+            return "there are no nodes whose ranks can sum first"
+        return self.unfit if candidate.kind == WEIGHTS else ""
 
     @property
     def _plain(self) -> bool:
@@ -117,7 +139,8 @@ class Choosing(Changing):
         self._why = verdict.says
         if verdict.candidate != self.now:
             self.change(verdict.candidate)
-        self._tell({PREDICTED + each.candidate.name: each.step for each in verdict.predictions})
+        self._predicted = {PREDICTED + each.candidate.name: each.step for each in verdict.predictions}
+        self._tell()
         if verdict.says and self.pending is None:
             say(self.parts.exchange, self.now, done, self._why)
 
@@ -134,10 +157,10 @@ class Choosing(Changing):
         if before.kind != WEIGHTS and self._hindered(done):
             return self.companion
         super().turned()
+        self.times.clear()
         self.times.interrupted()
         self._tell()
-        breaks = "" if before.kind == candidate.kind == WEIGHTS else discontinuity(candidate)
-        say(self.parts.exchange, self.now, done, self._why + breaks)
+        say(self.parts.exchange, self.now, done, self._why + discontinuity(before, candidate))
         return self.companion
 
     def _hindered(self, done: int) -> bool:
@@ -156,7 +179,7 @@ class Choosing(Changing):
         """Go on with what was in use before weights were chosen; nothing later is followed. Local."""
         name, before = self.course.take_back(done)
         self.pending = None
-        if before != EMPTYING:
+        if before != self.now:
             self.go_on_with(before)
         self._tell()
         self._why = f"{name} does not go with {why}"
@@ -164,9 +187,9 @@ class Choosing(Changing):
 
     # Telling
 
-    def _tell(self, predicted: Mapping[str, float] | None = None) -> None:
-        """Have statistics, and the log, say what is in use."""
-        self.told = {**told(self.now, self.judge.measured, self.course.breaks), **(predicted or {})}
+    def _tell(self) -> None:
+        """Have statistics, and the log, say what is in use, and what the last look has predicted."""
+        self.told = {**told(self.now, self.judge.measured, self.course.breaks), **self._predicted}
         stages = [stage for stage in self.works.stages if not isinstance(stage, Chosen)]
         self.works.stages = (*stages, Chosen(self.now.density / self.options.density, self.told))
         self._scale()
@@ -181,8 +204,13 @@ class Choosing(Changing):
 
     def check(self, state: State) -> None:
         choices.checked(state["history"], "the history of choices in the state")
-        checked_measurement(state["measured"])
         super().check(state)
+        measured, way = checked_measurement(state["measured"]), BY_NAME[state["choice"]].way
+        if way == NODES and measured is not None and None in (measured.inside, measured.between):
+            raise ConfigurationError("the state is of an exchange of nodes, between which nothing was measured")
+
+    def flattened(self, state: State, residual: Floats) -> State:
+        return {**super().flattened(state, residual), "measured": None}
 
     def of(self, state: State) -> Companion:
         self.course.leave(self.steps)
@@ -192,6 +220,7 @@ class Choosing(Changing):
         """Take what state() gave; the residual is the caller's. Collective."""
         done = self.steps if BY_NAME[state["choice"]].kind == WEIGHTS else int(state["step"])
         self.judge.load(checked_measurement(state["measured"]))
+        self._predicted = {}
         self.times.clear()
         self.times.interrupted()
         self._why = "chosen before"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -30,11 +30,11 @@ class Course:
     coming: choices by step, which are followed up to the step `until`; only later ones are made by times.
     looked: the step after which the ranks looked at their times last. earlier: the log of a run that may have gone on;
     left: that of this one when a state was loaded.
-    unfit: why weights cannot be exchanged; empty if they can.
+    barred: why a candidate cannot be here; empty if it can.
     """
 
-    def __init__(self, exchange: Exchange, slots: Sequence[Slot], files: Files, unfit: str) -> None:
-        self.exchange, self.files, self.unfit = exchange, files, unfit
+    def __init__(self, exchange: Exchange, slots: Sequence[Slot], files: Files, barred: Callable[[Candidate], str]) -> None:
+        self.exchange, self.files, self.barred = exchange, files, barred
         self.model = choices.digest_of(slots)
         self.history: choices.History = []
         self.coming: dict[int, str] = {}
@@ -54,10 +54,10 @@ class Course:
         if replayed is not None:
             self.coming = dict(choices.read_together(Path(replayed), self.model, self.exchange))
             self.until = float("inf")
-            if self.unfit and _of_weights(self.coming.values()):
-                raise ConfigurationError(
-                    f"deterministic: {replayed} has exchanges of weights, which cannot be here: {self.unfit}"
-                )
+            for candidate in map(BY_NAME.__getitem__, self.coming.values()):
+                if why := self.barred(candidate):
+                    what = "exchanges of weights, which" if candidate.kind == WEIGHTS else f"{candidate.name!r}, which"
+                    raise ConfigurationError(f"deterministic: {replayed} has {what} cannot be here: {why}")
 
     def begun(self, candidate: Candidate) -> Candidate:
         """The first candidate: the given one, unless another one is to be replayed."""
@@ -75,11 +75,12 @@ class Course:
         """
         at, name = self.history.pop()
         before = BY_NAME[self.history[-1][1]] if self.history else EMPTYING
-        if not self.history or before != EMPTYING:
-            self.history.append((at, EMPTYING.name))
+        emptying = EMPTYING.by(before.way)
+        if not self.history or before != emptying:
+            self.history.append((at, emptying.name))
         if before.kind == WEIGHTS:
-            before = EMPTYING
-        if before != EMPTYING:
+            before = emptying
+        if before != emptying:
             self.note(done, before)
         self.coming, self.until, self.looked = {}, -1.0, done
         return name, before
@@ -113,9 +114,13 @@ class Course:
         self.coming, self.until = {}, -1.0
         fitting = [log for log in logs if log is not None and log.looked > done and log.until(done) == self.history]
         known = [(log.looked, log.history[len(self.history) :]) for log in fitting]
-        known = [(at, later) for at, later in known if not (self.unfit and _of_weights(name for _, name in later))]
+        known = [(at, later) for at, later in known if not self._any_barred(name for _, name in later)]
         for looked, later in json.loads(self.exchange.gather_texts(json.dumps(known[:1]))[0]):
             self.coming, self.until, self.looked = dict(later), looked, looked
+
+    def _any_barred(self, names: Iterable[str]) -> bool:
+        """Whether any of these candidates cannot be here."""
+        return any(self.barred(BY_NAME[name]) for name in names)
 
     def log(self, done: int) -> choices.Log:
         """What was chosen after so many steps, with what is still to be followed of an earlier run up to its last look."""
@@ -135,8 +140,3 @@ class Course:
             return
         if self.exchange.is_open and self.exchange.rank == 0:
             choices.write(Path(path), self.log(done))
-
-
-def _of_weights(names: Iterable[str]) -> bool:
-    """Whether any of these candidates exchanges weights."""
-    return any(BY_NAME[name].kind == WEIGHTS for name in names)

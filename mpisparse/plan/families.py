@@ -17,7 +17,9 @@ from mpisparse.backends.flat import checksum
 from mpisparse.comm.roll_call import FIRST, meet
 from mpisparse.errors import ConfigurationError
 from mpisparse.plan.attached import average_states, hindrance, same_settings
+from mpisparse.plan.times import Times
 from mpisparse.schemes.companion import Companion, Site
+from mpisparse.schemes.drift.by_node import DriftingByNode
 from mpisparse.schemes.drift.companion import Drifting
 from mpisparse.schemes.drift.weights import OwnWeights
 
@@ -32,9 +34,10 @@ if TYPE_CHECKING:
 class Chooser(Protocol):
     """What chooses. turned() and of() return the companion of the coming steps: after a change, or of a state.
 
-    told: what statistics say of the choice.
+    told: what statistics say of the choice. times: how long the parts of steps took.
     """
 
+    times: Times
     parts: Parts
     site: Site
     optimizers: list[torch.optim.Optimizer]
@@ -112,11 +115,15 @@ class OfWeights(Family, Drifting):
     """Weights are exchanged, as by scheme drift. drifting: what that scheme has put together."""
 
     def __init__(self, choosing: Chooser, drifting: Drifting) -> None:
-        Drifting.__init__(self, drifting.aggregator, drifting.site, drifting.weights, every=1)
+        self._as(drifting)
         self.pace = drifting.pace
         self.choosing = choosing
         self.weights.scheme = "auto"
         self.optimizer = choosing.optimizers[0] if choosing.optimizers else None
+
+    def _as(self, drifting: Drifting) -> None:
+        """Begin as what that scheme has put together."""
+        Drifting.__init__(self, drifting.aggregator, drifting.site, drifting.weights, every=1)
 
     def adopt(self, optimizer: torch.optim.Optimizer, *, scales: bool = False) -> None:
         Family.adopt(self, optimizer, scales=scales)
@@ -133,7 +140,11 @@ class OfWeights(Family, Drifting):
 
     def rested(self, stats: Stats) -> Stats:
         """A step without an exchange still tells what was chosen."""
-        return replace(stats, details=dict(self.choosing.told))
+        return replace(super().rested(stats), details=dict(self.choosing.told))
+
+    def begin_with(self, shared: torch.Tensor) -> None:
+        """Go on with the same shared weights, and with the weights that the ranks have; local."""
+        self.shared.copy_(shared)
 
     def begin_together(self) -> None:
         """Begin with weights that are the same on all ranks; collective.
@@ -162,6 +173,33 @@ class OfWeights(Family, Drifting):
 
     def load(self, state: State) -> None:
         Drifting.load(self, state["around"])
+
+
+class OfWeightsByNode(OfWeights, DriftingByNode):
+    """Weights are exchanged between nodes, each of which is one worker."""
+
+    def __init__(self, choosing: Chooser, drifting: Drifting) -> None:
+        super().__init__(choosing, drifting)
+        self.means.timed = choosing.times.exchanging  # the mean of a node's gradients is a part of the exchange
+
+    def _as(self, drifting: Drifting) -> None:
+        assert isinstance(drifting, DriftingByNode)
+        DriftingByNode.__init__(self, drifting.aggregator, drifting.site, drifting.weights, every=1, start=None)
+
+    def begin_with(self, shared: torch.Tensor) -> None:
+        """As on all ranks; collective inside the node, which has them in memory that its ranks may share."""
+        self.aggregator.nodes.meet()  # all have read the weights before
+        super().begin_with(shared)
+        self.aggregator.nodes.meet()
+
+    def begin_together(self) -> None:
+        """Begin with weights, and an optimizer, that are the same on all ranks; collective."""
+        self.aggregator.nodes.meet()  # all ranks have written the shared weights
+        super().begin_together()
+        self.weights.set_flat(self.shared)
+        self.aggregator.nodes.meet()
+        if self.optimizer is not None:
+            same_settings(self.optimizer, self.exchange)
 
 
 def check_around(around: Any) -> None:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mpisparse.comm.exchange import Exchange
+from mpisparse.comm.hierarchy import Nodes
 from mpisparse.errors import ConfigurationError
 from mpisparse.plan import measure
-from mpisparse.plan.candidates import ALL, Candidate
+from mpisparse.plan.candidates import CHOICES, Candidate
 from mpisparse.plan.predict import Measured, Prediction, Window, choose, corrected, predict, reason
 
 LONGEST = 4  # windows: each time links are measured in vain, the next look comes after twice as many steps
@@ -30,11 +31,12 @@ class Verdict:
 class Judge:
     """What was measured, and which candidate is about to win.
 
-    windows: to the next look at the times. rival: what has won the last looks, `won` of them in a row.
+    nodes: those whose ranks may sum first, if there are any. windows: to the next look at the times. rival: what has won the
+    last looks, `won` of them in a row.
     """
 
-    def __init__(self, exchange: Exchange, elements: int, slowdown: float) -> None:
-        self.exchange, self.elements, self.slowdown = exchange, elements, slowdown
+    def __init__(self, exchange: Exchange, elements: int, slowdown: float, nodes: Nodes | None = None) -> None:
+        self.exchange, self.elements, self.slowdown, self.nodes = exchange, elements, slowdown, nodes
         self.measured: Measured | None = None
         self.windows = 1
         self.rival: Candidate | None = None
@@ -54,18 +56,18 @@ class Judge:
             measured = self._with_passes(self._measure(window), known)
         else:
             expected = predict(now, before)
-            eased = now != known[0] and window.eased(expected.exchange)
+            eased = now.flat != known[0].flat and window.eased(expected.exchange)
             off = self._of_rank_0(int(window.off(expected.step) or eased))
             if not off and self.rival is None:
                 self.windows = 1
                 return None
             why = f"steps took {1e3 * window.step:.3g} ms, {window.blame(before)}; " if off else ""
-            fresh = replace(before, links=measure.links(self.exchange))
+            fresh = replace(before, **measure.all_links(self.exchange, self.nodes))
             measured = corrected(self._with_passes(fresh, known), window, now)
         self.measured = measured
         predictions = [predict(each, measured) for each in known]
         best = choose(predictions, measured.computing, self.slowdown, None if before is None else now)
-        winner = ALL[self._of_rank_0(ALL.index(best.candidate))]
+        winner = CHOICES[self._of_rank_0(CHOICES.index(best.candidate))]
         if before is not None and not self._has_won(winner, now, returns):
             return Verdict(now, predictions)
         self.windows, self.rival, self.won = 1, None, 0
@@ -81,11 +83,12 @@ class Judge:
         return self.won >= min(MOST_WINS, WINS << returns)
 
     def _measure(self, window: Window) -> Measured:
-        return Measured(self.exchange.size, self.elements, max(window.computing), measure.links(self.exchange))
+        links = measure.all_links(self.exchange, self.nodes)
+        return Measured(self.exchange.size, self.elements, max(window.computing), **links)
 
     def _with_passes(self, measured: Measured, known: Sequence[Candidate]) -> Measured:
         """Measure the passes of exchanges that are not known yet; the slowest rank counts. Collective."""
-        new = [each for each in known if each.every == 1 and each.name not in measured.passes]
+        new = [each for each in dict.fromkeys(one.each_step for one in known) if each.name not in measured.passes]
         if not new:
             return measured
         with self.exchange.place.exempt("measuring"):

@@ -6,6 +6,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from mpisparse.backends.device import load_backend
 from mpisparse.backends.flat import Held, Slot, pieces_of, zeros
 from mpisparse.comm.agreement import Notice
 from mpisparse.comm.exchange import Exchange
+from mpisparse.comm.hierarchy import Nodes
 from mpisparse.comm.virtual import run_virtual
 from mpisparse.core.records import Parts
 from mpisparse.core.step import Clock
@@ -59,6 +61,43 @@ def links(exchange: Exchange) -> Links:
         2 * moved / max(sent + back - 2 * small, least),
         2 * values.nbytes * (size - 1) / size / max(added - 2 * small, least),
     )
+
+
+def all_links(exchange: Exchange, nodes: Nodes | None) -> dict[str, Any]:
+    """Links between all ranks, inside nodes and between nodes, for Measured, the same on all ranks; collective."""
+    known: dict[str, Any] = {"links": links(exchange)}
+    if nodes is None:
+        return known
+    known |= {"ranks_a_node": nodes.ranks, "inside": _of_the_slowest(exchange, inside(nodes))}
+    if nodes.count > 1:
+        known["between"] = _of_the_slowest(exchange, links(nodes.between))
+    return known
+
+
+def inside(nodes: Nodes) -> Links:
+    """Links between the ranks of a node as its sums use them, over shared memory where there is room; collective in it."""
+    few, many = (_summing(replace(nodes, n=elements).with_memory()) for elements in (FEW, MANY))
+    moved = 8 * (MANY - FEW) * (nodes.ranks - 1) / nodes.ranks  # bytes that a rank sends for the sums, and to gather them
+    bandwidth, rounds = moved / max(many - few, few / 10), 2 * (nodes.ranks - 1).bit_length()
+    return Links(few / rounds, bandwidth, bandwidth)
+
+
+def _summing(nodes: Nodes) -> float:
+    """Seconds of the sum of a node's vectors, and of gathering it; collective in it."""
+    vector, total = zeros(nodes.n, torch.float32).numpy(), zeros(nodes.shard.hi - nodes.shard.lo, torch.float32).numpy()
+    add = load_backend().add
+
+    def call() -> None:
+        nodes.reduce_scatter(vector, total, add)
+        nodes.gather(total, vector)
+
+    return _typical(nodes.inside, call)
+
+
+def _of_the_slowest(exchange: Exchange, own: Links) -> Links:
+    """The longest latency and the lowest bandwidths of all ranks; collective."""
+    rows = exchange.allgather(np.array([own.latency, own.bandwidth, own.reducing]))
+    return Links(float(rows[:, 0].max()), *rows[:, 1:].min(axis=0).tolist())
 
 
 def near() -> Links:

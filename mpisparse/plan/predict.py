@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 from mpisparse.errors import ConfigurationError
-from mpisparse.plan.candidates import WEIGHTS, Candidate
+from mpisparse.plan.candidates import FLAT, NODES, OVERLAPPED, SPARSE, WEIGHTS, Candidate
 from mpisparse.plan.costs import Log, Machine, overlapped
 from mpisparse.plan.messages import EVEN, Selections, messages
 
-FLAT, NODES, OVERLAPPED = WAYS = ("flat", "nodes first", "overlapped")
 BACKWARD = 2 / 3  # of the computation, if that is not measured
 BUCKET = 8e6  # bytes of gradients that set out together
+INDEXED = 12  # bytes of an element that a node gathers with its index
 ALIKE = 0.05  # predictions this close are equal: then the richer exchange is better
 SURE = 1.25  # by so much the exchange of a richer candidate may be dearer than predicted and still fit
 FAR = 0.2  # a step that is off by more than this share calls for another look
@@ -69,7 +70,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A candidate's exchange and its whole step, in seconds; `way`: flat, nodes first, or overlapped with backward.
+    """A candidate's exchange and its whole step, in seconds.
 
     Where not every step exchanges, both are means over steps.
     """
@@ -77,21 +78,19 @@ class Prediction:
     candidate: Candidate
     exchange: float
     step: float
-    way: str = FLAT
 
 
-def ways(candidate: Candidate, measured: Measured) -> list[str]:
-    """The ways in which a candidate can be exchanged."""
+def ways(candidate: Candidate, measured: Measured) -> list[Candidate]:
+    """A candidate in all ways in which it can be exchanged."""
     nodes = measured.between is not None and 1 < measured.ranks_a_node < measured.ranks
     early = candidate.kind != WEIGHTS and measured.ranks > 1
-    return [FLAT, *([NODES] if nodes else []), *([OVERLAPPED] if early else [])]
+    known = [FLAT, *([NODES] if nodes else []), *([OVERLAPPED] if early else [])]
+    return [candidate.by(way) for way in known]
 
 
-def predict(
-    candidate: Candidate, measured: Measured, way: str = FLAT, selections: Selections = MappingProxyType({})
-) -> Prediction:
+def predict(candidate: Candidate, measured: Measured, selections: Selections = MappingProxyType({})) -> Prediction:
     """Predict a step. selections: what selecting takes, where that is known."""
-    passes, ranks = measured.passes.get(candidate.each_step.name, 0.0), measured.ranks
+    passes, ranks, way = measured.passes.get(candidate.each_step.name, 0.0), measured.ranks, candidate.way
     buckets = max(1, round(4 * measured.elements / BUCKET)) if way == OVERLAPPED else 1
     inside = 0.0
     if ranks == 1:
@@ -106,12 +105,12 @@ def predict(
     backward = measured.backward * measured.computing if way == OVERLAPPED else 0.0
     ready = [backward * (number + 1) / buckets for number in range(buckets)]
     done = overlapped(ready, [exchange / buckets] * buckets, backward)
-    return Prediction(candidate, exchange, measured.computing - backward + done, way)
+    return Prediction(candidate, exchange, measured.computing - backward + done)
 
 
 def _moving(candidate: Candidate, elements: int, ranks: int, links: Links, selections: Selections) -> float:
     """Seconds of deciding what is sent, and of its messages."""
-    selected = selections.get((candidate.name, ranks), EVEN)
+    selected = selections.get((candidate.flat.name, ranks), EVEN)
     return links.machine(ranks).seconds(messages(candidate, elements, ranks, selected), 0.0, selected.seconds)
 
 
@@ -123,7 +122,7 @@ def _by_node(candidate: Candidate, measured: Measured, selections: Selections) -
     shard = -(-measured.elements // ranks)
     inside = Log(ranks)
     inside.add("alltoallv", 4 * shard)
-    inside.add("allgather", 4 * shard)
+    inside.add("allgather", 4 * shard if candidate.kind != SPARSE else math.ceil(INDEXED * candidate.density * shard))
     seconds = measured.inside.machine(ranks).seconds(inside, 0.0)
     return seconds, _moving(candidate, shard, nodes, measured.between, selections)
 
@@ -131,11 +130,13 @@ def _by_node(candidate: Candidate, measured: Measured, selections: Selections) -
 def choose(predictions: Sequence[Prediction], computing: float, slowdown: float, now: Candidate | None = None) -> Prediction:
     """The richest whose step is at most slowdown x computing; if there is none, the fastest. Richest come first.
 
+    Of the ways of an exchange the quickest counts.
+
     now: what is in use. It is left for a richer one only if that is sure to fit, and for another one only if it does not fit
     itself, or no longer is among the fastest.
     """
-    limit = slowdown * computing
-    at = next((i for i, each in enumerate(predictions) if each.candidate == now), None)
+    limit, predictions = slowdown * computing, _quickest(predictions, now)
+    at = None if now is None else next((i for i, p in enumerate(predictions) if p.candidate.flat == now.flat), None)
     for i, each in enumerate(predictions):
         careful = (SURE - 1) * each.exchange if at is not None and i < at else 0.0
         if each.step + careful <= limit:
@@ -143,6 +144,19 @@ def choose(predictions: Sequence[Prediction], computing: float, slowdown: float,
     fastest = min(each.step for each in predictions)
     known = [] if at is None else [predictions[at]]
     return next(each for each in [*known, *predictions] if each.step <= (1 + ALIKE) * fastest)
+
+
+def _quickest(predictions: Sequence[Prediction], now: Candidate | None) -> list[Prediction]:
+    """Of each exchange its quickest way; that in use, if it is as quick as any."""
+    best: dict[Candidate, Prediction] = {}
+    for each in predictions:
+        known = best.setdefault(each.candidate.flat, each)
+        if each.step < known.step:
+            best[each.candidate.flat] = each
+    used = next((each for each in predictions if each.candidate == now), None)
+    if used is not None and used.step <= (1 + ALIKE) * best[used.candidate.flat].step:
+        best[used.candidate.flat] = used
+    return list(best.values())
 
 
 def check_slowdown(slowdown: object) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from mpisparse.comm.exchange import Exchange
 from mpisparse.core.stages import Stage
-from mpisparse.plan.candidates import ALL, WEIGHTS, Candidate
+from mpisparse.plan.candidates import ALL, NODES, WEIGHTS, Candidate
 from mpisparse.plan.predict import Measured, predict
 
 
@@ -29,7 +29,10 @@ class Chosen(Stage):
 
 def told(now: Candidate, measured: Measured | None, discontinuities: int) -> dict[str, float]:
     """What statistics say of the choice."""
-    choice = {"choice": float(ALL.index(now)), "discontinuities": float(discontinuities)}
+    choice = {
+        "choice": float(ALL.index(now.flat)), "nodes_first": float(now.way == NODES),
+        "discontinuities": float(discontinuities),
+    }  # fmt: skip
     if measured is None:
         return choice
     return {**choice, "computing_seconds": measured.computing, "predicted_seconds": predict(now, measured).step}
@@ -41,8 +44,10 @@ def say(exchange: Exchange, now: Candidate, done: int, why: str) -> None:
         print(f"r0 | auto: {now.name} from step {done} on: {why}", file=sys.stderr, flush=True)
 
 
-def discontinuity(candidate: Candidate) -> str:
-    """What a change between gradients and weights does, in words."""
-    if candidate.kind == WEIGHTS:
+def discontinuity(before: Candidate, candidate: Candidate) -> str:
+    """What a change between gradients and weights, or of who has weights of its own, does, in words; empty for others."""
+    if before.kind == candidate.kind and (candidate.kind != WEIGHTS or before.way == candidate.way):
+        return ""
+    if before.kind != WEIGHTS:
         return "; a discontinuity: all that waits was sent first; evaluate and save inside `with sync.global_weights():`"
     return "; a discontinuity: weights and the optimizers' states become their means"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -18,12 +20,19 @@ class Times:
 
     def __init__(self) -> None:
         self._rows: list[tuple[float, float, float]] = []
-        self._computing = self._ended = self._called = self._agreed = 0.0
+        self._computing = self._ended = self._called = self._agreed = self._before = 0.0
+
+    @contextlib.contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """What is done inside belongs to the exchange, though this rank computes on after it."""
+        began = time.perf_counter()
+        yield
+        self._before += time.perf_counter() - began
 
     def called(self) -> None:
         """This rank has computed, and waits for the others."""
         self._called = time.perf_counter()
-        self._computing = self._called - self._ended if self._ended else 0.0
+        self._computing = self._called - self._ended - self._before if self._ended else 0.0
         self._ended = 0.0
 
     def agreed(self) -> None:
@@ -33,9 +42,13 @@ class Times:
     def exchanged(self, steps: int) -> None:
         """The exchange of so many steps is done."""
         if self._computing and self._agreed:
-            waiting, moving = self._agreed - self._called, time.perf_counter() - self._agreed
+            waiting, moving = self._agreed - self._called, time.perf_counter() - self._agreed + self._before
             self._rows.append((self._computing / steps, waiting / steps, moving / steps))
-        self._agreed = 0.0
+        self._agreed = self._before = 0.0
+
+    def __len__(self) -> int:
+        """The number of exchanges since the last clear()."""
+        return len(self._rows)
 
     def ended(self) -> None:
         """From now on this rank computes."""

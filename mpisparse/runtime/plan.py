@@ -100,18 +100,15 @@ def _measure(
 
     elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
     computing, backward = _computation(exchange, model, data, task, optimizer, settings)
-    passes = {each.name: measure.slowest(exchange, measure.passes(each, elements)) for each in known}
-    measured = Measured(exchange.size, elements, computing, measure.links(exchange), passes, backward=backward)
+    each_step = dict.fromkeys(each.each_step for each in known)  # rarer exchanges have the same passes
+    passes = {each.name: measure.slowest(exchange, measure.passes(each, elements)) for each in each_step}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # where nodes cannot sum first, that way is left out
-        nodes = find_nodes(exchange, NODE, elements)
-    if nodes is None:
-        return measured
-    inside, between = measure.links(nodes.inside), measure.links(nodes.between)
-    nodes.close()
-    from dataclasses import replace
-
-    return replace(measured, ranks_a_node=nodes.ranks, inside=inside, between=between if nodes.count > 1 else None)
+        nodes = find_nodes(exchange, NODE, elements, memory=False)
+    links = measure.all_links(exchange, nodes)
+    if nodes is not None:
+        nodes.close()
+    return Measured(exchange.size, elements, computing, passes=passes, backward=backward, **links)
 
 
 def _computation(
@@ -152,13 +149,12 @@ def _print(
     args: argparse.Namespace, settings: Settings, measured: Measured, known: list[candidates.Candidate], found: Selections
 ) -> None:
     """Print the table, and what would be chosen."""
-    from mpisparse.plan.predict import FLAT, NODES, OVERLAPPED, choose, predict, reason, ways
+    from mpisparse.plan.predict import choose, predict, reason, ways
 
-    told = [
-        sorted((predict(each, measured, way, found) for way in ways(each, measured)), key=lambda p: p.step) for each in known
-    ]
-    records = [_record(each, measured, found) for rows in told for each in rows]
-    best = choose([rows[0] for rows in told], measured.computing, args.slowdown)
+    told = [sorted((predict(each, measured, found) for each in ways(one, measured)), key=lambda p: p.step) for one in known]
+    every = [each for rows in told for each in rows]
+    records = [_record(each, measured, found) for each in every]
+    best = choose(every, measured.computing, args.slowdown)
     if args.json:
         show([{**each, "chosen": each == _record(best, measured, found)} for each in records], COLUMNS, as_json=True)
         return
@@ -170,10 +166,9 @@ def _print(
     if measured.ranks > 1:
         print(f"links: {1e6 * links.latency:.3g} us a round, {links.bandwidth / 1e6:.3g} MB/s a rank")
     show(records, COLUMNS, as_json=False)
-    more: dict[str, dict[str, Any]] = {FLAT: {}, NODES: {"hierarchy": "node"}, OVERLAPPED: {"overlap": True}}
-    options = {"scheme": best.candidate.scheme, **best.candidate.options, **more[best.way]}
+    options = {"scheme": best.candidate.scheme, **best.candidate.options}
     words = ", ".join(f"{name}={value!r}".replace("'", '"') for name, value in options.items())
-    print(f"{best.candidate.name}, {best.way}: {reason(best, measured.computing, args.slowdown)}")
+    print(f"{best.candidate.flat.name}, {best.candidate.way}: {reason(best, measured.computing, args.slowdown)}")
     print(f"GradientSync(model, {words})")
 
 
@@ -182,8 +177,8 @@ def _record(prediction: Prediction, measured: Measured, found: Selections) -> di
 
     candidate, ranks = prediction.candidate, measured.ranks
     return {
-        "exchange": candidate.name, "way": prediction.way,
-        "bytes": received_per_element(candidate, measured.elements, ranks, found.get((candidate.name, ranks), EVEN)),
+        "exchange": candidate.flat.name, "way": candidate.way,
+        "bytes": received_per_element(candidate, measured.elements, ranks, found.get((candidate.flat.name, ranks), EVEN)),
         "exchange_ms": 1e3 * prediction.exchange, "step_ms": 1e3 * prediction.step,
         "of_computation": prediction.step / measured.computing,
     }  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 from mpisparse import names
 from mpisparse.comm.watchdog import TIMEOUT, check_timeout
 from mpisparse.errors import ConfigurationError, check_choice, suggest
+from mpisparse.names import NODE
 from mpisparse.runtime.workloads.catalogue import MODELS
 from mpisparse.runtime.workloads.imports import import_module
 
@@ -33,6 +34,7 @@ ON_FAILURE = ("abort", "shrink")
 AUTO, EXDYNA = "auto", "exdyna"
 FOR_AUTO = (  # options
     "weights", "slowdown", "every", "log", "deterministic", "accumulate", "nonfinite", "segment_nbytes", "buffers",
+    "hierarchy",
 )  # fmt: skip
 STEERING = ("validation", "test")  # data for adaptive k, the target and learned importance
 
@@ -106,7 +108,7 @@ class Settings:
     def default_scheme(self) -> str:
         """The scheme that chooses, unless something is set that it would choose, or does not take."""
         chosen = self.density is not None or self.density_warmup > 0 or self.codec is not None
-        elsewhere = self.device != "cpu" or self.on_failure != "abort"
+        elsewhere = self.device != "cpu" or self.on_failure != "abort" or self.options.get("hierarchy") == NODE
         return EXDYNA if chosen or elsewhere or not set(self.options) <= set(FOR_AUTO) else AUTO
 
     def _check_choices(self) -> None:

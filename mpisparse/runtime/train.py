@@ -14,7 +14,7 @@ from mpisparse.comm.survival import Shrunk, in_words
 from mpisparse.comm.transport import end_job_on_uncaught_exception
 from mpisparse.core.step import Clock
 from mpisparse.errors import CheckpointError, ConfigurationError
-from mpisparse.plan.candidates import ALL
+from mpisparse.plan.candidates import named
 from mpisparse.runtime.evaluate import Evaluations, reached
 from mpisparse.runtime.journal import Journal
 from mpisparse.runtime.lock import inherit
@@ -98,7 +98,7 @@ class Trainer:
         self.checkpoints = RunCheckpoints(parts, self.journal, self.lock)
         self.evaluations = Evaluations(parts, self.journal, self.state)
         self.recorder = self._make_recorder()
-        self.choice: float | None = None  # of scheme auto, in the last step
+        self.choice = ""  # of scheme auto, in the last step
         self.deadline = self._make_deadline()
         self.ready = True
         if settings.on_failure != "abort":
@@ -318,10 +318,9 @@ class Trainer:
 
     def _note_choice(self) -> None:
         """Report that scheme auto has changed the exchange."""
-        before, self.choice = self.choice, self.sync.stats.details.get("choice")
-        if before is not None and self.choice is not None and before != self.choice:
-            names = [ALL[int(choice)].name for choice in (before, self.choice)]
-            self._event("exchange", "{} instead of {}".format(*reversed(names)))
+        before, self.choice = self.choice, named(self.sync.stats.details)
+        if before and self.choice and before != self.choice:
+            self._event("exchange", f"{self.choice} instead of {before}")
 
     def _report(self, loss: float, lr: float, seconds: dict[str, float]) -> bool:
         """Gather every rank's numbers of a step, report them, and finish a background checkpoint once it is written.

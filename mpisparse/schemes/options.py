@@ -142,6 +142,11 @@ class Options:
         return False
 
     @property
+    def fixed_hierarchy(self) -> str:
+        """The hierarchy of all steps: what is set, unless the scheme changes it by itself."""
+        return self.hierarchy
+
+    @property
     def mortal(self) -> str:
         """Why the other ranks cannot go on with these options when one dies; empty if they can."""
         if not self.remembering and self.hierarchy != FLAT:

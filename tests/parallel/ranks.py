@@ -120,11 +120,23 @@ def held(sync: mpisparse.GradientSync, of: Callable[[torch.Tensor], torch.Tensor
     """Return what a rank still has to send (or the sum of magnitudes): its residual, blended elements in flight, and as many
     times what it remembers as an owner as there are ranks."""
     state, kept = sync.state_dict(copy=False), of(sync.residual.double())
-    error = state.get("step.error", state.get("step.inner", {}).get("error"))  # of scheme auto, the exchange in use has it
+    inner = state.get("step.inner", {})  # of scheme auto, the exchange in use
+    if "nodes" in inner:
+        return kept + _of_shard(sync._aggregator.inner, inner["nodes"]["parts"].get("error"), of)  # type: ignore[attr-defined]
+    error = state.get("step.error", inner.get("error"))
     if error is not None:
         reducer: Any = sync._aggregator.works.reducer
         kept[reducer.owned(sync.rank, sync.size)] += of(sync.size * torch.as_tensor(error).double())
     return kept + of(carried(state, len(kept)))
+
+
+def _of_shard(by_node: Any, error: Any, of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """What a rank remembers as an owner of its shard, as many times as there are nodes."""
+    whole, nodes, region = torch.zeros(by_node.nodes.n, dtype=torch.float64), by_node.nodes, by_node.region
+    if error is not None:
+        owned = by_node.works.reducer.owned(nodes.node, nodes.count)
+        whole[region.lo : region.hi][owned] += of(nodes.count * torch.as_tensor(error).double())
+    return whole
 
 
 def carried(state: dict[str, Any], n: int, prefix: str = "step.") -> torch.Tensor:

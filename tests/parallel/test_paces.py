@@ -13,8 +13,9 @@ from test_families import everything, flat, one, shared, where_it_would_be
 
 import mpisparse
 from mpisparse import checkpoint
-from mpisparse.plan.candidates import ALL
-from mpisparse.plan.predict import Links
+from mpisparse.plan.candidates import ALL, Candidate
+from mpisparse.plan.choosing import Choosing
+from mpisparse.plan.predict import Links, Window
 
 pytestmark = pytest.mark.mpi
 FOURTH, SIGN, SIXTEENTH = "drift 17 % int2 every 4", "drift 13 % sign", "drift 13 % sign every 16"
@@ -82,6 +83,30 @@ def test_a_slow_link_gets_the_rarest_exchange_that_is_allowed(
     assert ALL[trained(model, sync, optimizer, 0, 5)[-1]].name == expected
     trained(model, sync, optimizer, 5, 20)
     assert alike(comm, shared(model, sync))
+    sync.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_look_after_as_many_exchanges_and_every_step_tells_what_was_predicted(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two exchanges here, which every fourth step has: the first one after a change is not timed."""
+    script(monkeypatch)[:] = [SLOW]
+    looked: list[int] = []
+    weigh = Choosing._weigh
+
+    def spied(self: Choosing, window: Window, done: int, known: list[Candidate]) -> None:
+        looked.append(done)
+        weigh(self, window, done, known)
+
+    monkeypatch.setattr(Choosing, "_weigh", spied)
+    model, sync, optimizer = a_run(comm, "AdamW", wide)
+    for step in range(33):
+        trained(model, sync, optimizer, step, step + 1)
+        if step > 4:
+            assert sync.exchanges_weights
+            assert "predicted_dense fp32" in sync.stats.details, step
+    assert looked == [3, 16, 24, 32]
     sync.close()
 
 

@@ -13,13 +13,10 @@ import pytest
 
 from mpisparse.errors import ConfigurationError
 from mpisparse.plan import candidates, times
-from mpisparse.plan.candidates import ALL, BY_NAME, Candidate
+from mpisparse.plan.candidates import ALL, BY_NAME, CHOICES, FLAT, NODES, OVERLAPPED, Candidate, named
 from mpisparse.plan.measure import passes
 from mpisparse.plan.messages import received_per_element
 from mpisparse.plan.predict import (
-    FLAT,
-    NODES,
-    OVERLAPPED,
     Links,
     Measured,
     Prediction,
@@ -87,7 +84,7 @@ def test_predicted_bytes_are_those_that_the_page_measured(name: str, case: str, 
 def test_every_candidate_is_an_exchange_that_can_be_built() -> None:
     for each in ALL:
         assert configure(each.scheme, **each.options).codec == each.codec
-    assert len(BY_NAME) == len(ALL)
+    assert len(BY_NAME) == len(CHOICES) == 2 * len(ALL)
 
 
 def test_what_suits_an_optimizer() -> None:
@@ -115,8 +112,8 @@ def test_the_mean_step_of_a_rarer_exchange_has_its_share_of_one() -> None:
     assert fourth.step == pytest.approx(m.computing + each.exchange / 4)
     nodes = measured(ranks_a_node=2, inside=GIGABIT, between=GIGABIT)
     free = replace(nodes, inside=Links(0.0, 1e99, 1e99))
-    saved = predict(each.candidate, nodes, NODES).exchange - predict(fourth.candidate, nodes, NODES).exchange
-    assert saved == pytest.approx(0.75 * predict(each.candidate, free, NODES).exchange)  # a node sums in each step
+    saved = predict(each.candidate.by(NODES), nodes).exchange - predict(fourth.candidate.by(NODES), nodes).exchange
+    assert saved == pytest.approx(0.75 * predict(each.candidate.by(NODES), free).exchange)  # a node sums in each step
     window = Window([0.5], [0.0], [2 * fourth.exchange])
     assert corrected(m, window, fourth.candidate).correction == pytest.approx(2.0)
 
@@ -132,7 +129,17 @@ def test_times_are_of_the_mean_step(monkeypatch: pytest.MonkeyPatch) -> None:
             part()
         clock.ended()
     assert clock.medians().tolist() == [2.0, 0.5, 0.25]
+    assert len(clock) == 1
     clock.clear()
+    for part, seconds in ((clock.called, 8.0), (clock.agreed, 2.0), (lambda: clock.exchanged(4), 1.0)):
+        if part == clock.called:
+            with clock.exchanging():  # in one of the steps before, as nodes do
+                now[0] += 2.0
+        now[0] += seconds
+        part()
+    assert clock.medians().tolist() == [2.0, 0.5, 0.75]
+    clock.clear()
+    assert len(clock) == 0
     clock.interrupted()
     clock.called()
     clock.agreed()
@@ -205,22 +212,26 @@ def test_measurements_survive_being_written() -> None:
 # Ways
 
 
+def found(candidate: Candidate, m: Measured) -> list[str]:
+    return [each.way for each in ways(candidate, m)]
+
+
 def test_ways_of_an_exchange() -> None:
     m = measured(
         ranks_a_node=2, inside=Links(1e-6, 5e9, 5e9), between=Links(50e-6, 10e6, 10e6), links=Links(50e-6, 10e6, 10e6)
     )
     dense = BY_NAME["dense fp32"]
-    assert ways(dense, m) == [FLAT, NODES, OVERLAPPED]
-    assert ways(BY_NAME["drift 17 % int2"], m) == [FLAT, NODES]
-    assert ways(BY_NAME["drift 17 % int2"], measured()) == ways(dense, measured(ranks=1)) == [FLAT]
-    assert ways(dense, measured()) == [FLAT, OVERLAPPED]
-    flat, nodes, early = (predict(dense, m, way).step for way in (FLAT, NODES, OVERLAPPED))
+    assert found(dense, m) == [FLAT, NODES, OVERLAPPED]
+    assert found(BY_NAME["drift 17 % int2"], m) == [FLAT, NODES]
+    assert found(BY_NAME["drift 17 % int2"], measured()) == found(dense, measured(ranks=1)) == [FLAT]
+    assert found(dense, measured()) == [FLAT, OVERLAPPED]
+    flat, nodes, early = (predict(dense.by(way), m).step for way in (FLAT, NODES, OVERLAPPED))
     assert nodes < flat  # half of the elements, between half of the ranks
     first = 2 / 3 * m.computing / 5  # of five buckets; from then on the link is busy
-    assert early == pytest.approx(m.computing / 3 + first + predict(dense, m, OVERLAPPED).exchange)
+    assert early == pytest.approx(m.computing / 3 + first + predict(dense.by(OVERLAPPED), m).exchange)
     small = replace(m, elements=1_000_000)  # one bucket, which is complete when backward ends
-    assert predict(dense, small, OVERLAPPED).step == pytest.approx(predict(dense, small).step)
-    few = predict(BY_NAME["dense int2"], replace(m, links=GIGABIT), OVERLAPPED)
+    assert predict(dense.by(OVERLAPPED), small).step == pytest.approx(predict(dense, small).step)
+    few = predict(BY_NAME["dense int2"].by(OVERLAPPED), replace(m, links=GIGABIT))
     assert few.step == pytest.approx(m.computing + few.exchange / 5)  # the last bucket's
 
 
@@ -260,3 +271,27 @@ def test_passes_of_every_candidate_are_measured_and_leave_the_generators_alone()
     for elements in (1, 700, 40_000):
         assert all(passes(each, elements) > 0 for each in ALL)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_of_the_ways_of_an_exchange_the_quickest_counts_unless_another_is_in_use_and_as_quick() -> None:
+    slow = Links(50e-6, 10e6, 10e6)
+    m = measured(ranks_a_node=2, links=slow, inside=Links(1e-6, 5e9, 5e9), between=slow)
+    both = [predict(way, m) for each in candidates.suiting(adaptive=True) for way in (each, each.by(NODES))]
+    best = choose(both, m.computing, 1.1)
+    assert best.candidate.way == NODES
+    without = choose([each for each in both if each.candidate.way == FLAT], m.computing, 1.1)
+    assert ALL.index(best.candidate.flat) < ALL.index(without.candidate), "half of the bytes pay for a richer exchange"
+    flat = best.candidate.flat
+    for times_longer, expected in ((1.04, flat), (1.06, best.candidate)):
+        two = [replace(best, candidate=flat, step=times_longer * best.step), best]
+        assert choose(two, m.computing, 1.1, now=flat).candidate == expected
+        assert choose(two, m.computing, 1.1) is best
+
+
+def test_statistics_name_what_is_in_use() -> None:
+    assert [named({"choice": 3.0, "nodes_first": nodes}) for nodes in (0.0, 1.0)] == [
+        "dense int4",
+        "dense int4, nodes first",
+    ]
+    assert named({"choice": 3.0}) == "dense int4", "of an earlier version"
+    assert named({}) == ""

@@ -62,13 +62,13 @@ def test_what_selecting_takes_is_in_the_prediction() -> None:
     even = Selected(counts=(counts,) * len(messages(SPARSEST, m.elements, 64).messages[:-4]))
 
     def exchange(way: str = "flat", ranks: int = 64, **changes: Any) -> float:
-        return predict(SPARSEST, m, way, {(SPARSEST.name, ranks): replace(even, **changes)}).exchange
+        return predict(SPARSEST.by(way), m, {(SPARSEST.name, ranks): replace(even, **changes)}).exchange
 
     assert exchange(seconds=0.25) == pytest.approx(exchange() + 0.25)
     assert exchange(share=2.0) > 1.3 * exchange()
     assert exchange(imbalance=1.0) > exchange()
     assert exchange(ranks=32) == predict(SPARSEST, m, selections={}).exchange == exchange(ranks=8)
-    assert predict(SPARSEST, m, NODES, {(SPARSEST.name, 64): replace(EVEN, seconds=9.0)}).exchange < 9.0
+    assert predict(SPARSEST.by(NODES), m, {(SPARSEST.name, 64): replace(EVEN, seconds=9.0)}).exchange < 9.0
 
 
 def test_the_command_asks_the_simulator(capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,7 +63,7 @@ def test_defaults_are_the_defaults() -> None:
     ("words", "scheme"),
     [
         ("", "auto"), ("--option slowdown=1.3 --clip 1", "auto"), ("--option weights=false", "auto"),
-        ("--option every=1", "auto"),
+        ("--option every=1", "auto"), ("--option hierarchy=flat", "auto"), ("--option hierarchy=node", "exdyna"),
         ("--density 0.01", "exdyna"), ("--codec int8", "exdyna"),
         ("--density-warmup 5", "exdyna"), ("--option overlap=true", "exdyna"), ("--device cuda", "exdyna"),
         ("--on-failure shrink", "exdyna"), ("--scheme drift", "drift"), ("--scheme auto --density 0.01", "auto"),

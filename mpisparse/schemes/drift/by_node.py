@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -23,10 +25,11 @@ from mpisparse.schemes.drift.weights import OwnWeights
 class NodeMeans(GradientMeans):
     """Replaces each rank's gradients by their mean over the ranks of its node.
 
-    The roll call includes all ranks, so that an error of one is raised on all.
+    The roll call includes all ranks, so that an error of one is raised on all. timed: a context around what follows it.
     """
 
     what = 'hierarchy="node"'
+    timed: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
 
     def __init__(self, places: Places, aggregator: WeightsByNode) -> None:
         super().__init__(places, aggregator.parts.exchange)
@@ -39,7 +42,8 @@ class NodeMeans(GradientMeans):
         return self.vector
 
     def average_(self, step: int) -> None:
-        self.aggregator.average(self.vector)
+        with self.timed():
+            self.aggregator.average(self.vector)
 
 
 class DriftingByNode(Drifting):
