@@ -71,8 +71,8 @@ ALL = (
     Candidate(WEIGHTS, "drift", "sign", 0.13),
     Candidate(SPARSE, "exdyna", "int8", 0.01),
     Candidate(SPARSE, "exdyna", "int8", 0.001),
-    # Drift every 4 steps was measured with single elements only (docs/results/predicting.md), where it captured less than
-    # each step, which sent 1.3 times the bytes; every 16 steps was not. So they come after all that exchanges in each step.
+    # Drift every 4 steps captured less than each step in fewer bits, with groups (docs/howto/choosing.md) and with single
+    # elements (docs/results/predicting.md); every 16 steps was not measured. So they come after all in each step.
     Candidate(WEIGHTS, "drift", "int2", 0.17, 4),
     Candidate(WEIGHTS, "drift", "sign", 0.13, 4),
     Candidate(WEIGHTS, "drift", "sign", 0.13, 16),
