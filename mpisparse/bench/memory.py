@@ -110,9 +110,8 @@ class Measured:
             works.carry = self._deliver
         else:
             works.flight.carry = functools.partial(self._carry, works.flight.carry)
-        for exchange in (self.sync._exchange, aggregator._polling):
-            if exchange is not None:
-                exchange._call = functools.partial(self._call, exchange._call)  # type: ignore[method-assign]
+        for exchange in (self.sync._exchange, *aggregator.carriers):
+            exchange._call = functools.partial(self._call, exchange._call)  # type: ignore[method-assign]
 
     def _call(self, call: Any, name: str, *buffers: Any, **options: Any) -> None:
         arrays = (each[0] if isinstance(each, list) else each for each in buffers)

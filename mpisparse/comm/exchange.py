@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpisparse.arrays import Bytes, Ints
-from mpisparse.comm import device_memory
+from mpisparse.comm import device_memory, pieces
 from mpisparse.comm.place import Place
 from mpisparse.comm.transport import BYTE, IN_PLACE, Transport, duplicate, local_rank
 from mpisparse.errors import CollectiveError, ConfigurationError
@@ -171,7 +171,7 @@ class Exchange:
         sent = self._outgoing(payload)
         gathered = _landing(result, sent)
         if total <= self.segment_nbytes:
-            self._call("Allgatherv", _view(sent), [_view(gathered), (counts, starts), BYTE])
+            self._long_call("Allgatherv", max(counts), _view(sent), [_view(gathered), (counts, starts), BYTE])
         else:
             self._allgatherv_in_rounds(sent, gathered, counts, starts)
         self.nbytes_sent += mine * (self.size - 1)
@@ -199,7 +199,8 @@ class Exchange:
         received = _landing(result, sent)
         if max(counts) <= max(1, self.segment_nbytes // size):
             rows = ([mine] * size, [r * mine for r in range(size)])
-            self._call("Alltoallv", [_view(sent), (counts, starts), BYTE], [_view(received), rows, BYTE])
+            out = [_view(sent), (counts, starts), BYTE]
+            self._long_call("Alltoallv", max(counts), out, [_view(received), rows, BYTE])
         else:
             self._alltoallv_in_rounds(sent, received, counts, starts)
         self.nbytes_sent += sum(counts) - mine
@@ -231,7 +232,8 @@ class Exchange:
             out, back = ([min(max(n - done, 0), share) for n in counts] for counts in (sent, received))
             starts = [min(start + done, len(payload)) for start in _starts(sent)]
             packed = arrived if longest <= share else np.empty(sum(back), dtype=np.uint8)
-            self._call("Alltoallv", [payload, (out, starts), BYTE], [packed, (back, _starts(back)), BYTE])
+            into = [packed, (back, _starts(back)), BYTE]
+            self._long_call("Alltoallv", min(longest, share), [payload, (out, starts), BYTE], into)
             if packed is not arrived:
                 _unpack(packed, back, arrived, [start + done for start in _starts(received)])
         mine = sent[self.rank]
@@ -279,6 +281,14 @@ class Exchange:
                     getattr(self.comm, name)(*buffers, **options)
         finally:
             self.spot.wait = None
+
+    def _long_call(self, name: str, longest: int, *buffers: Any) -> None:
+        """As _call(). Between hosts, messages of which the longest is so long go in pieces; all ranks give the same."""
+        if longest <= pieces.PIECE or self.comm.one_host or self.device is not None:
+            self._call(name, *buffers)
+            return
+        self.collectives += self.size > 1
+        self._wait_for(name, getattr(self.comm, f"I{name.lower()}")(*buffers))
 
     def _wait_for(self, name: str, request: Any) -> None:
         """Wait for a nonblocking call; the watchdog sees it meanwhile."""

@@ -1,14 +1,18 @@
-"""Nonblocking exchanges between hosts, as many short messages.
+"""Exchanges between hosts, as many short messages.
 
 Over TCP, MPI sends a long message only once its receiver has answered, and the answer waits in line behind what the
 receiver is sending itself. So two ranks that begin a little apart may send one after the other instead of both at once,
-which takes twice the time. A short message sets out without an answer.
+which takes twice the time, and more among many. A short message sets out without an answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mpisparse.arrays import Bytes
 
@@ -45,6 +49,49 @@ class Messages:
         while self.requests:
             self.requests[-1].Wait()
             self.requests.pop()
+
+
+class Sum:
+    """A sum over ranks in place, as one request: each rank adds up a part of the array, in rank order, for all."""
+
+    def __init__(self, comm: Any, values: NDArray[Any]) -> None:
+        self.comm, self.values = comm, values
+        rank, size = comm.Get_rank(), comm.Get_size()
+        bounds = [len(values) * place // size for place in range(size + 1)]
+        self.own = values[bounds[rank] : bounds[rank + 1]]
+        self.rows = np.empty((size, len(self.own)), dtype=values.dtype)
+        starts = [bound * values.itemsize for bound in bounds]
+        counts = [stop - start for start, stop in pairwise(starts)]
+        mine = self.own.nbytes
+        self.parts = Parts(values.view(np.uint8), counts, starts[:-1])
+        rows = Parts(self.rows.reshape(-1).view(np.uint8), [mine] * size, [mine * place for place in range(size)])
+        self.underway = begin(comm, self.parts, rows)
+        self.summed = False
+
+    def Test(self) -> bool:  # noqa: N802 - mpi4py's name
+        """Tell whether the sum is there; local."""
+        if not self.underway.Test():
+            return False
+        if self.summed:
+            return True
+        self._add()
+        return self.underway.Test()
+
+    def Wait(self) -> None:  # noqa: N802 - mpi4py's name
+        """Wait for the sum."""
+        self.underway.Wait()
+        if not self.summed:
+            self._add()
+            self.underway.Wait()
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def _add(self) -> None:
+        """Add up the own part, and send it to all."""
+        self.own[:] = self.rows[0]
+        for row in self.rows[1:]:
+            self.own += row
+        size, own = len(self.rows), self.own.view(np.uint8)
+        self.underway, self.summed = begin(self.comm, Parts(own, [len(own)] * size, [0] * size), self.parts), True
 
 
 def begin(comm: Any, sent: Parts, received: Parts) -> Messages:

@@ -112,19 +112,18 @@ def test_reductions(comm: MPI.Intracomm, count: int) -> None:
 
 
 @pytest.mark.parametrize("piece", [1, 7, 1 << 20])
-def test_in_flight_between_hosts_messages_are_short(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, piece: int
-) -> None:
-    """What arrives is what blocking calls bring, in whatever pieces, and however late a rank comes."""
+def test_between_hosts_messages_are_short(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    """What arrives is what MPI's own calls bring, in whatever pieces, and however late a rank comes."""
     monkeypatch.setattr(pieces, "PIECE", piece)
-    plain = Exchange(comm)
+    plain, blocking = Exchange(comm), Exchange(comm)
     polling = plain.polling()
-    assert isinstance(polling.comm, Communicator)
-    polling.comm.one_host = False
+    for each in (blocking, polling):
+        assert isinstance(each.comm, Communicator)
+        each.comm.one_host = False
     begun: list[int] = []
     begin = pieces.begin
     monkeypatch.setattr(pieces, "begin", lambda *args: (begun.append(1), begin(*args))[1])
-    same = []
+    same, long = [], 0
     for turn in range(12):
         time.sleep(0.002 * ((comm.rank + turn) % 3))
         counts = shares(comm.size, turn % len(SHARES))
@@ -132,15 +131,35 @@ def test_in_flight_between_hosts_messages_are_short(
         mine, rows = pattern(comm.rank, counts[comm.rank]), pattern(100 + comm.rank, sum(counts))
         table = np.array([shares(comm.size, turn + rank) for rank in range(comm.size)])
         routed = pattern(200 + comm.rank, int(table[comm.rank].sum()))
+        numbers = pattern(300 + comm.rank, 9 * turn).astype(np.float32)
         arrived = [
-            [each.allgatherv(mine, counts, starts), each.alltoallv(rows, counts, starts), each.route(routed, table)]
-            for each in (plain, polling)
-        ]
-        same.append(all(map(np.array_equal, *arrived)))
-    polling.close()
-    plain.close()
+            [
+                each.allgatherv(mine, counts, starts), each.alltoallv(rows, counts, starts), each.route(routed, table),
+                each.allreduce_(numbers.copy()), each.allreduce_(numbers.copy(), "max"),
+            ]
+            for each in (plain, blocking, polling)
+        ]  # fmt: skip
+        same += [all(map(np.array_equal, arrived[0], others)) for others in arrived[1:]]
+        long += 3 + 2 * (max(counts) > piece) + (table.max() > piece) + 2 * (numbers.nbytes > piece)
+    for each in (polling, blocking, plain):
+        each.close()
     assert all(same)
-    assert len(begun) == 36
+    assert len(begun) == long
+
+
+@pytest.mark.parametrize("add", [1e38, np.inf, np.nan])
+def test_a_sum_between_hosts_may_overflow(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, add: float) -> None:
+    monkeypatch.setattr(pieces, "PIECE", 8)
+    exchange = Exchange(comm)
+    polling = exchange.polling()
+    monkeypatch.setattr(polling.comm, "one_host", False)
+    values = np.arange(11, dtype=np.float32)
+    values[comm.rank] += np.float32(add)
+    expected = np.sum(exchange.allgather(values), axis=0, dtype=np.float32)
+    total = polling.allreduce_(values)
+    polling.close()
+    exchange.close()
+    assert np.array_equal(total, expected, equal_nan=True)
 
 
 def test_an_allreduce_on_one_host_goes_in_rounds(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ def drawn(draw: random.Random, number: int) -> tuple[dict[str, Any], int]:
         options = draw.choice(OPTIONS[scheme])
         if number % 5 in (1, 3):
             scheme, options = draw.choice(FLYING)
-        plan = {"scheme": scheme, "options": options}
+        plan = {"scheme": scheme, "options": options, "apart": draw.random() < 0.5}
         dying = draw.sample(range(ranks), draw.choice((1, ranks - 1, ranks - 1)))
         deaths = [{"rank": rank, "step": draw.choice(steps), "phase": phase(draw)} for rank in dying]
     assert scheme in names.SCHEMES

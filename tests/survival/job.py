@@ -179,7 +179,7 @@ def arm(sync: mpisparse.GradientSync, phase: str) -> None:
 
 def carrier(sync: mpisparse.GradientSync) -> Any:
     """The exchange that deliveries go over: that of a thread, if there is one."""
-    return sync._aggregator._polling or sync._exchange
+    return [*sync._aggregator.carriers, sync._exchange][0]
 
 
 def die_before_call(sync: mpisparse.GradientSync, left: int) -> None:
@@ -223,6 +223,9 @@ def main() -> None:
         model, scheme=plan["scheme"], on_failure="shrink", timeout=120, check_every=7, mirror=plan.get("mirror"),
         **plan["options"],
     )  # fmt: skip
+    if plan.get("apart"):  # as if each rank had a host of its own
+        for exchange in (sync._exchange, *sync._aggregator.carriers):
+            exchange.comm.one_host = False  # type: ignore[misc]
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     mpisparse.attach(optimizer, sync)
     living, told = list(range(sync.size)), []

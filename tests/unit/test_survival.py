@@ -101,6 +101,24 @@ def test_the_living_go_on(scheme: str, options: dict[str, Any], phases: tuple[st
 
 
 @needs_ulfm
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [
+        ("dense", {**EARLY_BUCKETS, "codec": "int4"}),
+        pytest.param("exdyna", STALE, marks=pytest.mark.slow),
+        pytest.param("drift", {"density": 1.0, "staleness": 1}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_living_go_on_between_hosts(scheme: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """There, exchanges in flight are many short messages."""
+    phases = ("call 3", "after commit", "call 4")
+    plan = {"scheme": scheme, "options": options, "steps": 7, "deaths": deaths(*phases), "apart": True}
+    done = oracle.started(tmp_path, 4, plan)
+    assert done.returncode == 0, done.stderr
+    oracle.check(tmp_path, 4, plan)
+
+
+@needs_ulfm
 @needs_compiler
 @pytest.mark.parametrize(
     ("scheme", "options", "phases"),
