@@ -12,6 +12,7 @@
 #include "passes.hpp"
 #include "predict.hpp"
 #include "scatter.hpp"
+#include "sums.hpp"
 #include "tallies.hpp"
 
 namespace {
@@ -105,6 +106,7 @@ NB_MODULE(_cpu, m) {
     m.def("first_nonfinite", &first_nonfinite);
     m.def("late_nonfinite", [](Array<float>) { return -1; });  // accumulate() reports at once
     m.def("histogram", &histogram);
+    m.def("piece_sums", &piece_sums);
     m.def("accumulate_select_scored", &accumulate_select_scored);
     m.def("select_scored", &select_scored);
     m.def("histogram_scored", &histogram_scored);

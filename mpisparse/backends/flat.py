@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -201,6 +201,13 @@ def checksum(tensors: Iterable[torch.Tensor]) -> int:
         own = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         total = zlib.crc32(own.cpu().numpy().data, total)
     return total
+
+
+def on_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A host array as a tensor of a device: copied from pinned memory, for which nobody waits; on the host, itself."""
+    tensor = torch.from_numpy(values)
+    staged = tensor.pin_memory() if device.type == "cuda" else tensor
+    return staged.to(device, non_blocking=True)
 
 
 def zeros(count: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:

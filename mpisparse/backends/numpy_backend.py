@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from mpisparse.arrays import Bytes, Floats, Halves, Ints
+from mpisparse.arrays import Bytes, Doubles, Floats, Halves, Ints
 from mpisparse.backends.host_arrays import array_of as array_of
 from mpisparse.backends.host_arrays import copy as copy
 from mpisparse.backends.host_arrays import empty as empty
@@ -63,7 +63,7 @@ from mpisparse.backends.numpy_tallies import decode_falling as decode_falling
 from mpisparse.backends.numpy_tallies import encode_counts as encode_counts
 from mpisparse.backends.numpy_tallies import encode_falling as encode_falling
 from mpisparse.backends.numpy_tallies import least_borders as least_borders
-from mpisparse.backends.protocol import GROUP
+from mpisparse.backends.protocol import GROUP, PIECE
 
 name = "numpy"
 
@@ -217,6 +217,20 @@ def histogram(acc: Floats, lo: int, hi: int) -> Ints:
     """Count magnitudes by exponent and three bits of mantissa: bin b holds bit patterns [b << 20, (b + 1) << 20)."""
     bins = (acc[lo:hi].view(np.uint32) & 0x7FFFFFFF) >> 20
     return np.bincount(bins, minlength=2048).astype(np.int64)
+
+
+def piece_sums(values: Floats, begins: Ints, ends: Ints) -> Doubles:
+    """Sum the magnitudes of each piece, and their squares, by halves in float64."""
+    found = np.zeros((len(begins), 2))
+    for i, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
+        x = np.zeros((2, PIECE))
+        x[:, : end - begin] = np.abs(values[begin:end])
+        x[1] *= x[1]
+        while x.shape[1] > 1:
+            half = x.shape[1] // 2
+            x = x[:, :half] + x[:, half:]
+        found[i] = x[:, 0]
+    return found.reshape(-1)
 
 
 def tail_counts(magnitudes: Floats, rungs: Floats) -> Ints:

@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mpisparse.arrays import Bytes, Floats, Ints
+from mpisparse.arrays import Bytes, Doubles, Floats, Ints
 
 if TYPE_CHECKING:
     import torch
 
 GROUP = 256  # values that share a scale in the payloads of encode_int8 and encode_fp16
 GROUP_OF_WEIGHTS = 512  # neighbours whose distance from the shared weights is one norm
+PIECE = 1024  # most neighbours whose sum piece_sums() makes
 HIDDEN = 8  # hidden units of a net that predicts importance
 
 Vector = Any
@@ -152,6 +153,13 @@ class Backend(Protocol):
 
     def histogram(self, acc: Vector, lo: int, hi: int, /) -> Ints:
         """Count the magnitudes in acc[lo:hi] in 2048 bins, by exponent and three bits of mantissa."""
+        ...
+
+    def piece_sums(self, values: Vector, begins: Ints, ends: Ints, /) -> Doubles:
+        """Sum the magnitudes of each piece [begins[i], ends[i]) of at most PIECE neighbours, and their squares, in float64.
+
+        Two numbers for each piece. Its halves, filled up with zeros, are added until one number is left.
+        """
         ...
 
     def tail_counts(self, magnitudes: Vector, rungs: Floats, /) -> Ints:

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpisparse.arrays import Floats, Ints
 from mpisparse.backends.kinds import BF16, FP16, FP32, round_to
-from mpisparse.backends.protocol import FEW_BITS, GROUP, GROUP_OF_WEIGHTS
+from mpisparse.backends.protocol import FEW_BITS, GROUP, GROUP_OF_WEIGHTS, PIECE
 
 Check = Callable[[Any, int], Iterator[Any]]
 TINY = 1e-40  # not a normal number: a device that flushes these gives other bits
@@ -65,6 +65,8 @@ def counts(backend: Any, n: int) -> Iterator[Any]:
     rungs = np.geomspace(0.005, 0.1, 256).astype(np.float32)
     edges = np.linspace(0, n, 9).astype(np.int64)
     yield backend.tail_counts(magnitude, rungs), backend.block_counts(index, magnitude, 0.02, edges)
+    begins = np.arange(0, n, PIECE)
+    yield backend.piece_sums(backend.from_host(draw(n)), begins, np.minimum(begins + PIECE, n))
     yield backend.search(index, edges), backend.pick(index, np.arange(0, len(index), 3))
     rows, columns = backend.compress_rows(index, magnitude, 0.0, 0, 65_536, -(-n // 65_536))
     union = backend.from_host(np.zeros(len(columns), dtype=np.int64))

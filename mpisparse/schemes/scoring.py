@@ -123,14 +123,12 @@ class Scoring(Scored):
     ) -> Scorer:
         if self.scorer in PLAIN:
             return super().scorer_of(parts, residual, site, number, late=late)
-        if parts.backend.name == "cuda":
-            raise ConfigurationError(
-                f'scorer={self.scorer!r} works in the memory of the host; on a GPU choose "magnitude" or "average"'
-            )
         if self.scorer == "predicted":
+            if parts.backend.name == "cuda":
+                raise ConfigurationError('scorer="predicted" works in the memory of the host; on a GPU choose another one')
             return predicted(parts, residual, site, self, key=PRODUCTS, late=late)
         probe = None if self.probe is None or site is None else probing(site, self.probe, epsilon=EPSILON)
-        influence = Influence(len(residual), rate=AVERAGE_RATE, epsilon=EPSILON)
+        influence = Influence(len(residual), rate=AVERAGE_RATE, epsilon=EPSILON, device=residual.device)
         return InfluenceScorer(
             residual, parts.backend, influence, rank=parts.exchange.rank, step=number, probe=probe,
             probe_every=self.probe_every,

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 
-from mpisparse.arrays import Floats, Ints, State
+from mpisparse.arrays import Doubles, Floats, Ints, State
 from mpisparse.backends.flat import Held
+from mpisparse.backends.protocol import PIECE as NEIGHBOURS
 from mpisparse.comm.agreement import Notice
 from mpisparse.comm.regions import even_regions, shared_out
 from mpisparse.errors import ConfigurationError
@@ -243,6 +244,18 @@ def values_of(backend: Any, acc: Any, places: Ints | None) -> Floats:
         return acc if places is None else acc[places]
     values: Floats = backend.to_host(acc if places is None else backend.values_at(acc, backend.from_host(places)))
     return values
+
+
+def layer_sums(backend: Any, values: Any, layers: Sequence[tuple[int, int]]) -> Doubles:
+    """The sum of magnitudes in each layer [begin, end), and that of their squares, with the same bits on every backend."""
+    begins = [np.arange(begin, end, NEIGHBOURS) for begin, end in layers]
+    ends = [np.minimum(starts + NEIGHBOURS, end) for starts, (_, end) in zip(begins, layers, strict=True)]
+    sums = backend.piece_sums(values, np.concatenate(begins), np.concatenate(ends)).reshape(-1, 2)
+    found, counts = np.zeros((len(layers), 2)), np.array([len(starts) for starts in begins])
+    firsts = np.cumsum(counts) - counts
+    if len(sums):
+        found[counts > 0] = np.add.reduceat(sums, firsts[counts > 0])
+    return found
 
 
 def sum_of_magnitudes(values: Any) -> float:

@@ -17,7 +17,7 @@ from samples import FLOORS, NONFINITE, SPECIAL, TYPES, Flat, assert_same, gradie
 from mpisparse.backends import numpy_backend
 from mpisparse.backends.cuda.backend import CudaBackend
 from mpisparse.backends.kinds import BF16, FP16, FP32, FP64, STORED
-from mpisparse.backends.protocol import FEW_BITS, GROUP_OF_WEIGHTS
+from mpisparse.backends.protocol import FEW_BITS, GROUP_OF_WEIGHTS, PIECE
 from mpisparse.comm.regions import Groups, Part
 from mpisparse.select.threshold import HUGE, TINY, spread
 
@@ -26,7 +26,7 @@ FEW_BITS_KERNELS = ("encode", "pack", "decode", "add", "subtract")
 # Which arguments are arrays on the device.
 ON_DEVICE = {
     "accumulate_select": (0,), "average_select": (0, 1), "select": (0,), "accumulate": (0,), "first_nonfinite": (),
-    "histogram": (0,), "tail_counts": (0,), "block_counts": (0, 1), "search": (0,), "pick": (0,),
+    "histogram": (0,), "piece_sums": (0,), "tail_counts": (0,), "block_counts": (0, 1), "search": (0,), "pick": (0,),
     "compress_rows": (0, 1), "expand_rows": (0, 1, 4),
     "values_at": (0, 1), "take": (0, 1, 2), "put": (0, 1, 2), "add_at": (0, 1, 2), "add": (0, 1), "divide": (0,),
     "select_apart": (3,), "group_norms": (3, 4), "histogram_apart": (3,), "subtract_apart": (3, 5), "values_apart": (3, 4),
@@ -212,6 +212,16 @@ def check_tail_counts(device: Device, n: int) -> None:
         device.agrees("tail_counts", np.concatenate([x, near[::3]]), rungs)
     device.agrees("tail_counts", x, np.array([0.0, 0.02, 0.02, np.inf], dtype=np.float32))
     device.agrees("tail_counts", x, np.empty(0, dtype=np.float32))
+
+
+def check_sums(device: Device, n: int) -> None:
+    """Pieces that lie apart, of all lengths up to the longest; of values whose sums depend on their order, too."""
+    begins = np.arange(0, n, PIECE + 3)
+    lengths = np.resize([PIECE, 1, PIECE - 1, 33, 0, 512, 31], len(begins))
+    rng = np.random.default_rng(n)
+    uneven = np.ldexp(rng.standard_normal(n), rng.integers(-30, 30, n)).astype(np.float32)
+    for x in (draw(n), uneven):
+        device.agrees("piece_sums", x, begins, np.minimum(begins + lengths, n))
 
 
 def check_block_counts(device: Device, n: int) -> None:

@@ -18,6 +18,8 @@ __device__ inline float __fadd_rn(float x, float y) { return __nvvm_add_rn_f(x, 
 __device__ inline float __fsub_rn(float x, float y) { return __nvvm_add_rn_f(x, -y); }
 __device__ inline float __fmul_rn(float x, float y) { return __nvvm_mul_rn_f(x, y); }
 __device__ inline float __fdiv_rn(float x, float y) { return __nvvm_div_rn_f(x, y); }
+__device__ inline double __dadd_rn(double x, double y) { return __nvvm_add_rn_d(x, y); }
+__device__ inline double __dmul_rn(double x, double y) { return __nvvm_mul_rn_d(x, y); }
 __device__ inline float __fsqrt_rn(float x) { return __nvvm_sqrt_rn_f(x); }
 __device__ inline float rintf(float x) { return __builtin_rintf(x); }
 __device__ inline float fminf(float x, float y) { return __nvvm_fmin_f(x, y); }

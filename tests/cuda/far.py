@@ -164,6 +164,9 @@ def _check_scattered(twice: Twice, n: int) -> None:
     magnitudes, edges = Here(np.ones(k, dtype=np.float32)), np.linspace(0, 2 * n, 8).astype(np.int64)
     blocks = (Along(edges), Count(7), Along(np.zeros(7, dtype=np.int64)))
     twice.threads("block_counts", 7, sorted_, magnitudes, np.int64(k), np.float32(0.5), *blocks, per=32)
+    bounds = np.arange(0, 2 * n, 300)
+    parts = (Along(bounds), Along(np.minimum(bounds + 300, 2 * n)), Count(len(bounds)), Along(np.zeros(2 * len(bounds)), 2))
+    twice.threads("piece_sums", len(bounds), acc, *parts, per=32)
     rows = (Pair(np.int64(0), np.int64(-64 * AWAY)), np.int64(64), Count(7), Along(np.zeros(7, dtype=np.uint32)))
     twice.threads("row_counts", 7, sorted_, magnitudes, np.int64(k), np.float32(0.5), *rows, per=32)
 

@@ -191,6 +191,12 @@ BUGS = [
     Bug("places of another owner", "weights", "if (owner == rank) places[place - first]",
         "if (owner <= rank && first < offsets[(rank + 1) * tiles]) places[place < first ? 0 : place - first]", "owners"),
     Bug("places without their blocks", "weights", "/ (width * size) * width", "/ (width * size)", "owners"),
+    Bug("squares of what has a sign", "sums", "(double)absolute(source[first])", "(double)source[first]", "sums"),
+    Bug("a piece that ends one element early", "sums", "first < end ?", "first < end - 1 ?", "sums"),
+    Bug("neighbours before halves", "sums", "step = 16; step > 0; step /= 2", "step = 1; step < 32; step *= 2", "sums"),
+    Bug("lanes that are not all added", "sums", "step = 16; step > 0", "step = 16; step > 1", "sums"),
+    Bug("squares in fewer bits", "sums", "__dmul_rn(x, x)", "(float)(x * x)", "sums"),
+    Bug("32-bit pieces", "sums", "const i64 piece = at_thread()", "const u32 piece = at_thread()", "far"),
     Bug("no barrier before the sums are used again, any order", "common", "__syncthreads();\n    *total",
         "\n    *total", "races_scan"),
 ]  # fmt: skip
@@ -211,9 +217,9 @@ NEEDED = {
     "few_bits": {"few_bits", "pass", "scatter"}, "scan": set(), "int8_edges": {"codec"}, "where_nothing_is_added": {"pass"},
     "inner_tiles": {"pass"},
     "damaged_rows": {"rows", "tally", "pass"}, "late_sum": {"pass", "scatter"},
-    "group": {"pass"}, "full_row": {"rows", "tally"},
+    "group": {"pass"}, "full_row": {"rows", "tally"}, "sums": {"sums"},
     **{key: {"pass", "weights"} for key in ("neighbours", "weights", "moved_weights", "owners")},
-    "far": {"pass", "weights", "tally", "rows", "scatter", "blend", "codec", "few_bits"},
+    "far": {"pass", "sums", "weights", "tally", "rows", "scatter", "blend", "codec", "few_bits"},
 }  # fmt: skip
 
 

@@ -89,7 +89,11 @@ DRIFT: list[dict[str, Any]] = [
     {"codec": "int8", "every": 2},
     {"codec": "sign", "controller": "paper", "partitioner": "paper"},
     {"scorer": "average"},
+    {"scorer": "influence"},
     {"masks": "own"},
+    {"masks": "granular", "density": 0.3},
+    {"masks": "granular", "granularity": "coarse", "scorer": "influence", "density": 0.3},
+    {"masks": "granular", "granularity": "fine", "scorer": "average"},
     {"masks": "own", "average": "received", "server": "rank0", "codec": "int8"},
     {"by": "groups", "density": 0.4},
     {"density": 1.0},
@@ -190,6 +194,10 @@ class Elsewhere(NamedTuple):
     def size(self) -> int:
         return self.slots[-1].end
 
+    @property
+    def device(self) -> torch.device:
+        return self.params[0].device
+
     def misfit(self, grads: Any) -> str | None:
         return None
 
@@ -242,9 +250,3 @@ def test_what_a_steady_exchange_takes(monkeypatch: pytest.MonkeyPatch, name: str
     for found in run_virtual(2, lambda comm: steady(devices, comm, scheme="drift", density=0.01, **options)):
         assert len(found) >= 2
         assert Spent(*map(max, zip(*found, strict=True))) == SPENT[name, "step", False]
-
-
-def test_layers_are_looked_at_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    Devices(monkeypatch, block=64, scan=64)
-    with pytest.raises(mpisparse.ConfigurationError, match=r'r0 \| masks="granular" looks at whole layers'):
-        run_virtual(2, lambda comm: built(comm, {"scheme": "drift", "masks": "granular"}))

@@ -80,8 +80,8 @@ class Twin:
         sent: list[tuple[Any, Floats]] = []
         for r, gradient in enumerate(gradients):
             self.acc[r] += gradient
-            now = torch.from_numpy(np.abs(self.acc[r]) * np.float32(1e-3))
-            self.influence[r] = torch.from_numpy(self.influence[r]).lerp(now, 0.5).numpy()
+            now = np.abs(self.acc[r]) * np.float32(1e-3)
+            self.influence[r] = now + (self.influence[r] - now) * np.float32(0.5)
             passed = self.influence[r] >= np.sort(self.influence[r])[self.n - self.k]
             sent.append((torch.from_numpy(passed), np.where(passed, self.acc[r], np.float32(0))))
             self.acc[r] = 0 if self.received else np.where(passed, np.float32(0), self.acc[r])
@@ -425,13 +425,13 @@ def test_curvature_changes_little_of_the_choice_on_a_net(comm: MPI.Intracomm) ->
     model = small()
     steps = range(10)
     probes = [Probe(model, Layout(model), lambda: loss_of(model, seeded(99, 0)), epsilon=1e-2, seed=seed) for seed in steps]
-    curvature = np.mean([probe.run(0, 0)[1] for probe in probes], axis=0)
+    curvature = torch.stack([probe.run(0, 0)[1] for probe in probes]).mean(dim=0)
 
     def picks(*, bent: bool) -> list[set[int]]:
         run, found = Run(comm, influence="update", density=0.05, tolerance=0.0), []
         scorer: Any = run.sync._aggregator.works.scorer.inner
         if bent:
-            scorer.influence.learn(curvature.copy())
+            scorer.influence.learn(curvature.clone())
         for step in steps:
             run.step(step)
             found.append(set(run.sync._companion.selection.chosen.index.tolist()))
@@ -449,7 +449,7 @@ def test_scored_after_a_step_goes_by_the_one_before(comm: MPI.Intracomm, stalene
     run = Run(comm, scored="after", staleness=staleness, density=0.05)
     scorer: Any = run.sync._aggregator.works.scorer.inner
     for step in range(5):
-        left = scorer.influence.scores.copy()
+        left = scorer.influence.scores.numpy().copy()
         run.step(step)
         chosen = run.sync._companion.selection.chosen
         assert everywhere(

@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import mpisparse
 from mpisparse.backends import device, numpy_backend
+from mpisparse.backends.flat import on_device
 from mpisparse.errors import ConfigurationError
 from mpisparse.schemes import SCHEMES
 
@@ -143,10 +145,29 @@ def test_production_code_does_not_import_the_oracle() -> None:
     assert importers == {"numpy_backend": {"backends/device.py"}, "numpy_nets": {"backends/numpy_backend.py"}}
 
 
+def test_host_arrays_go_to_a_device_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that nobody waits for the copy; on the host they are the same memory."""
+    values, asked = np.zeros(3, dtype=np.float32), list[object]()
+    assert on_device(values, torch.device("cpu")).data_ptr() == values.ctypes.data
+
+    class Staged:
+        def pin_memory(self) -> Staged:
+            asked.append("pinned")
+            return self
+
+        def to(self, device: torch.device, *, non_blocking: bool) -> Staged:
+            asked.append((device, non_blocking))
+            return self
+
+    monkeypatch.setattr(torch, "from_numpy", lambda given: Staged())
+    on_device(values, torch.device("cuda", 1))
+    assert asked == ["pinned", (torch.device("cuda", 1), True)]
+
+
 def test_the_documented_lists_of_schemes_are_those_of_the_code() -> None:
     text = (Path(__file__).parents[2] / "docs" / "howto" / "gpu.md").read_text()
     section = text.split("## Which schemes")[1].split("\n## ")[0]
-    on_device, on_host = (set(re.findall(r"`([a-z]+)`", part)) for part in section.split("These run on the host only"))
+    there, on_host = (set(re.findall(r"`([a-z]+)`", part)) for part in section.split("These run on the host only"))
     own = {name: SCHEMES[name] for name in SCHEMES if SCHEMES[name].__module__.startswith("mpisparse.")}
-    assert on_device == {name for name, options in own.items() if options.on_device}
+    assert there == {name for name, options in own.items() if options.on_device}
     assert on_host == {name for name, options in own.items() if not options.on_device}

@@ -329,6 +329,20 @@ def test_tail_counts(native: Any, count: int) -> None:
     assert_agree(native, "tail_counts", x[:0], np.ones(count, dtype=np.float32))
 
 
+@pytest.mark.parametrize("n", [0, 1, 33, 1024, 1025, 5000, 200_000])
+def test_piece_sums(native: Any, n: int) -> None:
+    """By halves, as NumPy; and close to the sums in any other order."""
+    x = values(np.random.default_rng(n), n)
+    begins = np.arange(0, n, 1000)
+    ends = np.minimum(begins + np.resize([1000, 1, 0, 999, 512], len(begins)), n)
+    assert_agree(native, "piece_sums", x, begins, ends)
+    for i, found in enumerate(native.piece_sums(x, begins, ends).reshape(-1, 2)):
+        part = np.abs(x[begins[i] : ends[i]]).astype(np.float64)
+        assert found == pytest.approx([part.sum(), np.square(part).sum()], rel=1e-13)
+    with pytest.raises(ValueError, match="at most 1024 elements"):
+        native.piece_sums(np.zeros(2000, np.float32), np.array([0]), np.array([1025]))
+
+
 @pytest.mark.parametrize("blocks", [1, 2, 100, 20_000])
 def test_block_counts(native: Any, blocks: int) -> None:
     index, magnitude, _ = numpy_backend.select(values(np.random.default_rng(blocks), 9000, nonfinite=True), 0, 9000, 0.01)

@@ -57,12 +57,12 @@ def test_curvature_of_a_quadratic() -> None:
         loss, diagonal = probe.run(step, rank=0)
         signs = np.sign(np.random.Generator(np.random.Philox(key=[3, step << 20])).integers(0, 2, 24, dtype=np.int8) * 2 - 1)
         assert np.allclose(diagonal, signs * (model.hessian.numpy() @ signs), atol=2e-3)
-        total += diagonal
+        total += diagonal.numpy()
         rolling.learn(diagonal)
     off = model.hessian - torch.diag(torch.diag(model.hessian))
     deviation = off.square().sum(1).sqrt().numpy() / math.sqrt(400)
     assert (np.abs(total / 400 - torch.diag(model.hessian).numpy()) < 5 * deviation).all()
-    assert np.abs(rolling.curvature - torch.diag(model.hessian).numpy()).max() < 1.5
+    assert (rolling.curvature - torch.diag(model.hessian)).abs().max() < 1.5
     assert loss == pytest.approx(model().item(), abs=0.05)
 
 
@@ -71,8 +71,8 @@ def test_influence_is_what_the_loss_gains() -> None:
     model, epsilon = Quadratic(), 0.05
     gradient = (model.hessian @ model.w).detach()
     influence = Influence(24, rate=1.0, epsilon=epsilon)
-    influence.learn(torch.diag(model.hessian).numpy().copy())
-    influence.update(gradient.numpy())
+    influence.learn(torch.diag(model.hessian).clone())
+    influence.update(gradient)
     with torch.no_grad():
         for i in range(24):
             before, kept = model().double(), model.w[i].clone()
@@ -84,10 +84,10 @@ def test_influence_is_what_the_loss_gains() -> None:
 def test_rolling_average() -> None:
     influence = Influence(3, rate=0.25, epsilon=2.0)
     for acc in ([1, -1, 0], [3, 0, 0]):
-        influence.update(np.array(acc, dtype=np.float32))
+        influence.update(torch.tensor(acc, dtype=torch.float32))
     assert influence.scores.tolist() == [0.75 * 0.5 + 0.25 * 6, 0.75 * 0.5, 0.0]
-    influence.learn(np.array([0, 0, -1e9], dtype=np.float32))
-    influence.update(np.zeros(3, dtype=np.float32))
+    influence.learn(torch.tensor([0, 0, -1e9]))
+    influence.update(torch.zeros(3))
     assert influence.scores[2] == 0.0  # never below
 
 
@@ -95,9 +95,9 @@ def of_updates(gradient: np.ndarray, moves: np.ndarray, curvature: np.ndarray | 
     """Influence by the coming updates, with the curvature or without."""
     influence = Influence(len(gradient), rate=1.0, epsilon=1e-3)
     if curvature is not None:
-        influence.learn(curvature.astype(np.float32))
-    influence.update(gradient.astype(np.float32), moves.astype(np.float32))
-    return influence.scores
+        influence.learn(torch.from_numpy(curvature.astype(np.float32)))
+    influence.update(*(torch.from_numpy(each.astype(np.float32)) for each in (gradient, moves)))
+    return influence.scores.numpy()
 
 
 def test_influence_of_an_update_is_what_the_loss_falls_by() -> None:
@@ -134,10 +134,10 @@ def test_curvature_changes_the_choice_on_a_quadratic(rate: float, least: float, 
     if rate > 0.1:
         assert with_it > 1.05 * without
     plain = [Influence(n, rate=1.0, epsilon=1e-3) for _ in range(2)]  # the perturbation of 1e-3, beside it
-    plain[0].learn(hessian.astype(np.float32))
+    plain[0].learn(torch.from_numpy(hessian.astype(np.float32)))
     for each in plain:
-        each.update(gradient.astype(np.float32))
-    alike = [set(np.argsort(-each.scores, kind="stable")[:k].tolist()) for each in plain]
+        each.update(torch.from_numpy(gradient.astype(np.float32)))
+    alike = [set(np.argsort(-each.scores.numpy(), kind="stable")[:k].tolist()) for each in plain]
     assert len(alike[0] & alike[1]) >= 0.98 * k
 
 
@@ -420,14 +420,14 @@ def test_a_preview_is_the_coming_update(name: str) -> None:
     for step in range(3):
         gradient = torch.randn(layout.size, generator=torch.Generator().manual_seed(step))
         before, states = flat_of(layout, layout.params), copy.deepcopy(optimizer.state_dict()["state"])
-        moves = local.preview(gradient.numpy())
+        moves = local.preview(gradient)
         assert torch.equal(flat_of(layout, layout.params), before)
         assert repr(states) == repr(optimizer.state_dict()["state"])
         for slot, p in zip(layout.slots, layout.params, strict=True):
             p.grad = slot.view(gradient)
         optimizer.step()
         assert np.allclose(moves, flat_of(layout, layout.params) - before, rtol=1e-5, atol=1e-7)
-        assert np.abs(moves).max() > 1e-3
+        assert moves.abs().max() > 1e-3
 
 
 def test_optimizers_that_are_not_elementwise_are_refused() -> None:

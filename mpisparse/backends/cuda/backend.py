@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mpisparse.arrays import Bytes, Floats, Ints
+from mpisparse.arrays import Bytes, Doubles, Floats, Ints
 from mpisparse.backends import numpy_tallies
 from mpisparse.backends.cuda.launcher import Launcher
 from mpisparse.backends.cuda.launches import DTYPES, Found, Marks, bits_of
@@ -175,6 +175,13 @@ class CudaBackend(Weights):
         bins = self._zeros(2048, np.uint64)
         self._over_tiles("histogram", hi - lo, acc, np.int64(lo), np.int64(hi), bins)
         return self.to_host(bins).astype(np.int64)
+
+    def piece_sums(self, values: Tensor, begins: Ints, ends: Ints) -> Doubles:
+        pieces, bounds = len(begins), self.from_host(np.concatenate([begins, ends]))
+        sums = self.empty(2 * pieces, np.float64)
+        table = (bounds[:pieces], bounds[pieces:], np.int64(pieces))
+        self._for_each("piece_sums", 32 * pieces, values, *table, sums)
+        return self.to_host(sums)
 
     def tail_counts(self, magnitudes: Tensor, rungs: Floats) -> Ints:
         pieces = [self._tail_counts(magnitudes, rungs[at : at + RUNGS]) for at in range(0, len(rungs), RUNGS)]

@@ -340,10 +340,6 @@ class Drift(Scoring, Falling):
     def _chooser(self, parts: Parts) -> Chooser:
         if self.masks == "own":
             return Largest(turns=self.scorer != "magnitude")
-        if parts.backend.name == "cuda":
-            raise ConfigurationError(
-                f'masks="{self.masks}" looks at whole layers in host memory; on a GPU choose masks="own"'
-            )
         filter_ = Filter(parts.slots, parts.backend, largest=None, threshold=None, seed=0)
         return Granular(filter_, Constant(GRANULARITIES[self.granularity]), turns=self.scorer in ("average", "predicted"))
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from mpisparse.arrays import Floats, Ints
+from mpisparse.arrays import Doubles, Floats, Ints
 from mpisparse.backends.flat import Slot
+from mpisparse.select.candidates import Candidates
+from mpisparse.select.pickers import layer_sums, values_of
 from mpisparse.select.threshold import TINY
 
 GRANULARITIES = {"fine": 1.0, "hybrid": 0.5, "coarse": 0.0}  # the share of layers of which single weights are taken
@@ -43,34 +45,44 @@ class Filter:
         self.threshold = threshold
         self.seed = seed
 
-    def run(self, scores: Floats, k: int, share: float, step: int) -> Filtered:
-        """Filter with this share of the layers fine: 1 is fine-grained, 0 coarse, anything between a hybrid."""
-        fine = self._levels(scores, k, share)
+    def run(self, scores: Any, k: int, share: float, step: int) -> Filtered:
+        """Filter by magnitude with this share of the layers fine: 1 is fine-grained, 0 coarse, anything between a hybrid."""
+        fine, means = self._levels(scores, k, share)
         singles = [layer for layer, is_fine in zip(self.layers, fine, strict=True) if is_fine]
         coarse = [layer for layer, is_fine in zip(self.layers, fine, strict=True) if not is_fine]
         n, count = (sum(layer.end - layer.begin for layer in group) for group in (self.layers, singles))
-        whole = self._whole(scores, coarse, k * (n - count) / n)
+        whole = self._whole(means, coarse, k * (n - count) / n)
         index, threshold = self._singles(scores, singles, -(-k * count // n), step)
         if whole:
             index = np.sort(np.concatenate([index, *(np.arange(layer.begin, layer.end) for layer in whole)]))
         return Filtered(index, threshold, fine, tuple(layer.name for layer in whole))
 
-    def _levels(self, scores: Floats, k: int, share: float) -> tuple[bool, ...]:
-        """Which layers are fine: first those with the most uneven influence, where choosing single weights pays most."""
+    def _levels(self, scores: Any, k: int, share: float) -> tuple[tuple[bool, ...], dict[int, float]]:
+        """Which layers are fine: first those with the most uneven influence, where choosing single weights pays most.
+
+        Also the mean influence of layers that may be taken whole, by where they begin.
+        """
         largest = 4 * k if self.largest is None else self.largest
         fine = [layer.end - layer.begin > largest for layer in self.layers]
         small = [i for i, is_fine in enumerate(fine) if not is_fine]
         count = round(share * len(small))
-        if 0 < count < len(small):
-            spreads = np.array([_spread(scores[self.layers[i].begin : self.layers[i].end]) for i in small])
-            small = [small[place] for place in np.argsort(-spreads, kind="stable").tolist()]
-        for i in small[:count]:
-            fine[i] = True
-        return tuple(fine)
+        if count == len(small):
+            return (True,) * len(fine), {}
+        means, spreads = self._measured(scores, [self.layers[i] for i in small])
+        for place in np.argsort(-spreads, kind="stable")[:count].tolist():
+            fine[small[place]] = True
+        return tuple(fine), {self.layers[i].begin: mean for i, mean in zip(small, means.tolist(), strict=True)}
 
-    def _whole(self, scores: Floats, layers: list[Slot], budget: float) -> list[Slot]:
+    @np.errstate(over="ignore", invalid="ignore", divide="ignore")
+    def _measured(self, scores: Any, layers: list[Slot]) -> tuple[Doubles, Doubles]:
+        """The layers' mean influence, and how unevenly it is spread: its standard deviation as a multiple of its mean."""
+        sums = layer_sums(self.backend, scores, [(layer.begin, layer.end) for layer in layers])
+        means, squares = sums.T / [layer.end - layer.begin for layer in layers]
+        deviations = np.sqrt(np.maximum(squares - np.square(means), 0.0))
+        return means, np.where(means > 0.0, deviations / means, 0.0)
+
+    def _whole(self, means: dict[int, float], layers: list[Slot], budget: float) -> list[Slot]:
         """The layers to take whole."""
-        means = {layer.begin: float(scores[layer.begin : layer.end].mean(dtype=np.float64)) for layer in layers}
         if self.threshold is not None:
             return [layer for layer in layers if means[layer.begin] >= self.threshold]
         taken, left = [], budget
@@ -81,39 +93,41 @@ class Filter:
             taken.append(layer)
         return taken
 
-    def _singles(self, scores: Floats, layers: list[Slot], k: int, step: int) -> tuple[Ints, float]:
+    def _singles(self, scores: Any, layers: list[Slot], k: int, step: int) -> tuple[Ints, float]:
         """Index of the k weights of the greatest influence in some layers, by a sample if they are many."""
         if not layers:
             return np.empty(0, dtype=np.int64), 0.0
         stretches = _joined(layers)
         threshold = self.threshold if self.threshold is not None else self._sampled(scores, stretches, k, step)
-        found = [self.backend.select(scores, lo, hi, max(threshold, TINY)) for lo, hi in stretches]
-        index = np.concatenate([f[0] for f in found])
+        index, magnitude = self._reaching(scores, stretches, max(threshold, TINY))
         if self.threshold is None and len(index) > SLACK * k:
-            magnitude = np.concatenate([f[1] for f in found])
             largest = np.sort(np.argpartition(magnitude, len(magnitude) - k)[len(magnitude) - k :])
             index, threshold = index[largest], float(magnitude[largest].min())
         return index, float(threshold)
 
-    def _sampled(self, scores: Floats, stretches: list[tuple[int, int]], k: int, step: int) -> float:
+    def _reaching(self, scores: Any, stretches: list[tuple[int, int]], threshold: float) -> tuple[Ints, Floats]:
+        """Indices and magnitudes that reach the threshold in some stretches; on the host."""
+        one = isinstance(scores, np.ndarray)  # each of them alone: for a device that would be as many waits
+        spans = stretches if one else [(stretches[0][0], stretches[-1][1])]
+        found = [Candidates(*self.backend.select(scores, lo, hi, threshold)).on_host(self.backend) for lo, hi in spans]
+        index, magnitude = (np.concatenate([each[i] for each in found]) for i in (0, 1))
+        if len(spans) < len(stretches):
+            inside = np.searchsorted(np.ravel(stretches), index, side="right") % 2 == 1
+            index, magnitude = index[inside], magnitude[inside]
+        return index, magnitude
+
+    def _sampled(self, scores: Any, stretches: list[tuple[int, int]], k: int, step: int) -> float:
         lengths = np.array([hi - lo for lo, hi in stretches])
         n = int(lengths.sum())
-        count = max(LEAST, int(SAMPLE * n))
-        if count >= n:
-            sample, count = np.concatenate([scores[lo:hi] for lo, hi in stretches]), n
-        else:
+        count = min(n, max(LEAST, int(SAMPLE * n)))
+        places = np.arange(n)
+        if count < n:
             places = np.random.Generator(np.random.Philox(key=[self.seed, step])).integers(0, n, count)
-            starts = np.cumsum([0, *lengths[:-1]])
-            part = np.searchsorted(starts, places, side="right") - 1
-            sample = scores[places - starts[part] + np.array([lo for lo, _ in stretches])[part]]
+        starts = np.cumsum([0, *lengths[:-1]])
+        part = np.searchsorted(starts, places, side="right") - 1
+        sample = np.abs(values_of(self.backend, scores, places - starts[part] + np.array([lo for lo, _ in stretches])[part]))
         wanted = min(count, max(1, round(k * count / n)))
         return float(np.partition(sample, count - wanted)[count - wanted])
-
-
-def _spread(scores: Floats) -> float:
-    """How unevenly influence is spread: its standard deviation as a multiple of its mean."""
-    mean = float(scores.mean(dtype=np.float64))
-    return float(scores.std(dtype=np.float64)) / mean if mean > 0.0 else 0.0
 
 
 def _joined(layers: list[Slot]) -> list[tuple[int, int]]:

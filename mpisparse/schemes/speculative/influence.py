@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from mpisparse.arrays import Floats, State
+from mpisparse.arrays import State
 from mpisparse.backends.flat import Pieces, zeros
 from mpisparse.errors import ConfigurationError
 from mpisparse.schemes.companion import Places
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend
     from mpisparse.select.scorers import Exempt, Lap
 
-PIECE = 1 << 16  # elements processed at a time, so that they stay in cache
+# Elements processed at a time: so many stay in a cache, or fill a device without much memory.
+PIECE, PIECE_OF_DEVICE = 1 << 16, 1 << 24
 
 
 class Influence:
@@ -32,46 +33,38 @@ class Influence:
     The value is epsilon |g| + epsilon^2 h / 2, the change of the loss by a step of epsilon. Or, for a coming update u, it is
     -(g u + h u^2 / 2), the decrease of the loss. g is the accumulated gradient (the gradient itself if nothing is kept), h
     the Hessian's diagonal, averaged over probes and 0 before the first.
+
+    Vectors are tensors on the model's device. Torch rounds each sum and product by itself, so that every device has the
+    same bits; that leaves out lerp_() and alpha=, which some fuse.
     """
 
-    def __init__(self, n: int, *, rate: float, epsilon: float) -> None:
+    def __init__(self, n: int, *, rate: float, epsilon: float, device: torch.device | None = None) -> None:
         self.rate = rate
         self.epsilon = epsilon
-        self.scores: Floats = zeros(n, torch.float32).numpy()
-        self.curvature: Floats = np.empty(0, dtype=np.float32)
+        self.scores = zeros(n, torch.float32, device)
+        self.curvature = zeros(0, torch.float32, device)
         self.probes = 0
+        self.piece = PIECE if self.scores.device.type == "cpu" else PIECE_OF_DEVICE
 
-    def update(self, acc: Floats, moves: Floats | None = None) -> None:
+    def update(self, acc: torch.Tensor, moves: torch.Tensor | None = None) -> None:
         """Add a step's accumulator to the average, with each weight's coming update if influence is by update."""
-        if moves is not None:
-            self._update_by(acc, moves)
-            return
-        scores, waiting = torch.from_numpy(self.scores), torch.from_numpy(acc)
-        bend = torch.from_numpy(self.curvature) if self.probes else None
-        for a in range(0, len(acc), PIECE):
-            now = waiting[a : a + PIECE].abs().mul_(self.epsilon)
-            if bend is not None:
-                now.add_(bend[a : a + PIECE], alpha=0.5 * self.epsilon**2).clamp_(min=0.0)
-            scores[a : a + PIECE].lerp_(now, self.rate)
+        for a in range(0, len(acc), self.piece):
+            part = slice(a, a + self.piece)
+            bend = self.curvature[part] if self.probes else None
+            now = self._by_epsilon(acc[part], bend) if moves is None else _by_update(acc[part], moves[part], bend)
+            _follow(self.scores[part], now, self.rate)
 
-    def _update_by(self, acc: Floats, moves: Floats) -> None:
-        scores, waiting, coming = (torch.from_numpy(each) for each in (self.scores, acc, moves))
-        bend = torch.from_numpy(self.curvature) if self.probes else None
-        for a in range(0, len(acc), PIECE):
-            u = coming[a : a + PIECE]
-            slope = waiting[a : a + PIECE]
-            if bend is not None:
-                slope = slope.add(bend[a : a + PIECE] * u, alpha=0.5)
-            scores[a : a + PIECE].lerp_(slope.mul(u).neg_().clamp_(min=0.0).nan_to_num_(0.0, 0.0, 0.0), self.rate)
+    def _by_epsilon(self, slope: torch.Tensor, bend: torch.Tensor | None) -> torch.Tensor:
+        now = slope.abs().mul_(self.epsilon)
+        return now if bend is None else now.add_(bend * (0.5 * self.epsilon**2)).clamp_(min=0.0)
 
-    def learn(self, diagonal: Floats) -> None:
+    def learn(self, diagonal: torch.Tensor) -> None:
         """Average a probe's estimate of the Hessian's diagonal into h, with a weight of at least a tenth."""
         self.probes += 1
         if self.probes == 1:
             self.curvature = diagonal
         else:
-            weight = max(1.0 / self.probes, 0.1)
-            torch.from_numpy(self.curvature).lerp_(torch.from_numpy(diagonal), weight)
+            _follow(self.curvature, diagonal, max(1.0 / self.probes, 0.1))
 
     def state(self) -> dict[str, Any]:
         """The averages; on another number of ranks, the mean over the ranks taken over."""
@@ -91,9 +84,24 @@ class Influence:
 
     def load(self, state: dict[str, Any]) -> None:
         """Load a state that state() returned."""
-        self.scores[:] = state["mean.influence"]
+        scores, bend = (torch.from_numpy(np.array(state[f"mean.{name}"], np.float32)) for name in ("influence", "curvature"))
+        self.scores.copy_(scores)
         self.probes = int(state["probes"])
-        self.curvature = np.array(state["mean.curvature"], dtype=np.float32)
+        self.curvature = bend.to(self.scores.device)
+
+
+def _by_update(slope: torch.Tensor, u: torch.Tensor, bend: torch.Tensor | None) -> torch.Tensor:
+    if bend is not None:
+        slope = (bend * u).mul_(0.5).add_(slope)
+    return slope.mul(u).neg_().clamp_(min=0.0).nan_to_num_(0.0, 0.0, 0.0)
+
+
+def _follow(average: torch.Tensor, now: torch.Tensor, weight: float) -> None:
+    """Move an average towards new values, which are overwritten; a weight of 1 gives exactly these."""
+    if weight < 0.5:
+        average.add_(now.sub_(average).mul_(weight))
+    else:
+        average.sub_(now).mul_(1.0 - weight).add_(now)
 
 
 class InfluenceScorer(Magnitude):
@@ -113,16 +121,16 @@ class InfluenceScorer(Magnitude):
     ) -> None:  # fmt: skip
         super().__init__(residual, backend)
         self.by_update = by_update
-        self.preview: Callable[[Floats], Floats] | None = None
-        self.before: Floats | None = influence.scores.copy() if after else None
-        self.keys = VectorKeys(backend, influence.scores if self.before is None else self.before)
+        self.preview: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.before = influence.scores.clone() if after else None
+        self.keys = VectorKeys(backend, backend.array_of(influence.scores if self.before is None else self.before))
         self.influence = influence
         self.rank = rank
         self.step = step
         self.probe = probe
         self.probe_every = probe_every
         self.probe_loss = self.probed = math.nan
-        self._diagonal: Floats | None = None
+        self._diagonal: torch.Tensor | None = None
 
     def ready(self, exempt: Exempt, lap: Lap) -> str:
         """Probe the loss around the weights if due; an error in the user's function is returned as this rank's problem."""
@@ -148,17 +156,22 @@ class InfluenceScorer(Magnitude):
             self.influence.learn(self._diagonal)
             self._diagonal = None
         if self.before is not None:
-            self.before[:] = self.influence.scores
+            self.before.copy_(self.influence.scores)
         if found.bad < 0:
-            self.influence.update(self.acc, self.preview(self.acc) if self.by_update and self.preview is not None else None)
+            preview = self.preview if self.by_update else None
+            self.influence.update(self.residual, None if preview is None else preview(self.residual))
         return self.keys.select(lo, hi, floor)._replace(bad=found.bad)
 
     def memories(self) -> dict[str, Any]:
-        bend = {"curvature": self.influence.curvature} if self.influence.probes else {}
-        return {"influence": self.influence.scores, **bend}
+        known = self._arrays({"influence": self.influence.scores, "curvature": self.influence.curvature})
+        return known if self.influence.probes else {"influence": known["influence"]}
+
+    def _arrays(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Tensors as the backend's arrays."""
+        return {k: self.backend.array_of(v) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
 
     def state(self) -> State:
-        return {**self.influence.state(), "probe_loss": self.probe_loss}
+        return {**self._arrays(self.influence.state()), "probe_loss": self.probe_loss}
 
     def check(self, state: State) -> None:
         float(state["probe_loss"])
@@ -191,11 +204,12 @@ class Probe:
         self.epsilon = epsilon
         self.seed = seed
 
-    def run(self, step: int, rank: int) -> tuple[float, Floats]:
+    def run(self, step: int, rank: int) -> tuple[float, torch.Tensor]:
         """The loss around the weights and the diagonal in flat order; local, the same for the same step and rank."""
         generator = np.random.Generator(np.random.Philox(key=[self.seed, step << 20 | rank]))
-        signs = torch.from_numpy(generator.integers(0, 2, self.places.size, dtype=np.int8)).mul_(2).sub_(1).float()
-        diagonal = zeros(self.places.size, torch.float32)
+        drawn = torch.from_numpy(generator.integers(0, 2, self.places.size, dtype=np.int8))
+        signs = drawn.mul_(2).sub_(1).to(self.places.device).float()
+        diagonal = zeros(self.places.size, torch.float32, self.places.device)
         losses = []
         for side in (1.0, -1.0):
             with untouched(self.model), self._moved(signs, side * self.epsilon):
@@ -205,7 +219,7 @@ class Probe:
                 if grad is not None:
                     slot.view(diagonal).add_(grad.to_dense() if grad.layout is not torch.strided else grad, alpha=side)
         diagonal.mul_(signs).div_(2 * self.epsilon)
-        return sum(losses) / 2, diagonal.nan_to_num_(0.0, 0.0, 0.0).numpy()
+        return sum(losses) / 2, diagonal.nan_to_num_(0.0, 0.0, 0.0)
 
     @contextlib.contextmanager
     def _moved(self, signs: torch.Tensor, by: float) -> Iterator[None]:

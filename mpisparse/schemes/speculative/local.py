@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mpisparse.arrays import Floats, Ints
-from mpisparse.backends.flat import Slot
+from mpisparse.backends.flat import Slot, on_device
 from mpisparse.errors import ConfigurationError
 from mpisparse.schemes.companion import Places
 
@@ -49,8 +49,9 @@ class LocalUpdate:
 
     @torch.no_grad()
     def apply(self, index: Ints, gradient: Floats) -> None:
-        """Move the elements of an ascending index by their gradients."""
+        """Move the elements of an ascending index by their gradients; both are on the host."""
         cuts = np.searchsorted(index, [0, *self.places.ends]).tolist()
+        moved, gradients = (on_device(each, self.places.device) for each in (index, gradient))
         ranges = {id(p): (i, cuts[i], cuts[i + 1]) for i, p in enumerate(self.places.params) if cuts[i] < cuts[i + 1]}
         touched: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self.shadow.param_groups, self.shadow.state = [], defaultdict(dict)
@@ -59,8 +60,8 @@ class LocalUpdate:
             for p in group["params"]:
                 if id(p) in ranges:
                     i, a, b = ranges[id(p)]
-                    at = torch.from_numpy(index[a:b] - self.places.slots[i].begin)
-                    gathered.append(self._gather(i, p, at, torch.from_numpy(gradient[a:b])))
+                    at = moved[a:b] - self.places.slots[i].begin
+                    gathered.append(self._gather(i, p, at, gradients[a:b]))
                     touched.append((i, at, gathered[-1]))
             if gathered:
                 self.shadow.param_groups.append({**group, "params": gathered})
@@ -70,25 +71,25 @@ class LocalUpdate:
         self.shadow.param_groups, self.shadow.state = [], defaultdict(dict)
 
     @torch.no_grad()
-    def preview(self, gradient: Floats) -> Floats:
+    def preview(self, gradient: torch.Tensor) -> torch.Tensor:
         """How far each element would move by its gradient; the weights and their state stay as they are."""
-        moves: Floats = np.zeros(len(gradient), dtype=np.float32)
+        moves = torch.zeros_like(gradient)
         places = {id(p): i for i, p in enumerate(self.places.params) if p.numel()}
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 if id(p) not in places:
                     continue
                 slot = self.places.slots[places[id(p)]]
-                every = torch.arange(slot.end - slot.begin)
+                every = torch.arange(slot.end - slot.begin, device=gradient.device)
                 self.shadow.state = defaultdict(dict)
-                values = self._gather(places[id(p)], p, every, torch.from_numpy(gradient[slot.begin : slot.end]))
+                values = self._gather(places[id(p)], p, every, gradient[slot.begin : slot.end])
                 for name, value in self.shadow.state[values].items():
                     if isinstance(value, torch.Tensor) and not is_elementwise(name, value, values.shape):
                         self.shadow.state[values][name] = value.clone()
                 self.shadow.param_groups = [{**group, "params": [values]}]
                 before = values.clone()
                 self.shadow.step()
-                moves[slot.begin : slot.end] = values.sub_(before).float().numpy()
+                moves[slot.begin : slot.end] = values.sub_(before).float()
         self.shadow.param_groups, self.shadow.state = [], defaultdict(dict)
         return moves
 
@@ -115,5 +116,5 @@ class LocalUpdate:
                 state[name] = value
                 continue
             if name not in state:
-                state[name] = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype).zero_()
+                state[name] = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=p.device).zero_()
             flat(slot, state[name])[at] = value

@@ -26,6 +26,7 @@ from mpisparse.schemes.speculative.weights import Tolerance
 from mpisparse.select.own import OwnSelection
 from mpisparse.select.scorers import Scorer
 from mpisparse.wire.codecs import CODECS
+from mpisparse.wire.on_host import on_host
 from mpisparse.wire.own import OwnByOwner
 
 KINDS = (*GRANULARITIES, "schedule", "rule", "learned")
@@ -75,6 +76,7 @@ class Speculative(Scoring):
         "masks": "a rank moves ahead by what it has chosen itself, and owners would choose later; "
         'granularity="fine" chooses single weights',
     }
+    on_device = True
     density: float = 0.01
     scorer: str = "influence"
     staleness: int = 1
@@ -199,7 +201,7 @@ class Speculative(Scoring):
         return InfluenceScorer(
             residual,
             parts.backend,
-            Influence(len(residual), rate=self.average_rate, epsilon=self.epsilon),
+            Influence(len(residual), rate=self.average_rate, epsilon=self.epsilon, device=residual.device),
             rank=parts.exchange.rank,
             step=number,
             probe=probed,
@@ -213,10 +215,11 @@ class Speculative(Scoring):
             raise ConfigurationError(
                 'scheme "speculative" moves a model\'s weights, and so cannot average a plain vector: use GradientSync'
             )
-        codec, n, size, late = CODECS[self.codec], len(parts.residual), parts.exchange.size, self.staleness > 0
+        codec, n, late = CODECS[self.codec], len(parts.residual), self.staleness > 0
+        carrier, server = parts.carrier(late=late), self.server == "rank0"
         filter_ = Filter(parts.slots, parts.backend, largest=self.most_whole(), threshold=self.threshold, seed=self.seed)
         chooser = Granular(filter_, self.policy(), turns=self.compensate and self.scorer in ("average", "predicted"))
-        selection = OwnSelection(chooser, parts.backend, n, size, late=late, one_server=self.server == "rank0")
+        selection = OwnSelection(chooser, carrier, n, parts.exchange.size, late=late, one_server=server)
         scorer = Asking(
             self.scorer_of(parts, parts.residual, site, lambda: selection.begun, late=late),
             confidence=self.confidence,
@@ -226,7 +229,7 @@ class Speculative(Scoring):
             parts,
             scorer=scorer,
             selection=selection,
-            reducer=OwnByOwner(codec, received=self.average == "received"),
+            reducer=on_host(carrier, OwnByOwner(codec, received=self.average == "received")),
             stages=feedback(keep=self.compensate, blend=self.beta if codec.blended else None, own=True, late=late),
             staleness=self.staleness,
         )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
 from mpisparse.arrays import State
 from mpisparse.schemes.speculative.granularity import Filter, Filtered
 from mpisparse.schemes.speculative.policy import Policy, Seen
@@ -33,8 +31,7 @@ class Granular(Chooser):
 
     def choose(self, live: Live, k: int, step: int) -> Picked:
         view = live.by_magnitude() if self.turns and step % DUE == DUE - 1 else live
-        scores = np.abs(view.keys.vector[:]) if view.plain else view.keys.vector
-        filtered = self.filter.run(scores, k, self.policy.share(step), step)
+        filtered = self.filter.run(view.keys.vector[:], k, self.policy.share(step), step)
         return Picked(filtered.index, filtered.threshold, filtered)
 
     def learn(self, step: int, lesson: Any, outcome: Outcome) -> None:

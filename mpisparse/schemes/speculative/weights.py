@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,9 @@ from mpisparse.errors import ConfigurationError
 from mpisparse.schemes.companion import Places
 from mpisparse.schemes.speculative.local import flat, is_elementwise
 
-PIECE = 1 << 18  # elements compared at a time, so that they stay in cache
+PIECE = 1 << 18  # elements of the host compared at a time, so that they stay in cache; on a device, whole parameters
+
+Stretch = tuple[int, int, int]  # a parameter, and where a stretch of its elements begins and ends
 
 
 @dataclass(frozen=True)
@@ -60,13 +63,13 @@ class TwoSets:
     def take_over(self) -> None:
         """Make the global set equal to what the model and the optimizer hold now; both sets are then equal."""
         self.swapped = False
-        self.weights = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype).copy_(p) for s, p in self._pairs()]
+        self.weights = [_like(slot, p.detach(), p.device) for slot, p in self._pairs()]
         self.state = []
         for slot, p in self._pairs():
             own = self.optimizer.state.get(p, {})
             for name, value in own.items():
                 if is_elementwise(name, value, p.shape) and not slot.matches(value):
-                    own[name] = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype).copy_(value)
+                    own[name] = _like(slot, value, p.device)
             self.state.append({name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in own.items()})
 
     def swap(self) -> None:
@@ -99,14 +102,26 @@ class TwoSets:
 
     @torch.no_grad()
     def correct(self, tolerance: Tolerance) -> Drift:
-        """Return to the global weight and its state wherever the rank's own is farther from it than the tolerance."""
+        """Return to the global weight and its state wherever the rank's own is farther from it than the tolerance.
+
+        A device is waited for once, and once more where single weights return.
+        """
+        stretches, largest, sizes = self._distances(tolerance)
+        before = max(largest)
         if tolerance.value == 0.0:
-            before = max(self._distance(i)[0] for i in range(len(self.weights)))
             self.synchronize()
             return Drift(before, 0.0, self.places.size)
-        correct = self._correct_layer if tolerance.by_layer else self._correct_weights
-        drifts = [correct(i, tolerance) for i, weight in enumerate(self.weights) if weight.numel()]
-        return Drift(max(d.before for d in drifts), max(d.after for d in drifts), sum(d.corrected for d in drifts))
+        if math.isinf(tolerance.value):
+            return Drift(before, before, 0)
+        found = list(zip(stretches, largest, sizes, strict=True))
+        if tolerance.by_layer:
+            return Drift(before, *self._correct_layers(tolerance, found))
+        within = [most <= tolerance.value and not tolerance.relative for _, most, _ in found]
+        off = [stretch for (stretch, _, _), fine in zip(found, within, strict=True) if not fine]
+        returned = _read([self._correct_weights(stretch, tolerance) for stretch in off])
+        rest = [most for (_, most, _), fine in zip(found, within, strict=True) if fine]
+        after = max([*rest, *(most for most, _ in returned)])
+        return Drift(before, after, round(sum(count for _, count in returned)))
 
     @torch.no_grad()
     def synchronize(self, which: Iterable[int] | None = None) -> None:
@@ -114,60 +129,61 @@ class TwoSets:
         for i in range(len(self.weights)) if which is None else which:
             self._return(i)
 
-    def _distance(self, i: int) -> tuple[float, float]:
-        """The largest distance in a parameter, and its largest global weight."""
-        slot, p = self.places.slots[i], self.places.params[i]
-        own, shared = flat(slot, p.data), flat(slot, self.weights[i])
-        far = size = 0.0
-        for a in range(0, len(own), PIECE):
-            far = max(far, _largest((own[a : a + PIECE] - shared[a : a + PIECE]).abs_()))
-            size = max(size, float(shared[a : a + PIECE].abs().max()))
-        return far, size
+    def _distances(self, tolerance: Tolerance) -> tuple[list[Stretch], list[float], list[float]]:
+        """All stretches, the largest distance in each, and the largest global weight in each if layers compare with it."""
+        stretches, rows = [], []
+        for i, n in enumerate(weight.numel() for weight in self.weights):
+            piece = PIECE if self.places.device.type == "cpu" else max(1, n)
+            stretches += [(i, a, min(a + piece, n)) for a in range(0, n, piece)]
+        for stretch in stretches:
+            own, shared = self._of(stretch)
+            most = (own - shared).abs_().max()
+            rows.append((most, shared.abs().max() if tolerance.by_layer and tolerance.relative else most))
+        found = _read(rows)
+        return stretches, [math.inf if math.isnan(most) else most for most, _ in found], [size for _, size in found]
 
-    def _correct_layer(self, i: int, tolerance: Tolerance) -> Drift:
-        before, size = self._distance(i)
-        within = before <= (tolerance.value * size if tolerance.relative else tolerance.value) and math.isfinite(before)
-        if within or math.isinf(tolerance.value):
-            return Drift(before, before, 0)
-        self._return(i)
-        return Drift(before, 0.0, self.weights[i].numel())
+    def _of(self, stretch: Stretch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The own and the global weights of a stretch."""
+        i, a, b = stretch
+        slot = self.places.slots[i]
+        return flat(slot, self.places.params[i].data)[a:b], flat(slot, self.weights[i])[a:b]
 
-    def _correct_weights(self, i: int, tolerance: Tolerance) -> Drift:
-        slot, p = self.places.slots[i], self.places.params[i]
-        own, shared = flat(slot, p.data), flat(slot, self.weights[i])
-        before = after = 0.0
-        wrong = []
-        for a in range(0, len(own), PIECE):
-            there = shared[a : a + PIECE]
-            distance = (own[a : a + PIECE] - there).abs_()
-            most = _largest(distance)
-            before = max(before, most)
-            if math.isinf(tolerance.value) or (not tolerance.relative and most <= tolerance.value):
+    def _correct_layers(self, tolerance: Tolerance, found: list[tuple[Stretch, float, float]]) -> tuple[float, int]:
+        """Return the layers that are too far off; the largest distance that remains, and how many elements returned."""
+        after, corrected = 0.0, 0
+        for i, group in itertools.groupby(found, key=lambda each: each[0][0]):
+            _, largest, sizes = zip(*group, strict=True)
+            most, size = max(0.0, *largest), max(0.0, *sizes)
+            if most <= (tolerance.value * size if tolerance.relative else tolerance.value) and math.isfinite(most):
                 after = max(after, most)
-                continue
-            fine = distance <= (there.abs() * tolerance.value if tolerance.relative else tolerance.value)
-            if math.isinf(most):
-                fine &= distance.isfinite()
-            off = fine.logical_not_()
-            after = max(after, float(distance.masked_fill_(off, 0.0).max()))
-            wrong.append(off.nonzero().flatten().add_(a))
-        if not wrong:
-            return Drift(before, after, 0)
-        at = torch.cat(wrong)
-        own[at] = shared[at]
-        self._return_state(i, at)
-        return Drift(before, after, len(at))
+            else:
+                self._return(i)
+                corrected += self.weights[i].numel()
+        return after, corrected
 
-    def _return_state(self, i: int, at: torch.Tensor) -> None:
-        """Give elements the global state; an entry that the global set does not have yet is zero."""
+    def _correct_weights(self, stretch: Stretch, tolerance: Tolerance) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights of a stretch that are too far off; the largest distance of the others, and their number."""
+        own, shared = self._of(stretch)
+        distance = (own - shared).abs_()
+        fine = distance <= (shared.abs() * tolerance.value if tolerance.relative else tolerance.value)
+        far = (fine & distance.isfinite()).logical_not_()
+        own.copy_(torch.where(far, shared, own))
+        self._return_state(stretch, far)
+        return distance.masked_fill_(far, 0.0).max(), far.sum()
+
+    def _return_state(self, stretch: Stretch, far: torch.Tensor) -> None:
+        """Give some elements of a stretch the global state; an entry that the global set does not have yet is zero."""
+        i, a, b = stretch
         slot, p = self.places.slots[i], self.places.params[i]
         own = self.optimizer.state[p] if self.state[i] else self.optimizer.state.get(p, {})
         for name in {**own, **self.state[i]}:
             here, there = own.get(name), self.state[i].get(name)
             if here is None and isinstance(there, torch.Tensor) and is_elementwise(name, there, p.shape):
-                here = own[name] = torch.empty_strided(slot.shape, slot.stride, dtype=there.dtype).zero_()
+                here = own[name] = torch.empty_strided(slot.shape, slot.stride, dtype=there.dtype, device=p.device).zero_()
             if is_elementwise(name, here, p.shape):
-                flat(slot, here)[at] = flat(slot, there)[at] if there is not None else 0.0
+                part = flat(slot, here)[a:b]
+                given = torch.zeros_like(part) if there is None else flat(slot, there)[a:b]
+                part.copy_(torch.where(far, given, part))
             elif here is None:
                 own[name] = there.clone() if isinstance(there, torch.Tensor) else there
 
@@ -203,10 +219,13 @@ class TwoSets:
             self.optimizer.state.pop(p, None)
             state = {}
             for name, value in own["state"][i].items():
-                kept = value.clone() if isinstance(value, torch.Tensor) else value
                 if is_elementwise(name, value, p.shape):
-                    kept = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype).copy_(value)
-                state[name] = kept
+                    state[name] = _like(slot, value, p.device)
+                elif isinstance(value, torch.Tensor):  # a counter: some optimizers want it on the device
+                    there = self.state[i].get(name, value)
+                    state[name] = value.to(there.device, copy=True)
+                else:
+                    state[name] = value
             if state:
                 self.optimizer.state[p] = state
 
@@ -222,7 +241,14 @@ class TwoSets:
         int(own["digest"])
 
 
-def _largest(distance: torch.Tensor) -> float:
-    """The largest distance; NaN counts as infinite."""
-    most = float(distance.max())
-    return math.inf if math.isnan(most) else most
+def _like(slot: Slot, values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a parameter's values in the slot's memory order."""
+    return torch.empty_strided(slot.shape, slot.stride, dtype=values.dtype, device=device).copy_(values)
+
+
+def _read(rows: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[float, float]]:
+    """Pairs of numbers of a device as numbers of the host, for which one wait is enough."""
+    if not rows:
+        return []
+    read = torch.stack([each.double() for row in rows for each in row]).tolist()
+    return list(zip(read[::2], read[1::2], strict=True))
