@@ -181,7 +181,5 @@ class DeepGradientCompression(Local):
         return SampledTopK(parts.backend, self.seed, self.warm_up)
 
     def scorer(self, parts: Parts) -> Scorer:
-        if self.clip is not None and parts.backend.name == "cuda":
-            raise ConfigurationError("clip of dgc is for models on the CPU; clip the gradient before sync.step()")
         clip = None if self.clip is None else self.clip / math.sqrt(parts.exchange.size)
         return Corrected(parts.residual, parts.backend, parts.slots, self.factor, clip)

@@ -194,6 +194,7 @@ def cases() -> list[dict[str, Any]]:
         {"codec": "momentum-int4"},
         {"scheme": "momentum"},
         {"scheme": "dgc"},
+        {"scheme": "dgc", "clip": 1.0, "masks": "union"},
         {"scheme": "threshold"},
         {"scheme": "sidco"},
         {"scheme": "topk"},
@@ -285,7 +286,6 @@ def test_other_schemes_are_refused(monkeypatch: pytest.MonkeyPatch, scheme: str)
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # as docs/howto/gpu.md names them
     'hierarchy="node"': ({"hierarchy": "node"}, "hierarchy=.*the model is on a CUDA device"),
-    "clip": ({"scheme": "dgc", "clip": 1.0}, "clip of dgc is for models on the CPU"),
     'scorer="predicted"': ({"scorer": "predicted"}, 'scorer="predicted".*on a GPU choose'),
 }
 
