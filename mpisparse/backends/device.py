@@ -19,7 +19,7 @@ from mpisparse.backends.protocol import Backend
 from mpisparse.errors import ConfigurationError, check_choice
 
 BACKENDS = ("native", "numpy")
-ARRAYS = ("empty", "array_of", "from_host", "to_host", "copy", "fill", "view_as", "search", "pick")  # of host_arrays
+ARRAYS = ("empty", "array_of", "from_host", "to_host", "copy", "fill", "view_as", "search", "pick", "bytes_at", "put_bytes")
 
 
 def local_device(local_rank: int) -> torch.device:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpisparse.arrays import Floats, Ints
+from mpisparse.arrays import Bytes, Floats, Ints
 
 empty: Callable[[int, Any], NDArray[Any]] = np.empty
 array_of: Callable[[torch.Tensor], Floats] = torch.Tensor.numpy
@@ -25,3 +25,5 @@ copy: Callable[[NDArray[Any]], NDArray[Any]] = np.ndarray.copy
 fill: Callable[[NDArray[Any], float], None] = np.ndarray.fill
 view_as: Callable[[NDArray[Any], Any], NDArray[Any]] = np.ndarray.view
 pick: Callable[[Ints, Ints], Ints] = operator.getitem
+bytes_at: Callable[[Bytes, Ints], Bytes] = operator.getitem
+put_bytes: Callable[[Any, Ints, Bytes], None] = operator.setitem

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
-from mpisparse.arrays import Bytes, Floats
+import numpy as np
+import torch
 
 PRODUCTS, SCORES = 1, 2
 
 
-def keys_of(acc: Floats, scores: Bytes, key: int) -> Floats:
-    """PRODUCTS: magnitude x (score + 1) / 256. SCORES: by score, then by magnitude; the float has the bits of both."""
+def keys_of(acc: Any, scores: Any, key: int) -> Any:
+    """PRODUCTS: magnitude x (score + 1) / 256. SCORES: by score, then by magnitude; the float has the bits of both.
+
+    Of a device's vectors as of the host's.
+    """
+    if isinstance(acc, torch.Tensor):
+        if key == PRODUCTS:
+            return acc.abs() * ((scores.float() + 1) * 2**-8)
+        return (scores.int() << 23 | acc.abs().view(torch.int32) >> 8).view(torch.float32)
     magnitude = np.abs(acc)
     if key == PRODUCTS:
         share = (scores.astype(np.float32) + np.float32(1)) * np.float32(2**-8)
         with np.errstate(invalid="ignore"):
-            product: Floats = magnitude * share
-        return product
-    bits: Floats = (scores.astype(np.uint32) << 23 | magnitude.view(np.uint32) >> 8).view(np.float32)
-    return bits
+            return magnitude * share
+    return (scores.astype(np.uint32) << 23 | magnitude.view(np.uint32) >> 8).view(np.float32)

@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 
 from mpisparse.arrays import Bytes, Doubles, Floats, Halves, Ints
 from mpisparse.backends.host_arrays import array_of as array_of
+from mpisparse.backends.host_arrays import bytes_at as bytes_at
 from mpisparse.backends.host_arrays import copy as copy
 from mpisparse.backends.host_arrays import empty as empty
 from mpisparse.backends.host_arrays import fill as fill
 from mpisparse.backends.host_arrays import from_host as from_host
 from mpisparse.backends.host_arrays import pick as pick
+from mpisparse.backends.host_arrays import put_bytes as put_bytes
 from mpisparse.backends.host_arrays import search as search
 from mpisparse.backends.host_arrays import to_host as to_host
 from mpisparse.backends.host_arrays import view_as as view_as

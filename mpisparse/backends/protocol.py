@@ -149,6 +149,40 @@ class Backend(Protocol):
         """Return the first non-finite flat index of the gradients, or -1; changes nothing."""
         ...
 
+    # Selection by predicted importance: `scores` holds a byte per element, `key` says how it combines with the magnitude
+    # (mpisparse.backends.keys)
+
+    def accumulate_select_scored(
+        self, acc: Vector, scores: Vector, key: int, pointers: Pointers, ends: Ends, kinds: Kinds, lo: int, hi: int,
+        floor: float, /,
+    ) -> Found:  # fmt: skip
+        """As accumulate_select, by key instead of magnitude."""
+        ...
+
+    def select_scored(self, acc: Vector, scores: Vector, key: int, lo: int, hi: int, floor: float, /) -> Found:
+        """As select, by key instead of magnitude."""
+        ...
+
+    def histogram_scored(self, acc: Vector, scores: Vector, key: int, lo: int, hi: int, /) -> Ints:
+        """As histogram, of keys."""
+        ...
+
+    def record(self, pointers: Pointers, ends: Ends, kinds: Kinds, lo: int, out: Vector, /) -> None:
+        """Write the gradients of [lo, lo + len(out)) as finite bfloat16; absent ones are zero."""
+        ...
+
+    def gather(self, pointers: Pointers, ends: Ends, kinds: Kinds, index: Vector, out: Vector, /) -> None:
+        """Write the gradients at ascending indices; absent ones are zero."""
+        ...
+
+    def bytes_at(self, values: Vector, index: Vector, /) -> Vector:
+        """Return a copy of the bytes at index."""
+        ...
+
+    def put_bytes(self, values: Vector, index: Vector, new: Vector, /) -> None:
+        """Set the bytes at index."""
+        ...
+
     # Counts
 
     def histogram(self, acc: Vector, lo: int, hi: int, /) -> Ints:
@@ -370,39 +404,15 @@ class DeviceBackend(Backend, Protocol):
 
 
 class HostBackend(Backend, Protocol):
-    """What only the host backends do: a look ahead, selection by predicted importance, training of its nets, checksums.
+    """What only the host backends do: a look ahead, training of nets that predict importance, checksums.
 
-    `scores` holds a predicted importance per element, a byte each; `key` says how it combines with the magnitude
-    (mpisparse.backends.keys). `history` holds rows of bfloat16 gradients, oldest first, then one row of the accumulator.
+    `history` holds rows of bfloat16 gradients, oldest first, then one row of the accumulator.
     """
 
     def peek_select(
         self, acc: Floats, pointers: Pointers, ends: Ends, kinds: Kinds, lo: int, hi: int, floor: float, /
     ) -> Found:
         """What accumulate_select would find in acc[lo:hi]; reads no more than that, and adds nothing."""
-        ...
-
-    def accumulate_select_scored(
-        self, acc: Floats, scores: Bytes, key: int, pointers: Pointers, ends: Ends, kinds: Kinds, lo: int, hi: int,
-        floor: float, /,
-    ) -> Found:  # fmt: skip
-        """As accumulate_select, by key instead of magnitude."""
-        ...
-
-    def select_scored(self, acc: Floats, scores: Bytes, key: int, lo: int, hi: int, floor: float, /) -> Found:
-        """As select, by key instead of magnitude."""
-        ...
-
-    def histogram_scored(self, acc: Floats, scores: Bytes, key: int, lo: int, hi: int, /) -> Ints:
-        """As histogram, of keys."""
-        ...
-
-    def record(self, pointers: Pointers, ends: Ends, kinds: Kinds, lo: int, out: Any, /) -> None:
-        """Write the gradients of [lo, lo + len(out)) as finite bfloat16; absent ones are zero."""
-        ...
-
-    def gather(self, pointers: Pointers, ends: Ends, kinds: Kinds, index: Ints, out: Floats, /) -> None:
-        """Write the gradients at ascending indices; absent ones are zero."""
         ...
 
     # Weights, as pieces of float32, against a flat reference

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpisparse.arrays import Floats, Ints
 from mpisparse.core.stages import Sent, Stage
+from mpisparse.select.pickers import layer_sums, values_of
 
 if TYPE_CHECKING:
     from mpisparse.backends.protocol import Backend
@@ -24,15 +25,16 @@ class Rescale(Stage):
 
     def send(self, backend: Backend, view: View, sent: Sent) -> Sent:
         live: Live = view  # type: ignore[assignment]  # refused in flight: the whole accumulator is read
-        return sent._replace(values=sent.values * self.factors(live.acc, sent.index))
+        factors = self.factors(backend, live.acc, backend.to_host(sent.index))
+        return sent._replace(values=sent.values * backend.from_host(factors))
 
-    def factors(self, acc: Floats, union: Ints) -> Floats:
-        """The factor for every element of the union."""
-        sent = np.abs(acc[union]).astype(np.float64)
+    def factors(self, backend: Backend, acc: Any, union: Ints) -> Floats:
+        """The factor for every element of the union, which is on the host."""
+        sent = np.abs(values_of(backend, acc, union)).astype(np.float64)
         edges = np.append(0, self.ends)
         cuts = np.searchsorted(union, edges)
         kept = np.diff(np.append(0.0, np.cumsum(sent))[cuts])
-        whole = np.array([np.abs(acc[a:b]).sum(dtype=np.float64) for a, b in pairwise(edges)])
+        whole = layer_sums(backend, acc, list(pairwise(edges.tolist())))[:, 0]
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.where(kept > 0, np.minimum(whole / kept, self.cap), 1.0)
         factors: Floats = np.repeat(ratio, np.diff(cuts)).astype(np.float32)

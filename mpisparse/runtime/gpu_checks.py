@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpisparse.arrays import Floats, Ints
+from mpisparse.backends.keys import PRODUCTS, SCORES
 from mpisparse.backends.kinds import BF16, FP16, FP32, round_to
 from mpisparse.backends.protocol import FEW_BITS, GROUP, GROUP_OF_WEIGHTS, PIECE
 
@@ -71,6 +72,22 @@ def counts(backend: Any, n: int) -> Iterator[Any]:
     rows, columns = backend.compress_rows(index, magnitude, 0.0, 0, 65_536, -(-n // 65_536))
     union = backend.from_host(np.zeros(len(columns), dtype=np.int64))
     yield backend.expand_rows(rows, columns, 0, 65_536, union), union
+
+
+def importance(backend: Any, n: int) -> Iterator[Any]:
+    """Selection by scores, and the gradients that nets learn from."""
+    scores, acc = backend.from_host(np.resize(np.arange(255, dtype=np.uint8), n)), backend.from_host(draw(n))
+    for kind in (FP32, FP16, BF16):
+        *table, _alive = gradients(backend, n, kind)
+        yield backend.accumulate_select_scored(acc, scores, PRODUCTS, *table, n // 4, n, 0.004), acc
+        rows, values = (backend.from_host(np.zeros(n, dtype=dtype)) for dtype in (np.uint16, np.float32))
+        backend.record(*table, 0, rows)
+        backend.gather(*table, backend.from_host(np.arange(n)), values)
+        yield rows, values
+    yield backend.select_scored(acc, scores, SCORES, n // 4, n, 0.02), backend.histogram_scored(acc, scores, SCORES, 0, n)
+    index = backend.from_host(some(n))
+    backend.put_bytes(scores, index, backend.from_host(np.full(len(index), 7, dtype=np.uint8)))
+    yield scores, backend.bytes_at(scores, index)
 
 
 def scattered(backend: Any, n: int) -> Iterator[Any]:
@@ -138,7 +155,9 @@ def weights(backend: Any, n: int) -> Iterator[Any]:
     yield stretch, backend.by_owner(index, 64, 3, 1)
 
 
-CHECKS: dict[str, Check] = {check.__name__: check for check in (passes, counts, scattered, momentum, codecs, weights)}
+CHECKS: dict[str, Check] = {
+    check.__name__: check for check in (passes, counts, importance, scattered, momentum, codecs, weights)
+}
 
 
 def differences(backend: Any, host: Any, sizes: tuple[int, ...]) -> dict[str, str]:

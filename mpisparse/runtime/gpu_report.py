@@ -21,7 +21,9 @@ import numpy as np
 import torch
 
 from mpisparse.backends.device import load_backend, local_device
+from mpisparse.backends.keys import PRODUCTS
 from mpisparse.backends.kinds import BF16, FP32
+from mpisparse.backends.protocol import PIECE
 from mpisparse.runtime.gpu_checks import address, differences, draw, some
 from mpisparse.version import __version__
 
@@ -106,6 +108,7 @@ def works(backend: Any, n: int) -> list[tuple[str, float, Callable[[], Any]]]:
     k = len(index)
     values = backend.from_host(np.zeros(k, dtype=np.float32))
     scales, codes = backend.empty(-(-k // 256), np.float32), backend.empty(k, np.int8)
+    scores, begins = backend.from_host(np.zeros(n, np.uint8)), np.arange(0, n, PIECE)
     inf = float("inf")
     return [
         ("plain addition", 12 * n, lambda: backend.add(acc, grad)),
@@ -115,6 +118,8 @@ def works(backend: Any, n: int) -> list[tuple[str, float, Callable[[], Any]]]:
         ("accumulate", 12 * n, lambda: backend.accumulate(acc, address(grad), FP32)),
         ("select", 4.25 * n, lambda: backend.select(acc, 0, n, inf)),
         ("select_apart", 8.25 * n, lambda: backend.select_apart(*table, acc, 0, n, inf)),
+        ("select_scored", 5.25 * n, lambda: backend.select_scored(acc, scores, PRODUCTS, 0, n, inf)),
+        ("piece_sums", 4 * n, lambda: backend.piece_sums(acc, begins, np.minimum(begins + PIECE, n))),
         ("histogram", 4 * n, lambda: backend.histogram(acc, 0, n)),
         ("take", 76 * k, lambda: backend.take(acc, index, values)),
         ("put", 76 * k, lambda: backend.put(acc, index, values)),

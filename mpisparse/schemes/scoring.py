@@ -124,8 +124,6 @@ class Scoring(Scored):
         if self.scorer in PLAIN:
             return super().scorer_of(parts, residual, site, number, late=late)
         if self.scorer == "predicted":
-            if parts.backend.name == "cuda":
-                raise ConfigurationError('scorer="predicted" works in the memory of the host; on a GPU choose another one')
             return predicted(parts, residual, site, self, key=PRODUCTS, late=late)
         probe = None if self.probe is None or site is None else probing(site, self.probe, epsilon=EPSILON)
         influence = Influence(len(residual), rate=AVERAGE_RATE, epsilon=EPSILON, device=residual.device)
@@ -160,6 +158,10 @@ def predicted(
     budget: float = 0.1, rate: float = 0.01, seed: int = 0,
 ) -> Predicted:  # fmt: skip
     """A scorer by importance that nets predict; the defaults are those of scheme "predictive"."""
+    if options.features == "all" and parts.backend.name == "cuda":
+        raise ConfigurationError(
+            'features="all" reads the accumulator and the optimizer in the memory of the host; on a GPU choose "gradients"'
+        )
     mine, ends = (seed, parts.exchange.rank), np.array([slot.end for slot in parts.slots], dtype=np.int64)
     shared = options.nets == "shared"
     features = Features(parts.slots, site, kinds=shared) if options.features == "all" else None
@@ -168,7 +170,9 @@ def predicted(
         residual,
         parts.backend,
         parts.slots,
-        nets=Nets(parts.backend, ends, options.history, key=key, rate=rate, seed=mine, features=count, shared=shared),
+        nets=Nets(
+            parts.carrier(late=True), ends, options.history, key=key, rate=rate, seed=mine, features=count, shared=shared
+        ),
         key=key,
         every=options.validate_every,
         delay=delay,

@@ -44,7 +44,7 @@ class Scorer:
     tells: bool = False  # whether details() returns anything
     asks: bool = False  # whether ready() does anything
     peeks: bool = False  # whether peek() works
-    tags: Bytes | None = None
+    tags: Any = None
     cause: Exception | None = None  # the exception behind the last report of ready()
     acc: Floats
     keys: Keys  # what elements are compared by

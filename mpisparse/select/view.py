@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mpisparse.arrays import Bools, Bytes, Floats, Ints
+from mpisparse.arrays import Bools, Floats, Ints
 from mpisparse.select.candidates import NONE, Candidates, Keys, keep_largest, largest
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class View(Protocol):
     def holds(self, index: Ints) -> Bools: ...
     @property
     def take(self) -> Callable[[Ints], Floats]: ...
-    def tags(self) -> Bytes | None: ...
+    def tags(self) -> Any: ...
     @property
     def leaving(self) -> Ints: ...
     @property
@@ -104,7 +104,7 @@ class Live(NamedTuple):
     keys: Keys
     take: Callable[[Ints], Floats]  # copies the accumulator's values at an index
     found: Candidates = NONE
-    scores: Bytes | None = None  # one byte per element that travels with its index, if the scorer has tags
+    scores: Any = None  # one byte per element that travels with its index, if the scorer has tags
     plain: bool = False  # whether the keys are magnitudes already
     picked: Any = None
 
@@ -141,7 +141,7 @@ class Live(NamedTuple):
         held: Bools = self.backend.to_host(self.take(self.backend.from_host(index))) != 0.0
         return held
 
-    def tags(self) -> Bytes | None:
+    def tags(self) -> Any:
         """The bytes that travel with the indices of selected elements."""
         return self.scores
 
@@ -195,7 +195,7 @@ class Snapshot(NamedTuple):
             values[known] = self.values[at[known]]
         return values
 
-    def tags(self) -> Bytes | None:
+    def tags(self) -> Any:
         """Nothing: no tags travel with the indices."""
         return None
 

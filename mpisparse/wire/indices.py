@@ -34,7 +34,7 @@ class United(NamedTuple):
     """The union in the order of the regions, its tags, the form in which it travelled, and the bytes of indices received."""
 
     union: Any
-    tags: Bytes | None
+    tags: Any
     form: str
     nbytes: int
 
@@ -51,7 +51,7 @@ def rooms_of(regions: Sequence[Region], workloads: Sequence[int]) -> list[int]:
 
 def unite(
     exchange: Exchange, backend: Any, index: Any, magnitude: Any, threshold: float, regions: Sequence[Region],
-    workloads: Sequence[int], tags: Bytes | None = None, news: Notice | None = None,
+    workloads: Sequence[int], tags: Any = None, news: Notice | None = None,
 ) -> United:  # fmt: skip
     """Gather what every rank selects in its region. Collective. Raises on all ranks if a message is damaged.
 
@@ -62,7 +62,7 @@ def unite(
     if isinstance(index, np.ndarray):
         chosen = backend.reaching(index, magnitude, threshold)
         return _unite_coded(exchange, backend, chosen, regions, workloads, tags, news)
-    return _unite_columns(exchange, backend, index, magnitude, threshold, regions, workloads)
+    return _unite_columns(exchange, backend, index, magnitude, threshold, regions, workloads, tags)
 
 
 def _unite_coded(
@@ -113,30 +113,37 @@ def _unite_coded(
 
 def _unite_columns(
     exchange: Exchange, backend: DeviceBackend, index: Any, magnitude: Any, threshold: float, regions: Sequence[Region],
-    workloads: Sequence[int],
+    workloads: Sequence[int], tags: Any,
 ) -> United:  # fmt: skip
     rows = [-(-(r.hi - r.lo) // ROW) for r in regions]
     shares = [workloads[r.rank] for r in regions]
-    nbytes = [nbytes_of(r.hi - r.lo, count) for r, count in zip(regions, shares, strict=True)]
+    nbytes = [nbytes_of(r.hi - r.lo, count, 2 if tags is None else 3) for r, count in zip(regions, shares, strict=True)]
     starts = np.cumsum([0, *nbytes]).tolist()
     place = {r.rank: p for p, r in enumerate(regions)}
     order = [place[rank] for rank in range(len(regions))]
     mine = place[exchange.rank]
     payload = backend.empty(nbytes[mine], np.uint8)
     payload[-4:] = 0  # padding after the last column
-    parts = _columns_of(backend, payload, rows[mine], shares[mine])
-    backend.pack_rows(index, magnitude, threshold, regions[mine].lo, ROW, *parts)
+    counts, columns, tagged = _parts_of(backend, payload, rows[mine], shares[mine])
+    backend.pack_rows(index, magnitude, threshold, regions[mine].lo, ROW, counts, columns)
+    if tags is not None:
+        own = backend.empty(shares[mine], np.int64)
+        backend.unpack_rows(counts, columns, regions[mine].lo, regions[mine].hi, ROW, own)
+        tagged[: shares[mine]] = backend.bytes_at(tags, own)
     room = backend.empty(starts[-1], np.uint8)
     gathered = exchange.allgatherv(payload, [nbytes[p] for p in order], [starts[p] for p in order], room)
     ends = np.cumsum([0, *shares]).tolist()
     union = backend.empty(ends[-1], np.int64)
+    arrived = None if tags is None else backend.empty(ends[-1], np.uint8)
     for p, region in enumerate(regions):
-        parts = _columns_of(backend, gathered[starts[p] : starts[p + 1]], rows[p], shares[p])
-        backend.unpack_rows(*parts, region.lo, region.hi, ROW, union[ends[p] : ends[p + 1]])
-    return United(union, None, "columns", sum(nbytes) - nbytes[mine])
+        counts, columns, tagged = _parts_of(backend, gathered[starts[p] : starts[p + 1]], rows[p], shares[p])
+        backend.unpack_rows(counts, columns, region.lo, region.hi, ROW, union[ends[p] : ends[p + 1]])
+        if arrived is not None:
+            arrived[ends[p] : ends[p + 1]] = tagged[: shares[p]]
+    return United(union, arrived, "columns", sum(nbytes) - nbytes[mine])
 
 
-def _columns_of(backend: Any, payload: Any, rows: int, count: int) -> tuple[Any, Any]:
-    """Views of the row counts and of the columns in a payload."""
+def _parts_of(backend: Any, payload: Any, rows: int, count: int) -> tuple[Any, Any, Any]:
+    """Views of the row counts, of the columns, and of what follows them in a payload."""
     counts, rest = payload[: 4 * rows], payload[4 * rows :]
-    return backend.view_as(counts, np.uint32), backend.view_as(rest[: 2 * count], np.uint16)
+    return backend.view_as(counts, np.uint32), backend.view_as(rest[: 2 * count], np.uint16), rest[2 * count :]

@@ -16,6 +16,7 @@ from samples import FLOORS, NONFINITE, SPECIAL, TYPES, Flat, assert_same, gradie
 
 from mpisparse.backends import numpy_backend
 from mpisparse.backends.cuda.backend import CudaBackend
+from mpisparse.backends.keys import PRODUCTS, SCORES
 from mpisparse.backends.kinds import BF16, FP16, FP32, FP64, STORED
 from mpisparse.backends.protocol import FEW_BITS, GROUP_OF_WEIGHTS, PIECE
 from mpisparse.comm.regions import Groups, Part
@@ -31,7 +32,8 @@ ON_DEVICE = {
     "values_at": (0, 1), "take": (0, 1, 2), "put": (0, 1, 2), "add_at": (0, 1, 2), "add": (0, 1), "divide": (0,),
     "select_apart": (3,), "group_norms": (3, 4), "histogram_apart": (3,), "subtract_apart": (3, 5), "values_apart": (3, 4),
     "move_apart": (3, 4, 5, 6), "add_stretch": (4,), "by_owner": (0,),
-    "blend": (0, 1, 2, 3), "drop_decayed": (0, 1, 2, 3, 4, 5),
+    "accumulate_select_scored": (0, 1), "select_scored": (0, 1), "histogram_scored": (0, 1), "record": (4,),
+    "gather": (3, 4), "bytes_at": (0, 1), "put_bytes": (0, 1, 2), "blend": (0, 1, 2, 3), "drop_decayed": (0, 1, 2, 3, 4, 5),
     "encode_int8": (0, 1, 2), "decode_int8": (0, 1, 2), "encode_fp16": (0, 1, 2), "decode_fp16": (0, 1, 2),
     "encode_bf16": (0, 1), "decode_bf16": (0, 1), "add_int8": (0, 1, 2), "add_fp16": (0, 1, 2), "add_bf16": (0, 1),
     **{f"{verb}_{name}": (0, 1, 2) for verb in FEW_BITS_KERNELS for name in FEW_BITS},
@@ -222,6 +224,38 @@ def check_sums(device: Device, n: int) -> None:
     uneven = np.ldexp(rng.standard_normal(n), rng.integers(-30, 30, n)).astype(np.float32)
     for x in (draw(n), uneven):
         device.agrees("piece_sums", x, begins, np.minimum(begins + lengths, n))
+
+
+def check_scores(device: Device, n: int) -> None:
+    """Selection by both rules, of what a pass has added and of what is there."""
+    rng = np.random.default_rng(n)
+    cuts = sorted([*rng.integers(0, n + 1, 5).tolist(), n // 2, n // 2])
+    scores = np.resize([0, 254, 127, 3, 254], n).astype(np.uint8)
+    for nonfinite, key in ((False, PRODUCTS), (True, PRODUCTS), (False, SCORES), (True, SCORES)):
+        acc, floors = draw(n, nonfinite=nonfinite), (*FLOORS, float(np.int32(127 << 23).view(np.float32)))
+        for i, (lo, hi) in enumerate(stretches(n, device.backend.tile)[::2]):
+            device.agrees("select_scored", acc, scores, key, lo, hi, floors[i % len(floors)])
+            device.agrees("histogram_scored", acc, scores, key, lo, hi)
+        flat, twin, _alive = device.gradients(draw(n, nonfinite=nonfinite, seed=1), cuts, MIXED)
+        for lo, hi in [(0, 0), (0, n), (n // 3, n - n // 5)]:
+            last = (lo, hi, 0.004)
+            device.agrees(
+                "accumulate_select_scored", acc, scores, key, *flat, *last, expected=(acc, scores, key, *twin, *last)
+            )
+
+
+def check_recorded(device: Device, n: int) -> None:
+    """Gradients of each type, some missing, as bfloat16 and at an index; bytes at an index."""
+    cuts = sorted([*np.random.default_rng(n).integers(0, n + 1, 5).tolist(), n // 2, n // 2])
+    flat, twin, _alive = device.gradients(draw(n, seed=1), cuts, MIXED)
+    for lo, hi in ((0, n), (n // 3, n - n // 5), (n, n)):
+        out = np.zeros(hi - lo, dtype=np.uint16)
+        device.agrees("record", *flat, lo, out, expected=(*twin, lo, out.copy()))
+    index, values = some(n, 0.3), np.resize(np.arange(251, dtype=np.uint8), n)
+    out = np.zeros(len(index), dtype=np.float32)
+    device.agrees("gather", *flat, index, out, expected=(*twin, index, out.copy()))
+    device.agrees("bytes_at", values, index)
+    device.agrees("put_bytes", values, index, values[: len(index)] + np.uint8(1))
 
 
 def check_block_counts(device: Device, n: int) -> None:

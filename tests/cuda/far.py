@@ -131,6 +131,7 @@ def run_twice(twice: Twice, n: int) -> None:
     _check_codecs(twice, n)
     _check_passes(twice, n)
     _check_weights(twice, n)
+    _check_scores(twice, n)
 
 
 def _check_rows(backend: CudaBackend, index: torch.Tensor, magnitude: torch.Tensor, near: tuple[Any, Any, int]) -> None:
@@ -288,6 +289,31 @@ def _check_weights(twice: Twice, n: int) -> None:
     twice.tiles("mark_owned", k, Along(index), Count(k), many, np.int64(64), np.int64(1), *owned)
 
 
+def _check_scores(twice: Twice, n: int) -> None:
+    """Elements with scores, gradients that are recorded, and bytes at an index."""
+    tiles, x, scores = -(-n // twice.tile), draw(n), np.resize(np.arange(255, dtype=np.uint8), n)
+    x[[n // 2, -1]] = np.nan, np.inf
+    bads, bads_there = (_Bads(twice.backend, tiles, by) for by in (0, AWAY // twice.tile))
+    marks = (
+        Along(np.zeros(tiles * twice.tile // 32, np.uint32), 1 / 32),
+        Along(np.zeros(tiles, np.uint32), 1 / twice.tile),
+        Pair(bads.array, bads_there.array),
+    )
+    area = (np.uint32(1), Pair(np.int64(0), np.int64(AWAY)), Count(n), np.uint32(0x3B00_0000), np.int64(0))
+    twice.tiles("select_scored", n, Along(x), Along(scores), *area, *marks)
+    assert twice.only or bads.found() == bads_there.found() == n // 2
+    bins = Here(np.zeros(2048, np.uint64))
+    twice.tiles("histogram_scored", n, Along(draw(n)), Along(scores), np.uint32(2), np.int64(0), Count(n), bins)
+    here, there = (_source(twice.backend, draw(n, seed=1), FP32, by) for by in (0, AWAY))
+    table = (*map(Pair, here.table, there.table), np.int64(1))
+    twice.threads("record", n, *table, np.int64(0), Count(n), Along(np.zeros(n, np.uint16)))
+    index = some(n, 0.4)
+    k, at = len(index), Along(index)
+    twice.threads("gather", k, *here.table, np.int64(1), at, Count(k), Along(np.zeros(k, np.float32)))
+    twice.threads("bytes_at", k, Here(scores), at, Count(k), Along(np.zeros(k, np.uint8)))
+    twice.threads("put_bytes", k, Here(scores), at, Count(k), Along(np.zeros(k, np.uint8)))
+
+
 def _check_written(backend: CudaBackend, emulator: Emulator, n: int) -> None:
     """What is selected of weights, and dealt out to owners, far from the first element."""
     before, tiles = AWAY // backend.tile, -(-n // backend.tile)
@@ -302,14 +328,20 @@ def _check_written(backend: CudaBackend, emulator: Emulator, n: int) -> None:
     far_offsets, far_bits = far(offsets, before), far(bits, AWAY // 32)
     index, magnitude = backend.empty(len(marked), np.int64), backend.empty(len(marked), np.float32)
     args = (*there.table, np.int64(1), far(other), far_bits, far_offsets, index, magnitude)
+    scores, rule = backend.from_host(np.full(n, 254, np.uint8)), np.uint32(1)
+    places, keys = backend.empty(len(marked), np.int64), backend.empty(len(marked), np.float32)
+    scored = (far(other), far(scores), rule, np.int64(0), far_bits, far_offsets, places, keys)
     order, dealt = backend.empty(len(marked), np.int64), backend.from_host(np.arange(n))
     shape = (np.int64(before + tiles), np.int64(64), np.int64(1), np.int64(1))  # this rank owns nothing
     with emulator.beginning_with(before):
         backend._launch("write_apart", tiles, emulator.block, *args)
+        backend._launch("write_scored", tiles, emulator.block, *scored)
         backend._launch("write_owned", tiles, emulator.block, far(dealt), *shape, far_bits, far_offsets, order, order)
     assert_same(backend.to_host(index), marked + AWAY)
     with np.errstate(over="ignore"):
         assert_same(backend.to_host(magnitude), np.abs(weights - reference)[marked])
+    assert_same(backend.to_host(places), marked + AWAY)
+    assert_same(backend.to_host(keys), numpy_backend.keys_of(reference, np.full(n, 254, np.uint8), 1)[marked])
     assert_same(backend.to_host(order), marked + AWAY)
 
 

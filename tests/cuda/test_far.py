@@ -18,6 +18,7 @@ ELSEWHERE = {
     "write_selected",
     "accumulate",
     "write_apart",
+    "write_scored",
     "write_owned",
 }  # not one thread for each element; check_far looks at all but the first
 # What tells a thread or a block its place, and the same in 32 bits.

@@ -90,6 +90,7 @@ DRIFT: list[dict[str, Any]] = [
     {"codec": "sign", "controller": "paper", "partitioner": "paper"},
     {"scorer": "average"},
     {"scorer": "influence"},
+    {"scorer": "predicted", "history": 3, "validate_every": 4, "validation": lambda: torch.ones((), requires_grad=True)},
     {"masks": "own"},
     {"masks": "granular", "density": 0.3},
     {"masks": "granular", "granularity": "coarse", "scorer": "influence", "density": 0.3},

@@ -307,8 +307,8 @@ def test_frozen_midway(
 
 
 def test_other_schemes_say_that_they_run_on_the_host(comm: MPI.Intracomm, device: Emulator) -> None:
-    with pytest.raises(mpisparse.ConfigurationError, match='scheme "predictive" runs on the host only'):
-        mpisparse.GradientSync(small(), scheme="predictive")
+    with pytest.raises(mpisparse.ConfigurationError, match='scheme "auto" runs on the host only'):
+        mpisparse.GradientSync(small(), scheme="auto")
 
 
 def test_resume(comm: MPI.Intracomm, device: Emulator) -> None:

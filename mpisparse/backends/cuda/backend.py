@@ -17,6 +17,7 @@ from mpisparse.arrays import Bytes, Doubles, Floats, Ints
 from mpisparse.backends import numpy_tallies
 from mpisparse.backends.cuda.launcher import Launcher
 from mpisparse.backends.cuda.launches import DTYPES, Found, Marks, bits_of
+from mpisparse.backends.cuda.scores import Scores
 from mpisparse.backends.cuda.weights import Weights
 from mpisparse.backends.protocol import GROUP, Rows
 
@@ -49,7 +50,7 @@ class Additions:
         return taken
 
 
-class CudaBackend(Weights):
+class CudaBackend(Weights, Scores):
     """The CUDA backend on one device; mpisparse.backends.protocol documents its operations."""
 
     name = "cuda"

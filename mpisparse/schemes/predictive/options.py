@@ -67,6 +67,7 @@ class Predictive(Partitioned):
         "is not served yet; choose exdyna or momentum, or leave on_failure out and requeue the job"
     )
     flat_only: ClassVar[str] = "its nets learn from whole parameters, of which a rank of a node has shards"
+    on_device = True
     codec: str = "int8"
     rule: str = "product"
     percentile: str = "estimate"
@@ -159,6 +160,11 @@ class Predictive(Partitioned):
         return self._aggregator(parts, None, staleness)
 
     def _aggregator(self, parts: Parts, site: Site | None, staleness: int) -> Aggregator:
+        if self.refresh == "step" and parts.backend.name == "cuda":
+            raise ConfigurationError(
+                'refresh="step" gives the whole vector to a thread of the host and waits for it, in every step; on a GPU '
+                'choose "slices"'
+            )
         ends = np.array([slot.end for slot in parts.slots], dtype=np.int64)
         scorer = predicted(
             parts,

@@ -9,16 +9,17 @@ would gain. Whatever the thread is given in a step is published exactly `delay` 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from mpisparse.arrays import Bytes, Floats, Halves, Ints
-from mpisparse.backends.flat import Pieces, Slot, collect, zeros
+from mpisparse.arrays import Floats, Halves, Ints
+from mpisparse.backends.flat import Pieces, Slot, collect, pieces_of, zeros
 from mpisparse.backends.keys import keys_of
-from mpisparse.backends.kinds import BF16, FP32, round_to, widen
+from mpisparse.backends.kinds import BF16, widen
 from mpisparse.errors import ConfigurationError
 from mpisparse.schemes.predictive.background import Background, PredictorError
 from mpisparse.schemes.predictive.nets import Job, Lesson, Nets, Prediction, Slice
@@ -43,12 +44,12 @@ class ScoredKeys(NamedTuple):
     """Importance and magnitude together, by one of the rules in the backend."""
 
     backend: Any
-    acc: Floats
-    scores: Bytes
+    acc: Any
+    scores: Any
     rule: int
 
     @property
-    def vector(self) -> Floats:
+    def vector(self) -> Any:
         """All keys."""
         return keys_of(self.acc, self.scores, self.rule)
 
@@ -65,6 +66,8 @@ class ScoredKeys(NamedTuple):
 class Predicted(WholeGradient):
     """Scores of one byte for every element, kept fresh by a thread and by what other ranks tell of their selections.
 
+    Rows, sample and scores are in the memory of the model. On a device the thread gets copies, for which it waits itself.
+
     validate() gives the gradient of a held-out batch, by which a lesson's gains are measured: what the loss would fall by if
     the element were sent. None: the gain is the accumulator's magnitude, predicted from that of the step before.
     delay: steps until what was submitted is published; with 0 every step records, scores and publishes the whole vector
@@ -72,7 +75,6 @@ class Predicted(WholeGradient):
     """
 
     prior = FIRST_GROWTH
-    backend: Any  # one of the host: it has the kernels for scores
 
     def __init__(
         self, residual: torch.Tensor, backend: Any, slots: Sequence[Slot], *, nets: Nets, key: int, every: int, delay: int,
@@ -90,18 +92,19 @@ class Predicted(WholeGradient):
         self.late = late
         self.depth, self.inputs = nets.depth, nets.inputs
         self.features = features
-        self.tags: Bytes = zeros(len(residual), torch.uint8).numpy()
-        self.tags.fill(NEUTRAL)
+        self.tags: Any = backend.array_of(zeros(len(residual), torch.uint8, residual.device))
+        backend.fill(self.tags, NEUTRAL)
         self.keys = ScoredKeys(backend, self.acc, self.tags, key)
         self.step = 0
         n = len(residual)
         self.at_once = delay == 0
         self.length = n if self.at_once else min(n, max(LEAST, -(-n // SLICES)))
-        self.free: list[Halves] = []  # rows that nobody uses
+        self.free: list[Any] = []  # rows that nobody uses
         self.rows = self._fresh_rows()
         self.sample: Ints = np.empty(0, dtype=np.int64)
-        self.sampled: Halves = np.empty(0, dtype=np.uint16)
-        self.background: Background[Job, Prediction] = Background(nets.work, cores)
+        self.placed: Any = self.sample  # the same in the memory of the model
+        self.sampled: Any = np.empty(0, dtype=np.uint16)
+        self.background: Background[Callable[[], Job], Prediction] = Background(functools.partial(_work, nets), cores)
         self.due: deque[tuple[int, Halves | None]] = deque()  # when what was submitted is published, and its rows
         self.results: deque[Prediction] = deque()  # the results that are here, in the order of `due`
         self.gradient: Pieces | None = None  # of the held-out batch, in the step of a lesson
@@ -161,7 +164,7 @@ class Predicted(WholeGradient):
             self.results.append(self.background.take())
 
     def _publish(self, made: Prediction) -> None:
-        self.tags[made.lo : made.lo + len(made.scores)] = made.scores
+        self.tags[made.lo : made.lo + len(made.scores)] = self.backend.from_host(made.scores)
         if made.ranking == made.ranking:
             self.ranking, self.plain = made.ranking, made.plain
 
@@ -209,36 +212,39 @@ class Predicted(WholeGradient):
         place = -self._lesson_in(self.step)
         if 0 <= place < self.depth:
             first, last = np.searchsorted(self.sample, (begin, end)).tolist()
-            values = np.empty(last - first, dtype=np.float32)
-            self.backend.gather(*dense, self.sample[first:last] - begin, values)
-            self._row(self.sampled, place)[first:last] = round_to(values, BF16)
+            whole = begin == 0 and last - first == len(self.sample)
+            index = self.placed if whole else self.backend.from_host(self.sample[first:last] - begin)
+            values = self.backend.empty(last - first, np.float32)
+            self.backend.gather(*dense, index, values)
+            self.backend.encode_bf16(values, self._row(self.sampled, place)[first:last])
 
     # When they are all there
 
     def _submit(self) -> None:
         """Give the thread what is complete in this step."""
-        part, lesson, rows = None, None, None
+        part, lesson, rows, lo = None, None, None, self._lo
         if self._place == self.depth - 1:
-            whole = self.acc[self._lo : self._lo + self._n]
-            one = (np.array([whole.ctypes.data], np.uint64), np.array([len(whole)]), np.array([FP32], np.uint8))
-            self.backend.record(*one, 0, self._row(self.rows, self.inputs))
-            self._write_features(self.rows, np.arange(self._lo, self._lo + self._n))
-            rows, part = self.rows, Slice(self._lo, self.rows[: (self.inputs + 1) * self._n])
-            if self.at_once:
-                rows = None  # which this step's successor goes on with: the thread has read them by then
-            else:
-                self.rows = self._fresh_rows()
+            accumulated = pieces_of(self.residual[lo : lo + self._n])
+            self.backend.record(*accumulated.dense, 0, self._row(self.rows, self.inputs))
+            self._write_features(self.rows, np.arange(lo, lo + self._n))
+            part = self._handed(self.rows[: (self.inputs + 1) * self._n])
+            if isinstance(self.rows, np.ndarray) and not self.at_once:  # else they are read when others are written to them
+                rows, self.rows = self.rows, self._fresh_rows()
         place = -self._lesson_in(self.step)
         if place == self.depth - 1:
-            self._row(self.sampled, self.inputs)[:] = round_to(self.acc[self.sample], BF16)
+            self.backend.encode_bf16(self.backend.values_at(self.acc, self.placed), self._row(self.sampled, self.inputs))
             if self.features is not None:
                 self.features.measure(self.acc)
             self._write_features(self.sampled, self.sample)
         if place == self.depth:
             lesson = self._lesson()
         if part is not None or lesson is not None:
-            self.background.submit(Job(lesson, part))
+            self.background.submit(functools.partial(_arrived, lesson, lo, part))
             self.due.append((self.step + self.delay, rows))
+
+    def _handed(self, array: Any) -> Callable[[], Any]:
+        """Return what gives an array to the thread: itself, or a copy that is on its way from a device."""
+        return functools.partial(_itself, array) if isinstance(array, np.ndarray) else self.backend.copied(array)
 
     def _write_features(self, rows: Halves, index: Ints) -> None:
         """Write the features of these elements, if any, between the rows of their gradients and of the accumulator."""
@@ -247,34 +253,40 @@ class Predicted(WholeGradient):
             more = rows[self.depth * n : self.inputs * n]
             self.features.write(index, self._row(rows, self.inputs), more)
 
-    def _lesson(self) -> Lesson:
-        values = self.acc[self.sample]
-        if self.gradient is None:
-            known, gain = widen(self._row(self.sampled, self.inputs), BF16), np.abs(values)
-        else:
-            slope = np.empty(len(values), dtype=np.float32)
-            self.backend.gather(self.gradient.pointers, self.gradient.ends, self.gradient.kinds, self.sample, slope)
-            known, gain, self.gradient = values, np.nan_to_num(slope * values), None
-        return Lesson(self.step // self.every, self.sample, self.sampled, np.abs(known), gain)
+    def _lesson(self) -> Callable[[], Lesson]:
+        slope, gradient = None, self.gradient
+        if gradient is not None:
+            slopes, self.gradient = self.backend.empty(len(self.sample), np.float32), None
+            self.backend.gather(*gradient.dense, self.placed, slopes)
+            slope = self._handed(slopes)
+        values = self._handed(self.backend.values_at(self.acc, self.placed))
+        rows = self._handed(self.sampled)
+        return functools.partial(_lesson_of, self.step // self.every, self.sample, rows, values, slope, gradient)
 
-    def _draw(self, candidates: Ints) -> None:
+    def _draw(self, candidates: Any) -> None:
         """Choose the sample of the next lesson."""
         generator = np.random.default_rng([*self.seed, 2, self.step // self.every])
-        self.sample = draw(generator, self.ends, SAMPLE, candidates)
-        self.sampled = np.zeros((self.inputs + 1) * len(self.sample), dtype=np.uint16)
+        self.sample = draw(generator, self.ends, SAMPLE, self.backend.to_host(candidates))
+        self.placed = self.backend.from_host(self.sample)
+        self.sampled = self._zeros((self.inputs + 1) * len(self.sample))
 
-    def _row(self, rows: Halves, r: int) -> Halves:
+    def _row(self, rows: Any, r: int) -> Any:
         n = self._n if rows is self.rows else len(self.sample)
         return rows[r * n : (r + 1) * n]
 
-    def _fresh_rows(self) -> Halves:
-        return self.free.pop() if self.free else np.zeros((self.inputs + 1) * self.length, dtype=np.uint16)
+    def _fresh_rows(self) -> Any:
+        return self.free.pop() if self.free else self._zeros((self.inputs + 1) * self.length)
+
+    def _zeros(self, count: int) -> Any:
+        halves = self.backend.empty(count, np.uint16)
+        self.backend.fill(halves, 0)
+        return halves
 
     # Selecting
 
-    def received(self, index: Ints, tags: Bytes) -> None:
+    def received(self, index: Any, tags: Any) -> None:
         """Take over the scores by which other ranks selected."""
-        self.tags[index] = tags
+        self.backend.put_bytes(self.tags, index, tags)
 
     def sent(self, index: Ints) -> None:
         """The step is done."""
@@ -308,7 +320,7 @@ class Predicted(WholeGradient):
             **{f"predictor.{key}": value for key, value in self.nets.state().items()},
             **({} if self.features is None else self.features.state()),
             "scores": self.tags,
-            "recorded": self.rows[: (self.inputs + 1) * self._n],
+            "recorded": self._recorded(),
             "sample": self.sample,
             "sampled": self.sampled,
             "pending.due": np.array([step for step, _ in self.due], dtype=np.int64),
@@ -319,6 +331,12 @@ class Predicted(WholeGradient):
             "ranking": np.array([self.ranking, self.plain]),
             "time": self.step,
         }
+
+    def _recorded(self) -> Halves:
+        """The rows of this window, with zeros where nothing was recorded yet."""
+        rows: Halves = np.array(self.backend.to_host(self.rows[: (self.inputs + 1) * self._n]))
+        rows[(self.depth if self.at_once else self.step % self.depth) * self._n :] = 0
+        return rows
 
     def check(self, state: dict[str, Any]) -> None:
         """Raise ConfigurationError unless the state is of this vector and these nets."""
@@ -352,10 +370,11 @@ class Predicted(WholeGradient):
         if self.features is not None:
             self.features.load(state)
         self.step = int(state["time"])
-        self.tags[:] = state["scores"]
-        self.rows[: len(state["recorded"])] = state["recorded"]
+        there = self.backend.from_host
+        self.tags[:] = there(np.asarray(state["scores"], dtype=np.uint8))
+        self.rows[: len(state["recorded"])] = there(np.asarray(state["recorded"], dtype=np.uint16))
         self.sample = np.array(state["sample"], dtype=np.int64)
-        self.sampled = np.array(state["sampled"], dtype=np.uint16)
+        self.placed, self.sampled = there(self.sample), there(np.array(state["sampled"], dtype=np.uint16))
         self.due = deque((step, None) for step in np.asarray(state["pending.due"]).tolist())
         cuts = np.cumsum(state["pending.count"])[:-1]
         parts = np.split(np.array(state["pending.scores"], dtype=np.uint8), cuts)
@@ -366,6 +385,36 @@ class Predicted(WholeGradient):
         )
         self.ranking, self.plain = np.asarray(state["ranking"], dtype=np.float64).tolist()
         self.gradient = None
+
+
+# What the thread does. It must not know the scorer, which ends the thread when nobody knows it any more.
+
+
+def _work(nets: Nets, arrived: Callable[[], Job]) -> Prediction:
+    return nets.work(arrived())
+
+
+def _arrived(lesson: Callable[[], Lesson] | None, lo: int, rows: Callable[[], Halves] | None) -> Job:
+    """A job whose arrays are here."""
+    return Job(None if lesson is None else lesson(), None if rows is None else Slice(lo, rows()))
+
+
+def _itself(array: Any) -> Any:
+    return array
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def _lesson_of(
+    number: int, index: Ints, rows: Callable[[], Halves], values: Callable[[], Floats], slope: Callable[[], Floats] | None,
+    gradient: Pieces | None,
+) -> Lesson:  # fmt: skip
+    """A lesson whose arrays are here. The gradient lives until then, because it was to be read."""
+    recorded, accumulated = rows(), values()
+    if slope is None:
+        known, gain = widen(recorded[len(recorded) - len(index) :], BF16), np.abs(accumulated)
+    else:
+        known, gain = accumulated, np.nan_to_num(slope() * accumulated)
+    return Lesson(number, index, recorded, np.abs(known), gain)
 
 
 def validation(slots: Sequence[Slot], gradient: Callable[[], list[torch.Tensor | None]]) -> Callable[[], Pieces]:
