@@ -63,8 +63,8 @@ SPENT: dict[
     ("exdyna", "step", True): Spent(24, 6, 5, 0),
     ("exdyna", "backward", False): Spent(27, 8, 13, 0),
     ("momentum", "step", False): Spent(42, 13, 19, 0),
-    ("drift", "step", False): Spent(37, 9, 13, 0),
-    ("drift, in flight", "step", False): Spent(8, 9, 18, 0),
+    ("drift", "step", False): Spent(35, 8, 12, 0),
+    ("drift, in flight", "step", False): Spent(6, 8, 17, 0),
 }
 
 
