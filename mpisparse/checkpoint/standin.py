@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from mpisparse.backends.device import load_backend
+from mpisparse.backends.flat import zeros
 from mpisparse.checkpoint.contents import saved_options
 from mpisparse.checkpoint.objects import check_belonging
 from mpisparse.comm.no_exchange import NoExchange, nodes_of
@@ -132,7 +133,7 @@ class StandIn:
         no_exchange: Any = NoExchange(sync["rank"], sync["size"])
         self.options = saved_options(sync)
         self.layout, backend = Layout(model), load_backend()
-        self.residual = torch.zeros(self.layout.size)
+        self.residual = zeros(self.layout.size, torch.float32)
         sink = Published(self.layout, backend)
         parts = Parts(self.residual, self.layout.slots, self.layout.held, sink, no_exchange, backend)
         with warnings.catch_warnings():  # the user was warned when training with the scheme

@@ -44,7 +44,7 @@ class Target:
     """Receives a bucket's mean in memory of its own, until all buckets are published."""
 
     def __init__(self, n: int) -> None:
-        self.vector = torch.empty(0)
+        self.vector = zeros(0, torch.float32)
         self.n = n
 
     def clear(self) -> None:
@@ -77,7 +77,7 @@ class Bucket:
         mine = replace(whole, residual=residual, slots=self.slots, held=self.held, sink=self.target, exchange=exchange)
         self.aggregator = build(replace(mine, early=True))
         self.out = False  # sent, and not applied yet
-        self.before = torch.empty(0)  # the accumulator before it was sent
+        self.before = zeros(0, torch.float32)  # the accumulator before it was sent
 
     def part_of(self, pieces: Pieces) -> Pieces:
         """The pieces of this bucket, taken from those of the whole vector."""

@@ -250,7 +250,7 @@ class ByNode(Aggregator):
 
         Adding -0 to a number leaves its bits unchanged.
         """
-        whole = torch.full((len(self.parts.residual),), -0.0)
+        whole = torch.full_like(self.parts.residual, -0.0)
         whole[self.region.lo : self.region.hi] = self.inner.residual
         return whole
 

@@ -61,7 +61,7 @@ class Published:
         self.views = [slot.view(run.buffer, run.begin) for slot, run in zip(self.slots, self.run_of, strict=True)]
         self.addresses = [view.data_ptr() for view in self.views]  # fixed for the lifetime of this object
         self.union: Any = backend.empty(0, np.int64)  # an ascending index, or the range of all elements
-        self.total = torch.empty(0)
+        self.total = zeros(0, torch.float32)
         self.uncounted = any(isinstance(member, Shard) for member in layout.members)  # torch counts no writes to these
         self.rounds = any(run.kind in (FP16, BF16) for run in self.runs)
         self.version = self.written()
@@ -122,7 +122,7 @@ class Published:
     def whole(self) -> torch.Tensor:
         """A float32 vector to sum the whole mean into: the buffer itself if it is one float32 buffer."""
         direct = len(self.runs) == 1 and self.runs[0].buffer.dtype == torch.float32
-        self.total = self.runs[0].buffer if direct else torch.empty(self.runs[-1].end, device=self.runs[0].buffer.device)
+        self.total = self.runs[0].buffer if direct else zeros(self.runs[-1].end, torch.float32, self.runs[0].buffer.device)
         return self.total
 
     def published(self) -> torch.Tensor:

@@ -285,7 +285,7 @@ class OneBitAdamW(torch.optim.Optimizer):
         """Let the state of each parameter be views of the flat vectors."""
         for slot, p, step, variance_step in zip(self._places.slots, self._places.params, steps, variance_steps, strict=True):
             self.state[p] = {
-                "step": torch.tensor(step),
+                "step": torch.tensor(step, dtype=torch.float32),
                 "variance_step": torch.tensor(variance_step, dtype=torch.float64),
                 "exp_avg": slot.view(self._momentum),
                 "exp_avg_sq": slot.view(self._variance),

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from mpisparse.arrays import Floats
 from mpisparse.backends.device import load_backend
+from mpisparse.backends.flat import zeros
 from mpisparse.checkpoint import store
 from mpisparse.checkpoint.h5file import Damaged, FileRecord, read_file, write_file
 from mpisparse.comm.exchange import Exchange
@@ -78,7 +79,7 @@ class Recorder:
         self.exchange.raise_together(CheckpointError(error) if error else None, CheckpointError)
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
-        flat = torch.zeros(self.layout.size)
+        flat = zeros(self.layout.size, torch.float32)
         for slot, p in zip(self.layout.slots, self.layout.params, strict=True):
             if p.grad is not None:
                 slot.view(flat).copy_(p.grad.to_dense())

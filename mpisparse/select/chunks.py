@@ -42,7 +42,7 @@ def largest(backend: Backend, values: Any, stretches: Sequence[Chunks], share: f
         part = abs(values[begin:end])
         rows = (part if isinstance(part, torch.Tensor) else torch.from_numpy(part)).reshape(-1, length)
         columns = torch.topk(rows, max(1, round(share * length)), dim=1, sorted=False).indices
-        found.append((columns.cpu() + torch.arange(begin, end, length)[:, None]).reshape(-1).numpy())
+        found.append((columns.cpu() + torch.arange(begin, end, length, device="cpu")[:, None]).reshape(-1).numpy())
     index = np.sort(np.concatenate(found))
     held = backend.to_host(backend.values_at(values, backend.from_host(index))) != 0.0
     return backend.from_host(index[held])

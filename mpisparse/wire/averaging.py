@@ -47,7 +47,7 @@ class Averaging:
 
         share: a factor for each element.
         """
-        error, left = (torch.zeros(self.hi - self.lo, device=self.work.device) for _ in range(2))
+        error, left = (zeros(self.hi - self.lo, torch.float32, self.work.device) for _ in range(2))
         self.residual.addcmul_(self.work, share)
         everything, work = range(self.n), self.backend.array_of(self.work)
         reduced = self._reducer(codec, error, left).reduce(self.exchange, self.backend, everything, work, [])

@@ -80,8 +80,8 @@ class Cosines:
 @functools.cache
 def basis(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The matrix whose product with a column of `size` elements is its transform."""
-    place, wave = torch.arange(size, dtype=torch.float64) + 0.5, torch.arange(size, dtype=torch.float64)
-    matrix = torch.cos(math.pi / size * torch.outer(wave, place)) * math.sqrt(2.0 / size)
+    wave = torch.arange(size, dtype=torch.float64, device="cpu")
+    matrix = torch.cos(math.pi / size * torch.outer(wave, wave + 0.5)) * math.sqrt(2.0 / size)
     matrix[0] /= math.sqrt(2.0)
     matrix[matrix.abs() < NOTHING] = 0.0
     return matrix.to(device, dtype)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mpisparse.arrays import Bools, Floats, Ints
-from mpisparse.backends.flat import Pieces, Slot
+from mpisparse.backends.flat import Pieces, Slot, zeros
 from mpisparse.backends.kinds import FP32
 from mpisparse.comm.agreement import BROKEN, Notice
 from mpisparse.errors import ConfigurationError
@@ -70,7 +70,7 @@ class OwnWeights:
         if scattered := self._scattered():
             raise ConfigurationError(f'scheme "{scheme}" moves weights in place: {scattered}')
         self.remainders = {
-            i: torch.zeros(slot.end - slot.begin, device=self.device)
+            i: zeros(slot.end - slot.begin, torch.float32, self.device)
             for i, slot in enumerate(places.slots)
             if slot in others
         }
@@ -176,7 +176,7 @@ class OwnWeights:
     @torch.no_grad()
     def rounded(self, *, in_model: bool = False) -> torch.Tensor:
         """A copy of all weights as one float32 vector, without remainders. in_model: of what the model holds now."""
-        out = torch.empty(self.places.size, device=self.device)
+        out = torch.empty(self.places.size, dtype=torch.float32, device=self.device)
         for i, slot in enumerate(self.places.slots):
             out[slot.begin : slot.end] = self._flat(i, in_model=in_model)
         return out
@@ -185,7 +185,7 @@ class OwnWeights:
     def at(self, index: Ints) -> Floats:
         """A copy of float32 weights at an ascending index."""
         parts = [self._flat(i)[torch.from_numpy(places)] for i, places, _ in self._split(index)]
-        return torch.cat([torch.empty(0), *parts]).numpy()
+        return torch.cat([zeros(0, torch.float32), *parts]).numpy()
 
     @torch.no_grad()
     def put(self, index: Ints, values: Floats) -> None:
@@ -202,7 +202,7 @@ class OwnWeights:
 
     def remainder(self) -> torch.Tensor:
         """A copy of the remainders, concatenated."""
-        return torch.cat([torch.empty(0, device=self.device), *self.remainders.values()])
+        return torch.cat([zeros(0, torch.float32, self.device), *self.remainders.values()])
 
     def remainder_of(self, values: torch.Tensor) -> torch.Tensor:
         """What the weights' types cannot hold of a vector, concatenated."""
