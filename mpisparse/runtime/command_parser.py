@@ -16,7 +16,7 @@ class CommandParser(argparse.ArgumentParser):
     """Prints examples as they are written, and suggests flags, commands and choices for mistyped ones."""
 
     def __init__(self, *args: Any, examples: Sequence[str] = (), **options: Any) -> None:
-        super().__init__(*args, **options)
+        super().__init__(*args, **{"allow_abbrev": False, **options})  # a flag that is added later would change its meaning
         self.formatter_class = argparse.RawDescriptionHelpFormatter
         self._words: Sequence[str] = ()
         self.epilog = "\n  ".join(["examples:", *examples]) if examples else None

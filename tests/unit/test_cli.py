@@ -55,6 +55,8 @@ def test_examples_are_printed_and_valid(command: str, capsys: pytest.CaptureFixt
     [
         ("train --densty 0.1", "mpisparse train", "--densty 0.1; instead of --densty, did you mean --density?"),
         ("train --desity=0.1 --epoch-s 3", "mpisparse train", "instead of --epoch-s, did you mean --epochs?"),
+        ("train --schem dense", "mpisparse train", "instead of --schem, did you mean --scheme?"),  # no abbreviations
+        ("bench sync --elem 3", "mpisparse bench sync", "unrecognized arguments: --elem 3"),
         ("train --zzz", "mpisparse train", "unrecognized arguments: --zzz"),
         ("slurm --node 3 --partion x -- train", "mpisparse slurm", "did you mean --partition?"),
         ("bench sync --elemnts 3", "mpisparse bench sync", "did you mean --elements?"),
