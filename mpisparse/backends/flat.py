@@ -58,8 +58,7 @@ class Slot:
 
     def matches(self, grad: torch.Tensor) -> bool:
         """Tell whether a gradient's memory is in this slot's order."""
-        sized = [(s, t) for n, s, t in zip(self.shape, grad.stride(), self.stride, strict=True) if n > 1]
-        return all(s == t for s, t in sized)
+        return lies_as(grad, self.stride)
 
 
 @dataclass
@@ -176,6 +175,18 @@ def in_order(slot: Slot, grad: torch.Tensor) -> torch.Tensor:
         return grad
     dtype = torch.float32 if grad.dtype is torch.float64 else grad.dtype
     return torch.empty_strided(slot.shape, slot.stride, dtype=dtype, device=grad.device).copy_(grad)
+
+
+def lies_as(tensor: torch.Tensor, stride: Sequence[int]) -> bool:
+    """Tell whether a tensor's elements lie in memory as these strides have them; those of one element mean nothing."""
+    return all(s == t for n, s, t in zip(tensor.shape, tensor.stride(), stride, strict=True) if n > 1)
+
+
+def distinct(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor that have memory of their own: those of an expanded one (stride 0) share it."""
+    for dim, (n, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        tensor = tensor.narrow(dim, 0, 1) if stride == 0 and n > 1 else tensor
+    return tensor
 
 
 def add_sparse_(vector: torch.Tensor, slot: Slot, grad: torch.Tensor) -> int:

@@ -36,6 +36,7 @@ from mpisparse.schemes.optimizers import unwrapped
 __all__ = ["CheckpointError", "Damaged", "Periodic", "Saving", "begin_save", "every", "export", "load", "load_model", "save"]
 
 P = ParamSpec("P")
+MOST_STEPS = 2**63 - 1  # what a roll call can carry
 
 
 def _exempt_saving(begin: Callable[P, Saving]) -> Callable[P, Saving]:
@@ -61,25 +62,20 @@ def begin_save(
     Call finish() on the result, on all ranks, before the next checkpoint. `last`: a finished Saving whose memory is reused
     for the copy. `driver`: see save(); "mpio" cannot write in the background.
     """
-    _check_saving(step, keep, driver, last, background=background)
-    memory = last._memory if last is not None else ArrayCopies()
-    subjects = Subjects(model, unwrapped(optimizer), sync, scheduler, scaler)
     exchange = _exchange(sync)
-    if exchange.survival is not None and (driver is not None or not exchange.survival.inside):
-        raise ConfigurationError(
-            'with on_failure="shrink" checkpoints are written at once, one file per rank: call checkpoint.save(), no driver'
-        )
-    steps = meet(exchange, "checkpoint.save", step)[:, 0].tolist()
+    error: Exception | None = None
     try:
-        if len(set(steps)) > 1:
-            raise ConfigurationError(
-                f"a checkpoint must be of the same step on all ranks, got {steps}: call checkpoint.save on all ranks alike"
-            )
-        exchange.raise_together(onefile.lacking() if driver is not None else None)
-    except ConfigurationError:
+        _check_saving(step, keep, driver, last, background=background)
+        _check_survival(exchange, driver)
+        subjects = Subjects(model, unwrapped(optimizer), sync, scheduler, scaler)
+    except (ConfigurationError, CheckpointError) as caught:
+        error = caught
+    try:
+        _agree(exchange, error, step, driver)
+    except (ConfigurationError, CheckpointError):
         _release(exchange, sync)
         raise
-    error: Exception | None = None
+    memory = last._memory if last is not None else ArrayCopies()
     place, files = Path(), {}
     try:
         if exchange.rank == 0:
@@ -175,7 +171,7 @@ def every(
 
 def _check_saving(step: int, keep: int | None, driver: str | None, last: Saving | None, *, background: bool) -> None:
     """Raise unless a checkpoint can begin, as far as one rank can tell; local."""
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MOST_STEPS:
         raise ConfigurationError(f"step must be a whole number >= 0, got {step!r}")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ConfigurationError(f"keep must be a whole number >= 1, or None for all, got {keep!r}")
@@ -185,6 +181,34 @@ def _check_saving(step: int, keep: int | None, driver: str | None, last: Saving 
             raise ConfigurationError(f'driver="{driver}" communicates while it writes; pass background=False')
     if last is not None and not last.written:
         raise CheckpointError("the last checkpoint is still being written; call its finish() first")
+
+
+def _check_survival(exchange: Any, driver: str | None) -> None:
+    """Raise if ranks are to survive the death of others, and could not while this checkpoint is written; local."""
+    if exchange.survival is not None and (driver is not None or not exchange.survival.inside):
+        raise ConfigurationError(
+            'with on_failure="shrink" checkpoints are written at once, one file per rank: call checkpoint.save(), no driver'
+        )
+
+
+def _agree(exchange: Any, error: Exception | None, step: int, driver: str | None) -> None:
+    """Raise on all ranks if one has an error, or if they would write different checkpoints; collective."""
+    kinds = (None, ConfigurationError, CheckpointError)
+    own = (0, kinds.index(type(error)), 0) if error is not None else (step, 0, int(driver is not None))
+    steps, errors, drivers = meet(exchange, "checkpoint.save", *own)[:, :3].T.tolist()
+    first = next(filter(None, errors), 0)
+    if (kind := kinds[first]) is not None:
+        exchange.raise_together(error, kind)
+    if len(set(steps)) > 1:
+        raise ConfigurationError(
+            f"a checkpoint must be of the same step on all ranks, got {steps}: call checkpoint.save on all ranks alike"
+        )
+    if len(set(drivers)) > 1:
+        at = drivers.index(1)
+        raise ConfigurationError(
+            f"driver must be the same on all ranks: rank {at} has one, rank {drivers.index(0)} has none"
+        )
+    exchange.raise_together(onefile.lacking() if driver is not None else None)
 
 
 def _files(subjects: Subjects, extra: dict[str, Any] | None, rank: int, size: int) -> Files:

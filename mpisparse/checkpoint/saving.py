@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from mpisparse.checkpoint import onefile, store
-from mpisparse.checkpoint.h5file import Arrays, FileRecord, write_file
+from mpisparse.checkpoint.h5file import Arrays, Damaged, FileRecord, write_file
 from mpisparse.checkpoint.state import ArrayCopies
 from mpisparse.comm.roll_call import meet
 from mpisparse.errors import CheckpointError
@@ -89,12 +91,23 @@ class Saving:
         if self._exchange.rank == 0:
             store.discard(self._place)
 
+    def _warn_of_other_model(self) -> None:
+        """On rank 0: warn if this checkpoint replaces that of another model, as if two were saved into one directory."""
+        replaced = self._directory / store.name_of(self._manifest.step)
+        with contextlib.suppress(Damaged):
+            if store.read_manifest(replaced).model != self._manifest.model:
+                warnings.warn(
+                    f"{replaced} was a checkpoint of another model, and is replaced: give each model a directory of its own",
+                    stacklevel=2,
+                )
+
     def _complete(self, reports: list[dict[str, Any]], errors: list[str]) -> str:
         """On rank 0: give the checkpoint its final name, or remove it; returns the errors."""
         try:
             if not errors:
                 files = tuple(FileRecord(**record) for report in reports for record in report["files"])
                 manifest = store.Manifest(**{**self._manifest.__dict__, "files": files})
+                self._warn_of_other_model()
                 store.complete(self._directory, self._place, manifest, self._keep)
                 return ""
         except OSError as error:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mpisparse.backends.flat import lies_as, memory_order
 from mpisparse.checkpoint.h5file import Arrays
 from mpisparse.checkpoint.objects import check_belonging, check_like, check_optimizer, check_scheduler
 from mpisparse.errors import ConfigurationError
@@ -182,6 +183,8 @@ class Subjects:
         for name in OBJECTS:
             if getattr(self, name) is not None and name in shared:
                 getattr(self, name).load_state_dict(shared[name])
+        if self.optimizer is not None:
+            lay_out(self.optimizer)
         if self.sync is not None:
             self.sync.load_state_dict(own["sync"])
         set_random_state(own["random"])
@@ -190,6 +193,15 @@ class Subjects:
 def with_objects(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """The replicated state with the states of optimizer, scheduler and scaler, which may be the rank's own."""
     return {**shared, **own.get("objects", {})}
+
+
+def lay_out(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer's state the memory order of its parameters: files do not keep it, and fused kernels rely on it."""
+    for p, entry in optimizer.state.items():
+        for key, value in entry.items() if isinstance(entry, dict) else ():
+            dense = isinstance(value, torch.Tensor) and value.shape == p.shape and value.layout is torch.strided
+            if dense and not lies_as(value, order := memory_order(p)):
+                entry[key] = torch.empty_strided(p.shape, order, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def described(tensors: dict[str, Any]) -> list[str]:

@@ -68,8 +68,14 @@ def _encode(value: Any, arrays: Arrays, path: Path) -> Any:
         items = [_encode(v, arrays, (*path, i)) for i, v in enumerate(value)]
         return {"list" if isinstance(value, list) else "tuple": items}
     raise UnsupportedError(
-        f"cannot store {type(value).__name__} at {_place(path)}: only tensors, arrays, containers, scalars"
+        f"cannot store {_name(value)} at {_place(path)}: only tensors, arrays, containers, and Python's numbers and texts"
     )
+
+
+def _name(value: Any) -> str:
+    """The name of a value's type, with its module: NumPy has numbers of its own."""
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
 def _place(path: Path) -> str:

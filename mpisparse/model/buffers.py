@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpisparse.backends.flat import distinct
 from mpisparse.comm.roll_call import meet
 from mpisparse.comm.survival import together
 
@@ -41,7 +42,7 @@ class SharedBuffers:
         """The rank's own buffers by name, while others are in the model; local."""
         kept = {id(buffer): own for buffer, own in self._kept}
         named = self.model.named_buffers(remove_duplicate=False)
-        return {name: kept[id(buffer)] for name, buffer in named if id(buffer) in kept}
+        return {name: kept[id(buffer)].expand_as(buffer) for name, buffer in named if id(buffer) in kept}
 
     def forget(self) -> None:
         """Drop the kept buffers, because a state was loaded."""
@@ -57,13 +58,14 @@ class SharedBuffers:
     def _give_back(self) -> None:
         """Put the rank's own buffers back into the model; local."""
         for buffer, own in self._kept:
-            buffer.copy_(own)
+            distinct(buffer).copy_(own)
         self._kept = []
 
     @torch.no_grad()
     def _take(self) -> None:
-        self._kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        for buffer, own in self._kept:
+        self._kept = [(buffer, distinct(buffer).clone()) for buffer in self.model.buffers()]
+        for whole, own in self._kept:
+            buffer = distinct(whole)
             if self.how == "average" and buffer.is_floating_point():
                 total = own.double().cpu().reshape(-1).numpy().copy()
                 self.exchange.allreduce_(total)

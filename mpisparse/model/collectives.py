@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
+from mpisparse.backends.flat import distinct
 from mpisparse.comm.roll_call import meet
 from mpisparse.comm.survival import together
 from mpisparse.model.joining import mean_of
@@ -67,7 +68,8 @@ class Collectives:
 
     def broadcast_(self, tensors: list[torch.Tensor]) -> None:
         """Set tensors to those of rank 0; collective."""
-        local, survives = list(map(local_of, tensors)), self._exchange.survival is not None
+        local = [distinct(local_of(tensor)) for tensor in tensors]  # a buffer may be expanded
+        survives = self._exchange.survival is not None
 
         def broadcast() -> list[torch.Tensor]:
             self._meet("broadcast_")

@@ -52,6 +52,25 @@ def test_buffers_for_all_schemes(comm: MPI.Intracomm, scheme: str, buffers: str 
     sync.close()
 
 
+@pytest.mark.parametrize("how", ["rank0", "average"])
+def test_an_expanded_buffer(comm: MPI.Intracomm, how: str) -> None:
+    """Its elements share memory, and torch copies into none of such; a mask of attention is often one."""
+    model = nn.Linear(3, 2)
+    model.register_buffer("mask", torch.tensor([[1.0], [2.0]]).add(comm.rank).expand(2, 5), persistent=False)
+    sync = mpisparse.GradientSync(model, density=0.5, comm=comm, buffers=how)
+    assert alike(comm, [model.mask])
+    assert everywhere(comm, model.mask.stride() == (1, 0) and model.mask[1].tolist() == [2.0] * 5)
+    model.mask[:, 0].add_(comm.rank)
+    own = model.mask.clone()
+    with sync.global_weights():
+        assert alike(comm, [model.mask])
+        mean = 0 if how == "rank0" else (comm.size - 1) / 2
+        assert everywhere(comm, torch.allclose(model.mask[0], torch.full((5,), 1.0 + mean)))
+        assert everywhere(comm, torch.equal(sync._buffers.own()["mask"], own))
+    assert everywhere(comm, torch.equal(model.mask, own))
+    sync.close()
+
+
 @pytest.mark.mpi(min_size=2)
 def test_evaluating_on_rank_0_alone_is_said(comm: MPI.Intracomm) -> None:
     model, sync, _ = train(comm)

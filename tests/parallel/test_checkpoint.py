@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch import nn
 import mpisparse
 from mpisparse import checkpoint
 from mpisparse.checkpoint import h5file, onefile, store
+from mpisparse.checkpoint import state as checkpoint_state
 from mpisparse.core import state
 from mpisparse.errors import CheckpointError, ConfigurationError
 
@@ -180,6 +182,35 @@ def test_background_saves_the_moment_when_it_was_begun(
     run.close()
 
 
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_fused_optimizers_go_on_in_any_memory_order(comm: MPI.Intracomm, directory: Path, kind: str) -> None:
+    """A fused step goes through memory as it lies, and files do not keep the order of channels_last."""
+    ended = []
+    for stops in (False, True):
+
+        def start(seed: int) -> dict[str, Any]:
+            torch.manual_seed(seed)
+            model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)).to(memory_format=torch.channels_last)
+            sync = mpisparse.GradientSync(model, scheme="dense")
+            optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.05, fused=True)
+            mpisparse.attach(optimizer, sync)
+            return {"model": model, "sync": sync, "optimizer": optimizer}
+
+        run = start(1)
+        for step in range(6):
+            if stops and step == 3:
+                checkpoint.save(directory, step=step, driver=DRIVER, **run)
+                run["sync"].close()
+                run = start(2)
+                assert checkpoint.load(directory, **run) == step
+            run["optimizer"].zero_grad()
+            run["model"](torch.randn(2, 3, 6, 6, generator=seeded(comm.rank, step))).square().mean().backward()
+            run["optimizer"].step()
+        ended.append(bits(run["model"].parameters()))
+        run["sync"].close()
+    assert everywhere(comm, ended[0] == ended[1])
+
+
 def test_load_into_a_run_that_has_trained(comm: MPI.Intracomm, directory: Path) -> None:
     whole = finished(comm)
     run = Run(comm)
@@ -304,6 +335,63 @@ def test_steps_that_differ_are_refused_on_all_and_leave_nothing(comm: MPI.Intrac
     assert "the same step on all ranks, got [1, 2" in told
     assert everywhere(comm, not any(directory.iterdir()))
     run.save(directory, 1)
+    run.close()
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"step": "7"}, "step must be a whole number >= 0, got '7'"), ({"step": 2**63}, "step must be a whole number"),
+    ({"keep": 0}, "keep must be a whole number >= 1"), ({"driver": "mpi"}, "unknown driver 'mpi'"),
+    ({"model": "sharded"}, "the model is sharded"), ({"last": "unfinished"}, "still being written"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "words"), BAD, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize("own", [True, False], ids=["sync", "no sync"])
+@pytest.mark.singles
+def test_what_one_rank_cannot_save_is_refused_on_all(
+    comm: MPI.Intracomm, directory: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], words: str, own: bool
+) -> None:
+    run = Run(comm)
+    subjects: dict[str, Any] = {**run.subjects, "step": 1} if own else {"model": run.model, "step": 1}
+    if comm.rank == comm.size - 1:
+        subjects |= {key: value for key, value in options.items() if key != "model"}
+        if "last" in options:
+            subjects["last"] = SimpleNamespace(written=False)
+        if "model" in options:
+            monkeypatch.setattr(checkpoint_state, "is_sharded", lambda p: True)
+    kind = CheckpointError if "last" in options else ConfigurationError
+    told = raised(comm, kind, lambda: checkpoint.begin_save(directory, background=False, **subjects))
+    assert words in told
+    monkeypatch.undo()
+    left = [p.name for p in directory.iterdir()]
+    assert everywhere(comm, not left), left
+    run.save(directory, 1)
+    run.close()
+
+
+def test_a_checkpoint_of_another_model_is_not_replaced_silently(comm: MPI.Intracomm, directory: Path) -> None:
+    """As of two models, each with its exchange, that are saved into one directory."""
+    models = [nn.Linear(3, 2), nn.Linear(2, 3), nn.Linear(2, 3)]
+    told = []
+    for model in models:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            checkpoint.save(directory, step=4, model=model, driver=DRIVER)
+        told.append([str(one.message) for one in caught])
+    first, second, third = comm.bcast(told)
+    assert not first
+    assert not third
+    assert len(second) == 1
+    assert "step-00000004 was a checkpoint of another model" in second[0]
+    assert not told[1] or comm.rank == 0
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_driver_on_one_rank_is_refused_on_all(comm: MPI.Intracomm, directory: Path) -> None:
+    run = Run(comm)
+    driver = "mpio" if comm.rank == 1 else None
+    told = raised(comm, ConfigurationError, lambda: checkpoint.save(directory, step=1, driver=driver, **run.subjects))
+    assert "driver must be the same on all ranks: rank 1 has one, rank 0 has none" in told
     run.close()
 
 
