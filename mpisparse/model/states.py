@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,9 +54,15 @@ class States(Steps):
         return self._aggregator.kept(copy=copy)
 
     def _saved(self, value: Any, copy: bool) -> Any:
-        """A part's value as a torch value, on the host."""
-        if isinstance(value, str | int | float | list | dict | None):
-            return deepcopy(value) if copy else value
+        """A part's value as a torch value, on the host: tensors, not arrays, also within lists and dicts."""
+        if isinstance(value, dict):
+            return {key: self._saved(each, copy) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._saved(each, copy) for each in value]
+        if isinstance(value, torch.Tensor):
+            return value.clone() if copy else value
+        if isinstance(value, str | int | float | None):
+            return value
         array: np.ndarray[Any, Any] = self._backend.to_host(value)
         return torch.from_numpy(array.copy() if copy and array is value else array)
 
@@ -88,6 +93,7 @@ class States(Steps):
             self._aggregator.restore(residual)
         self._density = float(state["density"])
         self._damaged = None
+        self._before.waiting = []
         self._buffers.forget()
         self._gradients.restart()
         self._exchange.place.steps = int(state["step.step"])

@@ -56,9 +56,18 @@ def _check_all_there(keys: Iterable[str], state: Mapping[str, Any]) -> None:
 
 
 def step_state(state: dict[str, Any]) -> dict[str, Any]:
-    """The parts' state, as arrays and scalars."""
+    """The parts' state, as arrays and scalars. A rank's own weights, and what an optimizer keeps of them, stay tensors."""
     step = {key.removeprefix("step."): value for key, value in state.items() if key.startswith("step.")}
-    return {key: v.cpu().numpy() if isinstance(v, torch.Tensor) else v for key, v in step.items()}
+    return {key: value if key == "own" else _as_arrays(value) for key, value in step.items()}
+
+
+def _as_arrays(value: Any) -> Any:
+    """A value with arrays for tensors, also within lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return value.cpu().numpy()
+    if isinstance(value, dict):
+        return {key: _as_arrays(each) for key, each in value.items()}
+    return [_as_arrays(each) for each in value] if isinstance(value, list) else value
 
 
 def resize_states(

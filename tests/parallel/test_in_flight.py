@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
-from ranks import alike, carried, everywhere, loss_of, seeded, small, total
+from ranks import alike, bits, carried, everywhere, loss_of, seeded, small, total
 
 import mpisparse
 from mpisparse import names
@@ -19,6 +21,7 @@ from mpisparse.errors import ConfigurationError, GradientError
 from mpisparse.schemes import register_scheme
 from mpisparse.schemes.companion import Scheme, Site
 from mpisparse.schemes.partitioned import Exdyna
+from mpisparse.schemes.state import step_state
 
 pytestmark = pytest.mark.mpi
 
@@ -52,6 +55,39 @@ def train(comm: MPI.Intracomm, sync: mpisparse.GradientSync, model: torch.nn.Mod
         yield own
         optimizer.step()
         assert alike(comm, model.parameters())
+
+
+WITH_PARTS: list[dict[str, Any]] = [
+    {"staleness": 1}, {"staleness": 1, "codec": "momentum-int8"}, {"scheme": "drift", "staleness": 1},
+    {"scheme": "speculative"}, {"overlap": True, "bucket_mb": 0.001}, {"scheme": "momentum"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", WITH_PARTS, ids=str)
+def test_a_state_goes_through_a_file_of_torch(comm: MPI.Intracomm, options: dict[str, Any]) -> None:
+    """torch.load takes nothing but tensors and plain values by default, also of what is in flight or in buckets."""
+    trained = []
+    for stops in (False, True):
+        model = small()
+        sync = mpisparse.GradientSync(model, density=0.1, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        mpisparse.attach(optimizer, sync)
+        for step in range(6):
+            if stops and step == 3:
+                file = io.BytesIO()
+                with sync.global_weights():
+                    torch.save([model.state_dict(), optimizer.state_dict(), sync.state_dict()], file)
+                file.seek(0)
+                saved = torch.load(file, weights_only=True)
+                for part, state in zip((model, optimizer, sync), saved, strict=True):
+                    part.load_state_dict(state)
+            optimizer.zero_grad()
+            loss_of(model, seeded(comm.rank, step)).backward()
+            optimizer.step()
+        sync.synchronize()
+        trained.append(bits([*model.parameters(), sync.residual]))
+        sync.close()
+    assert everywhere(comm, trained[0] == trained[1])
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int8", "momentum-int8"])
@@ -98,7 +134,7 @@ def test_an_agreement_fits_another_number_of_ranks(comm: MPI.Intracomm) -> None:
     for _ in train(comm, sync, model, 3):
         pass
     selection, n = sync._aggregator.works.selection, sync.residual.numel()
-    packed = sync.state_dict()["step.flight"][0]["agreed"]
+    packed = step_state(sync.state_dict())["flight"][0]["agreed"]
     for size in (comm.size, comm.size + 1, comm.size + 3):
         agreed = unpack_agreed(selection, packed, n, size)
         assert [region.rank for region in sorted(agreed.regions)] == list(range(size))
