@@ -9,11 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.amp.grad_scaler import OptState
+from torch._compile import _disable_dynamo
 
 from mpisparse.errors import ConfigurationError
-from mpisparse.schemes.optimizers import is_adaptive, unwrapped
+from mpisparse.scaling import LocalScaling, ScalerAgreement, ScalerAlarm
+from mpisparse.schemes.optimizers import is_adaptive, is_inner_step, unwrapped
 from mpisparse.sync import GradientSync
+
+STILL_SCALED = (
+    "another attached optimizer has new gradients that the GradScaler has not unscaled, and all gradients are exchanged "
+    "together: call scaler.unscale_() for each optimizer before the first scaler.step()"
+)
 
 
 class Attachment:
@@ -25,15 +31,17 @@ class Attachment:
         scales = scaler is not None and scaler.is_enabled()
         sync._companion.adopt(optimizer, scales=scales)
         self._known, self._strangers = list[int](), list[torch.nn.Parameter]()
+        self._expects_closure = False  # the optimizer was given a closure, and has not evaluated it yet
         self._add_group = optimizer.add_param_group
         optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
         self._handles = (
             optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(lambda *_: sync.finish()),
+            optimizer.register_step_post_hook(self._after_step),
         )
-        kinds = (LocalScaling, ScalerAgreement) if scales else ()
-        self._scaling = [kind(optimizer, sync, scaler) for kind in kinds]
-        self._alarm = ScalerAlarm(optimizer, sync, scaler if scales else None)
+        self._scaler = scaler if scales else None
+        self._local = LocalScaling(optimizer, sync, scaler) if scales else None
+        self._agreement = ScalerAgreement(optimizer, sync, scaler) if scales else None
+        self._alarm = ScalerAlarm(optimizer, sync, self._scaler)
         sync._attached.append(self)
 
     @property
@@ -42,9 +50,14 @@ class Attachment:
         return self._optimizer
 
     @property
-    def scales(self) -> bool:
-        """Whether a GradScaler decides over steps."""
-        return bool(self._scaling)
+    def scaler(self) -> Any:
+        """The GradScaler that decides over steps, if there is one."""
+        return self._scaler
+
+    @property
+    def still_scaled(self) -> bool:
+        """Whether the optimizer has new gradients that its GradScaler has not unscaled; local."""
+        return self._agreement is not None and self._agreement.still_scaled
 
     @property
     def is_over(self) -> bool:
@@ -56,9 +69,9 @@ class Attachment:
         for handle in self._handles:
             handle.remove()
         vars(self._optimizer).pop("add_param_group", None)
-        self._alarm.remove()
-        for scaling in reversed(self._scaling):
-            scaling.remove()
+        for around in (self._alarm, self._agreement, self._local):
+            if around is not None:
+                around.remove()
         self._sync._companion.release(self._optimizer)
         if self in self._sync._attached:
             self._sync._attached.remove(self)
@@ -83,168 +96,54 @@ class Attachment:
         now = [id(p) for group in groups for p in group["params"]]
         if now != self._known:
             self._known, self._strangers = now, strangers(groups, self._sync)
-        return next((not_exchanged(p, self._sync) for p in self._strangers if p.requires_grad), None)
+        strange = next((not_exchanged(p, self._sync) for p in self._strangers if p.requires_grad), None)
+        others = [one for one in self._sync._attached if one is not self]
+        return strange or (STILL_SCALED if any(one.still_scaled for one in others) else None)
 
+    @_disable_dynamo  # a compiled optimizer.step() must not compile the exchange
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Exchange now, or after each evaluation of the closure if there is one; args begin with the optimizer."""
+        if is_inner_step(optimizer):
+            return None
         self._alarm.check()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None or not self._sync.averages_gradients:
-            self._sync.begin(self._trouble())
+        self._expects_closure = closure is not None and self._sync.averages_gradients
+        self._sync._equality.hold(now=self._expects_closure)
+        if closure is None or not self._expects_closure:
+            self._sync.begin(self._trouble(), optimizer)
             return None
         wrapped = functools.partial(self._evaluate, closure)
         if "closure" in kwargs:
             return args, {**kwargs, "closure": wrapped}
         return (args[0], wrapped, *args[2:]), kwargs
 
+    @_disable_dynamo
+    def _after_step(self, *_: Any) -> None:
+        """Tell the exchange that the optimizer is done."""
+        if is_inner_step(self._optimizer):
+            return
+        if self._expects_closure:
+            raise ConfigurationError(
+                f"r{self._sync.rank} | {type(self._optimizer).__name__}.step() did not evaluate the closure it was given: "
+                "nothing was exchanged, and weights may have moved by this rank's own gradient. Call backward() before "
+                "step(), and step() without a closure"
+            )
+        self._sync.finish()
+
+    @_disable_dynamo
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Evaluate, exchange, and return the loss averaged over ranks: optimizers that search by it must agree.
 
         A closure that returns None has done its work elsewhere, as in Lightning's manual optimization.
         """
+        self._expects_closure = False
         loss = closure()
-        self._sync.begin(self._trouble())
+        self._sync.begin(self._trouble(), self._optimizer)
         own = loss.item() if isinstance(loss, torch.Tensor) else loss
         mean = self._sync.average(math.nan if own is None else float(own))  # on all ranks, whatever theirs returned
         if loss is None:
             return None
         return torch.tensor(mean, dtype=loss.dtype) if isinstance(loss, torch.Tensor) else mean
-
-
-class ScalerAgreement:
-    """Makes one GradScaler unscale before the exchange of gradients and agree on infinities over ranks.
-
-    torch does not call optimizer.step() on a rank that saw an infinity, and lets fused optimizers unscale by
-    themselves; so unscale_ and step of this scaler object are wrapped: gradients are always unscaled first, and
-    whether one of them was infinite on any rank is known to all before the decision to step.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, sync: GradientSync, scaler: Any) -> None:
-        self._optimizer = optimizer
-        self._sync = sync
-        self._scaler = scaler
-        self._unscale, self._step = scaler.unscale_, scaler.step
-        scaler.unscale_, scaler.step = self.unscale_, self.step
-        if sync._early is not None:
-            sync._early.scaler = scaler
-
-    def remove(self) -> None:
-        """Give the scaler the methods back that it had."""
-        self._scaler.unscale_, self._scaler.step = self._unscale, self._step
-        if self._sync._early is not None:
-            self._sync._early.scaler = None
-
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale as torch does, then make every rank's found_inf the largest of all; collective."""
-        self._unscale(optimizer)
-        if optimizer is not self._optimizer or not self._sync.averages_gradients:
-            return
-        if self._sync._early is not None:
-            self._sync._early.unscaled()
-        flags = self._flags()
-        agreed = self._sync.agree_any(any(bool(flag) for flag in flags))
-        for flag in flags:
-            flag.fill_(float(agreed))
-
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale first if the user has not; then step as torch does, or leave it out if the verdict is so."""
-        if optimizer is self._optimizer and self._sync.averages_gradients:
-            state = self._scaler._per_optimizer_states[id(optimizer)]
-            if state["stage"] is OptState.READY:
-                self._scaler.unscale_(optimizer)
-            if any(bool(flag) for flag in self._flags()):
-                state["stage"] = OptState.STEPPED
-                self._sync._aggregator.recall()  # what has set out during backward
-                return None
-        return self._step(optimizer, *args, **kwargs)
-
-    def _flags(self) -> list[torch.Tensor]:
-        return list(self._scaler._found_inf_per_device(self._optimizer).values())
-
-
-class LocalScaling:
-    """Lets one GradScaler skip steps of this rank alone, where weights are exchanged; the exchange goes on all the same."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, sync: GradientSync, scaler: Any) -> None:
-        self._optimizer = optimizer
-        self._sync = sync
-        self._scaler = scaler
-        self._stepped = False
-        self._handle = optimizer.register_step_post_hook(self._note)
-        self._step = scaler.step
-        scaler.step = self.step
-
-    def remove(self) -> None:
-        """Give the scaler the method back that it had."""
-        self._handle.remove()
-        self._scaler.step = self._step
-
-    def _note(self, *_: Any) -> None:
-        self._stepped = True
-
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step as torch does; if that was skipped, exchange nevertheless."""
-        self._stepped = False
-        result = self._step(optimizer, *args, **kwargs)
-        if optimizer is self._optimizer and not self._stepped and self._sync.exchanges_weights:
-            self._sync.finish()
-        return result
-
-
-class ScalerAlarm:
-    """Refuses a GradScaler that attach() was not given: a rank that skips a step alone would leave the others waiting.
-
-    torch then calls no hook on that rank. So the optimizer claims to unscale by itself: the scaler calls its step() in any
-    case, and all ranks raise in their first one. Where weights are exchanged, an optimizer that does unscale may go on.
-    known: the scaler that attach() was given, if any; while it steps, there is no such claim.
-    """
-
-    def __init__(self, optimizer: Any, sync: GradientSync, known: Any = None) -> None:
-        self._optimizer = optimizer
-        self._sync = sync
-        self._known = known
-        self._claims = not getattr(optimizer, "_step_supports_amp_scaling", False)
-        self._armed = False
-        self._arm()
-        if known is not None:
-            self._step, known.step = known.step, self.step
-
-    def remove(self) -> None:
-        """Leave the optimizer and the scaler as they were."""
-        self._disarm()
-        if self._known is not None:
-            self._known.step = self._step
-
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Let the known scaler step."""
-        if optimizer is not self._optimizer:
-            return self._step(optimizer, *args, **kwargs)
-        self._disarm()
-        try:
-            return self._step(optimizer, *args, **kwargs)
-        finally:
-            self._arm()
-
-    def _arm(self) -> None:
-        self._armed = True
-        if self._claims:
-            self._optimizer._step_supports_amp_scaling = True
-
-    def _disarm(self) -> None:
-        self._armed = False
-        if self._claims:
-            vars(self._optimizer).pop("_step_supports_amp_scaling", None)
-
-    def check(self) -> None:
-        """Raise if an unknown scaler has called step(); local, but all ranks come here in the same step."""
-        unscales = not self._claims and not self._sync.averages_gradients
-        if not self._armed or unscales or not hasattr(self._optimizer, "found_inf"):
-            return
-        del self._optimizer.grad_scale, self._optimizer.found_inf  # the scaler would do that after step()
-        raise ConfigurationError(
-            f"r{self._sync.rank} | a GradScaler is used that attach() does not know: a rank that skips a step alone would "
-            "leave the others waiting; pass it, as in attach(optimizer, sync, scaler)"
-        )
 
 
 def strangers(groups: list[dict[str, Any]], sync: GradientSync) -> list[torch.nn.Parameter]:

@@ -31,23 +31,35 @@ class Equality:
     """Compares the replicas every few steps, and the learning rates of attached optimizers in every step.
 
     tensors: the weights that must be equal, one for each slot. rates: the learning rates, by group, where gradients are
-    exchanged. every: steps from one comparison to the next; 0: never.
+    exchanged. every: steps from one comparison to the next; 0: never. turn: which of several attached optimizers steps.
     """
 
     def __init__(
         self, slots: Sequence[Slot], tensors: Callable[[], Sequence[torch.Tensor]],
-        rates: Callable[[], tuple[float, ...]], every: int,
+        rates: Callable[[], tuple[float, ...]], every: int, turn: Callable[[], int] = int,
     ) -> None:  # fmt: skip
-        self.slots, self.tensors, self.rates, self.every = slots, tensors, rates, every
+        self.slots, self.tensors, self.rates, self.every, self.turn = slots, tensors, rates, every, turn
         self._last = 0
+        self._held: int | None = None
+
+    def hold(self, *, now: bool) -> None:
+        """Compare the weights as they are now, or again as they are then; local.
+
+        Closures may be evaluated with other weights on each rank: sharpness-aware optimizers look where their own gradient
+        leads, and return.
+        """
+        self._held = digest(self.tensors()) if now and self.every else None
 
     def number(self, step: int) -> int:
         """The digest to compare in a step; local. A comparison stays due until a step is done()."""
         if not self.every:
             return 0
         due = step // self.every > self._last // self.every
-        rates = hash(self.rates()) & LARGEST
-        return (rates * 31 + digest(self.tensors())) & LARGEST if due else rates
+        rates = hash((self.turn(), *self.rates())) & LARGEST
+        return (rates * 31 + self._weights()) & LARGEST if due else rates
+
+    def _weights(self) -> int:
+        return digest(self.tensors()) if self._held is None else self._held
 
     def done(self, step: int) -> None:
         """Called when the ranks have compared the digest, or when the state of a step was loaded; local."""
@@ -55,8 +67,16 @@ class Equality:
 
     def judge(self, exchange: Exchange) -> None:
         """Raise GradientError on all ranks with what differs; collective. Only warn if rounding explains it."""
-        me, rates = f"r{exchange.rank} | ", self.rates()
-        others = [json.loads(text) for text in exchange.gather_texts(json.dumps(rates))]
+        me = f"r{exchange.rank} | "
+        told = [json.loads(text) for text in exchange.gather_texts(json.dumps([self.turn(), self.rates()]))]
+        turns, others = [turn for turn, _ in told], [rates for _, rates in told]
+        rank = next((r for r, turn in enumerate(turns) if turn != turns[0]), 0)
+        if rank:
+            raise GradientError(
+                f"{me}the ranks step different optimizers: rank 0 number {turns[0] + 1} of those that were attached, rank "
+                f"{rank} number {turns[rank] + 1}; step them in the same order on all ranks. check_every=0 turns this check "
+                "off"
+            )
         rank = next((r for r, other in enumerate(others) if other != others[0]), 0)
         if rank:
             first, second = others[0], others[rank]

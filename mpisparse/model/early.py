@@ -20,19 +20,23 @@ if TYPE_CHECKING:
 
 
 class Loop(Protocol):
-    """Settings of the training loop. k: elements to select; syncing: step() follows the current backward."""
+    """Settings of the training loop. k: elements to select; syncing: step() follows the current backward.
+
+    scaler: the GradScaler whose scale gradients still have when they are sent, if there is one.
+    """
 
     @property
     def k(self) -> int: ...
     @property
     def syncing(self) -> bool: ...
+    @property
+    def scaler(self) -> Any: ...
 
 
 class Early:
     """Sends a bucket when backward has computed its last gradient and all earlier buckets are sent.
 
-    look: checks what is frozen now, on which k depends. scaler: the GradScaler whose scale gradients still have when they
-    are sent, if there is one.
+    look: checks what is frozen now, on which k depends.
     """
 
     def __init__(
@@ -45,7 +49,6 @@ class Early:
         self.buckets = buckets
         self.loop = loop
         self.look = look
-        self.scaler: Any = None
         if buckets.parts.exchange.rank == 0:
             _warn(buckets)
         self._bucket_of = [b for b, bucket in enumerate(buckets.buckets) for _ in range(bucket.first, bucket.last)]
@@ -97,8 +100,8 @@ class Early:
     def _pieces(self, number: int, grads: Sequence[torch.Tensor]) -> Pieces:
         """The gradients of a bucket, unscaled as the scaler will unscale them."""
         bucket = self.buckets.buckets[number]
-        if self.scaler is not None:
-            inverse = torch.tensor(self.scaler.get_scale(), dtype=torch.float32).double().reciprocal().float()
+        if (scaler := self.loop.scaler) is not None:
+            inverse = torch.tensor(scaler.get_scale(), dtype=torch.float32).double().reciprocal().float()
             grads = [grad * inverse.to(grad.dtype if grad.dtype is torch.float64 else torch.float32) for grad in grads]
         ends = self.layout.ends[bucket.first : bucket.last] - bucket.lo
         return collect(bucket.slots, ends, self.layout.kinds[bucket.first : bucket.last], grads)
@@ -119,7 +122,8 @@ class Early:
         if self._twice is not None:
             return (
                 f"backward made the gradient of {self._name(self._twice)} twice before step(): with overlap=True it sets "
-                "out the first time. Put every backward but the last before a step into `with sync.no_sync():`"
+                "out the first time. Put every backward but the last before a step into `with sync.no_sync():`; if "
+                "activation checkpointing computes a layer twice, pass use_reentrant=False to it"
             )
         late = next((i for i in self._sent if frozen[i]), None)
         if late is not None:
@@ -129,7 +133,7 @@ class Early:
                 f"{self.loop.k} elements are to be selected, and it was {self._k} when gradients set out in backward "
                 "(overlap=True): change the density, or freeze parameters, before backward"
             )
-        if self._sent and self.scaler is not None and not self._unscaled:
+        if self._sent and self.loop.scaler is not None and not self._unscaled:
             return (
                 "gradients set out unscaled during backward (overlap=True), those in p.grad are still scaled: call "
                 "scaler.unscale_(optimizer) before sync.step(), or leave both to scaler.step(optimizer)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from operator import attrgetter, methodcaller
 from typing import Any, ClassVar, TypeVar
 
@@ -199,6 +199,18 @@ class ModelGradients:
 
     # In a step
 
+    def anything_new(self) -> bool:
+        """Whether there is a gradient since the last step: of backward, or put there by hand. What is sent early is clipped
+        after it was published, which may put another tensor there."""
+        pairs = zip(map(GRAD, self.layout.members), self.published.views, strict=True)
+        by_hand = self.early is None and any(grad is not None and grad is not view for grad, view in pairs)
+        return by_hand or bool(self.watch.fresh.any())
+
+    def any_new(self, params: Iterable[torch.nn.Parameter]) -> bool:
+        """Whether any of these parameters has a gradient that was made since the last step."""
+        fresh = {id(self.layout.params[i]) for i in np.flatnonzero(self.watch.fresh).tolist()}
+        return any(id(p) in fresh and p.grad is not None for p in params)
+
     def hold_late(self) -> None:
         """Add gradients computed before their parameters were frozen to the residual."""
         for i, grad in self._late:
@@ -263,30 +275,41 @@ def _at(items: list[T], grads: list[torch.Tensor | None]) -> list[T]:
 class GradientsBefore:
     """What a GradientSync that exchanges gradients does, before the optimizer's step; see WeightsAfter.
 
-    words: what errors call the values, and their advice. ahead: step() was called by hand, and the attached optimizer has
-    not followed yet.
+    words: what errors call the values, and their advice. waiting: the attached optimizers that have not used the last mean
+    yet; unless a gradient is new, no exchange is needed before their steps. turn: which of several attached ones steps.
     """
 
     words: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, sync: Any) -> None:
         self.sync: Any = weakref.proxy(sync)
-        self.ahead = False
+        self.waiting: list[torch.optim.Optimizer] = []
+        self.turn = 0
 
     def step(self) -> None:
         """What GradientSync.step() does; collective."""
-        sync, self.ahead = self.sync, False
+        sync = self.sync
         if not sync._companion.idle:
             sync._companion.check_by_hand()
+        self.waiting = []
         self.begin(None)
-        self.ahead = sync._early is not None and bool(sync._attached)
+        if sync._early is None:
+            self.waiting = []
 
-    def begin(self, trouble: str | None) -> None:
-        """Exchange; collective."""
-        if self.ahead and not self.sync._gradients.watch.fresh.any():
-            self.ahead = False
-        elif not self.sync._companion.draining:
-            self.sync._exchange_now(trouble)
+    def begin(self, trouble: str | None, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Exchange, unless this optimizer waits for the last mean and no gradient is new; collective otherwise."""
+        sync = self.sync
+        if sync._companion.draining:
+            return
+        attached = [one.optimizer for one in sync._attached]
+        others = [each for each in attached if each is not optimizer]
+        if any(each is optimizer for each in self.waiting) and not sync._gradients.anything_new():
+            self.waiting = [each for each in self.waiting if each is not optimizer]
+            return
+        self.waiting = []
+        self.turn = next((i for i, each in enumerate(attached) if each is optimizer), 0)
+        sync._exchange_now(trouble)
+        self.waiting = others
 
     def finish(self) -> None:
         """Called when the optimizer has used the mean; local."""

@@ -66,7 +66,7 @@ class Trailing:
                 f"{me}join() can follow one attached optimizer, not {len(self.attached)}: a rank without batches does not "
                 "know which is next; give all ranks as many batches (mpisparse.shard)"
             )
-        if any(attachment.scales for attachment in self.sync._attached):
+        if any(attachment.scaler is not None for attachment in self.sync._attached):
             raise ConfigurationError(
                 f"{me}join() cannot follow a GradScaler: its scale depends on gradients that a rank without batches does "
                 "not have; give all ranks as many batches (mpisparse.shard), or use bfloat16, which needs no scaler"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch._compile import _disable_dynamo
 
 from mpisparse.arrays import Bools
 from mpisparse.comm.agreement import FINE, NONFINITE, Notice, Overflow, Refusal, ReplicasDiffer, StepRefused
@@ -69,7 +70,7 @@ class Steps(SetDensity, Collectives):
         self._syncing = True
         self._attached = assembly.attached  # what attach() returned, until it is removed
         self._call: Call | None = None  # the roll call of the coming step, where this rank takes part with zeros
-        self._equality = Equality(self._layout.slots, self._replicated, self._rates, ground.care.check_every)
+        self._equality = Equality(self._layout.slots, self._replicated, self._rates, ground.care.check_every, self._turn)
         self._sameness = Sameness()
         self._unexchanged = Unexchanged(self)
         self._survivors: Survivors | None = None
@@ -77,6 +78,7 @@ class Steps(SetDensity, Collectives):
 
     # What a training loop calls
 
+    @_disable_dynamo  # a compiled training step must not compile the exchange
     def step(self) -> None:
         """Exchange the gradients since the last step and publish their mean as p.grad; collective.
 
@@ -85,13 +87,13 @@ class Steps(SetDensity, Collectives):
         """
         self._exchanged.step()
 
-    def begin(self, trouble: str | None = None) -> None:
+    def begin(self, trouble: str | None = None, optimizer: torch.optim.Optimizer | None = None) -> None:
         """What step() does, for attach, which also calls finish() when the optimizer is done; collective.
 
-        trouble: why this rank cannot go on, for all ranks to raise. Where weights are exchanged, that is left to finish(),
-        and only the gradients of a dense start are exchanged here.
+        trouble: why this rank cannot go on, for all ranks to raise. optimizer: the attached one, whose step follows. Where
+        weights are exchanged, that is left to finish(), and only the gradients of a dense start are exchanged here.
         """
-        self._exchanged.begin(trouble)
+        self._exchanged.begin(trouble, optimizer)
 
     def finish(self) -> None:
         """The attached optimizer has done its step; local, unless weights are exchanged now or have arrived."""
@@ -311,6 +313,11 @@ class Steps(SetDensity, Collectives):
         return self._syncing
 
     @property
+    def scaler(self) -> Any:
+        """The GradScaler of an attached optimizer, if there is one."""
+        return next((one.scaler for one in self._attached if one.scaler is not None), None)
+
+    @property
     def rank(self) -> int:
         """This process's rank among those that exchange."""
         return self._exchange.rank
@@ -357,3 +364,7 @@ class Steps(SetDensity, Collectives):
     def _rates(self) -> tuple[float, ...]:
         """The learning rates that must be equal on all ranks."""
         return self._exchanged.rates()
+
+    def _turn(self) -> int:
+        """Which of several attached optimizers steps; it must be the same on all ranks."""
+        return self._exchanged.turn

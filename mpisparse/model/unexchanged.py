@@ -7,7 +7,10 @@ import weakref
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from mpisparse.schemes.optimizers import is_inner_step
 
 ALLOWED = 1  # such steps without a warning, because a first one may be a trial
 
@@ -82,6 +85,9 @@ def _listen() -> None:
 _listening = False
 
 
+@_disable_dynamo  # a compiled optimizer.step() calls it, too
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if is_inner_step(optimizer):
+        return
     for one in list(_live):
         one.look(optimizer)

@@ -20,10 +20,12 @@ DIVERGED = "nothing was exchanged: lower the learning rate or clip, and load a s
 class WeightsAfter:
     """Weights: every rank has its own, which the optimizer moves before they are exchanged.
 
-    trouble: a problem found before the attached optimizer's step, which all ranks raise in the exchange.
+    trouble: a problem found before the attached optimizer's step, which all ranks raise in the exchange. turn: there is one
+    such optimizer.
     """
 
     words: ClassVar[Mapping[str, str]] = {"advice": DIVERGED, "what": "weight"}
+    turn = 0
 
     def __init__(self, sync: Any) -> None:
         self.sync: Any = weakref.proxy(sync)
@@ -36,7 +38,7 @@ class WeightsAfter:
             self.sync._companion.check_by_hand()
         self.finish()
 
-    def begin(self, trouble: str | None) -> None:
+    def begin(self, trouble: str | None, optimizer: Any = None) -> None:
         """Exchange gradients during a dense start, otherwise nothing yet; collective during such a start."""
         sync, self.trouble = self.sync, trouble
         sync._check_ready()

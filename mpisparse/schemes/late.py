@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from mpisparse.errors import ConfigurationError
 from mpisparse.schemes.companion import Companion
 
 if TYPE_CHECKING:
@@ -22,6 +23,11 @@ class InFlightMeans(Companion):
         self.optimizer: torch.optim.Optimizer | None = None
 
     def adopt(self, optimizer: torch.optim.Optimizer, *, scales: bool = False) -> None:
+        if self.optimizer is not None:
+            raise ConfigurationError(
+                "a mean that arrives a step late is used by one optimizer, and one is attached already: give it several "
+                "parameter groups instead, or leave staleness out"
+            )
         self.optimizer = optimizer
 
     def release(self, optimizer: torch.optim.Optimizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -19,6 +20,22 @@ def unwrapped(optimizer: Any) -> Any:
     kinds = {kind.__name__ for kind in type(optimizer).__mro__}
     name = next((name for kind, name in WRAPPERS.items() if kind in kinds), None)
     return optimizer if name is None else unwrapped(getattr(optimizer, name))
+
+
+def is_inner_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell, in a hook, whether a subclass's step() has called that of its base class, for which torch calls hooks again.
+
+    It does so if an optimizer of the base class was made earlier. To be called in a hook of the optimizer.
+    """
+    steps = [vars(kind).get("step") for kind in type(optimizer).__mro__]
+    hooked: list[Any] = [step for step in steps if getattr(step, "hooked", False)]
+    if len(hooked) < 2:
+        return False
+    within, frame = 0, sys._getframe(1)
+    while (before := frame.f_back) is not None:  # torch's wrapper of step() is the same code for all classes
+        frame = before
+        within += frame.f_code is hooked[0].__code__ and frame.f_locals.get("self") is optimizer
+    return within > 1
 
 
 def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:

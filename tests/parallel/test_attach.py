@@ -189,6 +189,206 @@ def test_an_optimizer_is_attached_once_at_a_time(comm: MPI.Intracomm) -> None:
     sync.close()
 
 
+# Several optimizers on one exchange
+
+JOINT: list[dict[str, Any]] = [
+    {"density": 0.1}, {"density": 0.1, "accumulate": "backward"}, {"scheme": "dense", "codec": "int4"},
+    {"density": 0.1, "overlap": True, "bucket_mb": 0.001}, {"density": 0.1, "nonfinite": "skip"},
+]  # fmt: skip
+
+
+def halves(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return an optimizer for each layer."""
+    first, _, last = model  # type: ignore[misc]
+    return [
+        torch.optim.SGD(first.parameters(), lr=0.1, momentum=0.9),
+        torch.optim.Adam(last.parameters(), lr=0.01),
+    ]
+
+
+@pytest.mark.parametrize("options", JOINT, ids=str)
+def test_several_optimizers_use_one_mean(comm: MPI.Intracomm, options: dict[str, Any]) -> None:
+    """After one backward the first of them exchanges, whichever it is; the others use what was published."""
+    trained = []
+    for attached in (True, False):
+        model = small()
+        sync = mpisparse.GradientSync(model, **options)
+        optimizers = halves(model)
+        for optimizer in optimizers if attached else []:
+            mpisparse.attach(optimizer, sync)
+        for step in range(6):
+            model.zero_grad(set_to_none=step % 2 == 0)
+            loss_of(model, comm.rank, step).backward()
+            if not attached or (step == 3 and sync.overlaps):  # which also allows one by hand
+                sync.step()
+            for optimizer in optimizers if step < 4 else reversed(optimizers):
+                optimizer.step()
+            assert everywhere(comm, sync.stats.step == step)
+        trained.append(state_of(model, sync))
+        sync.close()
+    assert everywhere(comm, trained[0] == trained[1])
+
+
+def test_several_optimizers_may_have_a_backward_each(comm: MPI.Intracomm) -> None:
+    model = small()
+    sync = mpisparse.GradientSync(model, density=0.1)
+    optimizers = halves(model)
+    for optimizer in optimizers:
+        mpisparse.attach(optimizer, sync)
+    for step in range(6):
+        model.zero_grad()
+        if step < 4:
+            loss_of(model, comm.rank, step).backward()
+        else:  # gradients need not come of a backward
+            for p in model.parameters():
+                p.grad = torch.full_like(p, float(comm.rank + step))
+        optimizers[step % 2].step()
+        assert everywhere(comm, sync.stats.step == step)
+        assert alike(comm, model.parameters())
+    text = raised(comm, mpisparse.GradientError, optimizers[1].step)
+    assert "no new gradient" in text, "it has used this mean"
+    sync.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_step_different_optimizers_are_refused(comm: MPI.Intracomm) -> None:
+    model = small()
+    sync = mpisparse.GradientSync(model, density=0.1)
+    optimizers = halves(model)
+    for optimizer in optimizers:
+        mpisparse.attach(optimizer, sync)
+    loss_of(model, comm.rank, 0).backward()
+    text = raised(comm, mpisparse.GradientError, optimizers[comm.rank == 1].step)
+    assert "rank 0 number 1 of those that were attached, rank 1 number 2" in text
+    optimizers[0].step()
+    optimizers[1].step()
+    assert alike(comm, model.parameters())
+    sync.close()
+
+
+def test_a_mean_that_arrives_late_is_for_one_optimizer(comm: MPI.Intracomm) -> None:
+    """At the end synchronize() steps with what is in flight: with all optimizers, or some mean would be lost."""
+    model = small()
+    sync = mpisparse.GradientSync(model, density=0.1, staleness=1)
+    first, second = halves(model)
+    handle = mpisparse.attach(first, sync)
+    text = raised(comm, mpisparse.ConfigurationError, lambda: mpisparse.attach(second, sync))
+    assert "several parameter groups" in text
+    handle.remove()
+    mpisparse.attach(second, sync)
+    sync.close()
+
+
+class Evaluating(torch.optim.SGD):
+    """A user's optimizer that does more than its base class, whose step() it calls."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        super().step()
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.clamp_(-0.1, 0.1)
+        return loss
+
+
+@pytest.mark.parametrize("closure", [True, False])
+@pytest.mark.parametrize("options", [{"density": 0.1}, {"scheme": "drift"}, {"density": 0.1, "staleness": 1}], ids=str)
+def test_a_step_that_calls_that_of_its_base_class_is_one(
+    comm: MPI.Intracomm, options: dict[str, Any], closure: bool
+) -> None:
+    """torch calls the hooks twice then, if an optimizer of the base class was made before."""
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    model = small()
+    sync = mpisparse.GradientSync(model, **options)
+    optimizer = Evaluating(model.parameters(), lr=0.1)
+    mpisparse.attach(optimizer, sync)
+    for step in range(4):
+
+        def evaluate(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, comm.rank, step)
+            loss.backward()
+            return loss
+
+        if closure:
+            optimizer.step(evaluate)
+        else:
+            evaluate()
+            optimizer.step()
+        assert everywhere(comm, sync.stats.step == step)
+    sync.synchronize()
+    with sync.global_weights():
+        assert alike(comm, model.parameters())
+    sync.close()
+
+
+class Sharp(torch.optim.SGD):
+    """Sharpness-aware: the gradient that counts is that of weights where this rank's own gradient leads."""
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        params = self.param_groups[0]["params"]
+        with torch.no_grad():
+            before = [p.clone() for p in params]
+            for p in params:
+                p.add_(p.grad, alpha=0.05)
+                p.grad = None
+        loss = closure()
+        with torch.no_grad():
+            for p, was in zip(params, before, strict=True):
+                p.copy_(was)
+        super().step()
+        return loss
+
+
+def test_replicas_are_compared_before_a_closure_moves_them(comm: MPI.Intracomm) -> None:
+    model = small()
+    sync = mpisparse.GradientSync(model, density=0.2, check_every=2)
+    optimizer = Sharp(model.parameters(), lr=0.1)
+    mpisparse.attach(optimizer, sync)
+
+    def train(step: int) -> None:
+        def closure() -> torch.Tensor:
+            loss = loss_of(model, comm.rank, step)
+            loss.backward()
+            return loss
+
+        optimizer.zero_grad()
+        closure()
+        optimizer.step(closure)
+
+    for step in range(6):
+        train(step)
+        assert alike(comm, model.parameters())
+    if comm.size > 1:
+        with torch.no_grad():
+            model[0].weight[0, 0] += 0.5 * comm.rank
+        text = raised(comm, mpisparse.GradientError, lambda: [train(step) for step in (6, 7)])
+        assert "the replicas differ" in text
+    sync.close()
+
+
+class Ignoring(torch.optim.SGD):
+    """A user's optimizer that takes a closure and does not call it."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+
+
+def test_an_optimizer_that_ignores_its_closure_is_refused(comm: MPI.Intracomm) -> None:
+    """The exchange is made when the closure is evaluated."""
+    model = small()
+    sync = mpisparse.GradientSync(model, density=0.1)
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # so that torch calls hooks in its step(), too
+    optimizer = Ignoring(model.parameters(), lr=0.1)
+    mpisparse.attach(optimizer, sync)
+    loss_of(model, comm.rank, 0).backward()
+    text = raised(comm, mpisparse.ConfigurationError, lambda: optimizer.step(lambda: 0.0))
+    assert "Ignoring.step() did not evaluate the closure" in text
+    optimizer.step()
+    assert everywhere(comm, sync.stats.step == 0)
+    sync.close()
+
+
 def test_frozen_parameters_and_a_part_of_the_model_may_be_optimized(comm: MPI.Intracomm) -> None:
     model = small()
     model[0].weight.requires_grad_(False)
@@ -341,6 +541,69 @@ def test_a_removed_attachment_leaves_the_scaler_as_it_was(comm: MPI.Intracomm) -
     run.scaler.update()
     assert run.sync.stats.step == 0
     run.sync.close()
+
+
+@pytest.mark.parametrize("first_again", [True, False])
+def test_attachments_that_share_a_scaler_go_in_any_order(comm: MPI.Intracomm, first_again: bool) -> None:
+    """A new exchange for one of two models leaves the other's agreement on infinities in place."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=1000)
+    models = [small(), small()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    syncs = [mpisparse.GradientSync(model, density=0.1) for model in models]
+    handles = [mpisparse.attach(optimizer, sync, scaler) for optimizer, sync in zip(optimizers, syncs, strict=True)]
+    again = 0 if first_again else 1
+    old, syncs[again] = syncs[again], mpisparse.GradientSync(models[again], density=0.1)
+    handles[again] = mpisparse.attach(optimizers[again], syncs[again], scaler)
+    for step in range(4):
+        before = [bits(model.parameters()) for model in models]
+        for i, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            bad = step == i + 1 and comm.rank == comm.size - 1
+            scaler.scale(loss_of(model, comm.rank, step) * (float("inf") if bad else 1.0)).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        moved = [bits(model.parameters()) != was for model, was in zip(models, before, strict=True)]
+        assert everywhere(comm, moved == [step != 1, step != 2])
+        assert alike(comm, [p for model in models for p in model.parameters()])
+    for handle in handles:
+        handle.remove()
+    assert scaler.step.__func__ is torch.amp.GradScaler.step
+    assert scaler.unscale_.__func__ is torch.amp.GradScaler.unscale_
+    for sync in (*syncs, old):
+        sync.close()
+
+
+def test_a_scaler_of_several_optimizers_decides_for_all(comm: MPI.Intracomm) -> None:
+    """One exchange is of all gradients: all are unscaled before it, and an infinity of one optimizer skips them all."""
+    trained = []
+    for steps in (range(6), (0, 1, 3, 5)):
+        model = small()
+        sync = mpisparse.GradientSync(model, density=0.1)
+        optimizers = halves(model)
+        enabled = len(steps) == 6
+        scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=1000, enabled=enabled)
+        handles = [mpisparse.attach(optimizer, sync, scaler) for optimizer in optimizers]
+        for step in steps:
+            model.zero_grad()
+            scaler.scale(loss_of(model, comm.rank, step)).backward()
+            if step in (2, 4) and comm.rank == comm.size - 1:
+                next(model[step - 2].parameters() if step == 2 else model[2].parameters()).grad[0] = float("inf")
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+        trained.append(state_of(model, sync))
+        if enabled:
+            model.zero_grad()
+            scaler.scale(loss_of(model, comm.rank, 7)).backward()
+            text = raised(comm, mpisparse.GradientError, lambda: scaler.step(optimizers[0]))  # noqa: B023
+            assert "call scaler.unscale_() for each optimizer before the first scaler.step()" in text
+        for handle in handles:
+            handle.remove()
+        sync.close()
+    assert everywhere(comm, trained[0] == trained[1])
 
 
 def test_the_backward_path_refuses_a_scaler(comm: MPI.Intracomm) -> None:

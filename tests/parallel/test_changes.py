@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -374,6 +376,54 @@ def test_resumed_while_frozen(comm: MPI.Intracomm, path: str) -> None:
         trained.append(bits([*model.parameters(), sync.residual]))
         sync.close()
     assert trained[0] == trained[1]
+
+
+FREEZING: list[dict[str, Any]] = [
+    {"density": 0.1, "codec": "int8"}, {"density": 0.1, "accumulate": "backward", "codec": "momentum-int8"},
+    {"density": 0.1, "staleness": 1}, {"density": 0.1, "overlap": True, "bucket_mb": 0.0005},
+    {"scheme": "dense", "codec": "int4"}, {"scheme": "speculative", "density": 0.1}, {"scheme": "drift", "density": 0.1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", FREEZING, ids=lambda options: "-".join(map(str, options.values())))
+def test_frozen_and_set_free_at_random_around_saving_and_loading(
+    comm: MPI.Intracomm, directory: Path, options: dict[str, Any]
+) -> None:
+    """Parameters are frozen, and others set free, before saving, between saving and loading, and after it."""
+    for seed in range(3):
+        trained = []
+        for stops in (False, True):
+            draws = random.Random(seed)
+            run = beginning(options)
+            for step in range(10):
+                model = run["model"]
+                saves, frozen = draws.random() < 0.3, [draws.random() < 0.4 for _ in model.parameters()]
+                frozen[draws.randrange(len(frozen))] = False
+                if saves and stops:
+                    mpisparse.checkpoint.save(directory / str(seed), step=step, **run)
+                for p, stays in zip(model.parameters(), frozen, strict=True):
+                    p.requires_grad_(not stays)
+                if saves and stops:
+                    run["sync"].close()
+                    run = beginning(options)
+                    assert mpisparse.checkpoint.load(directory / str(seed), **run) == step
+                    for p, stays in zip(run["model"].parameters(), frozen, strict=True):
+                        p.requires_grad_(not stays)
+                run["optimizer"].zero_grad()
+                loss_of(run["model"], comm.rank, step).backward()
+                run["optimizer"].step()
+            run["sync"].synchronize()
+            trained.append(bits([*run["model"].parameters(), run["sync"].residual]))
+            run["sync"].close()
+        assert everywhere(comm, trained[0] == trained[1]), seed
+
+
+def beginning(options: dict[str, Any]) -> dict[str, Any]:
+    model = images()
+    sync = mpisparse.GradientSync(model, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    mpisparse.attach(optimizer, sync)
+    return {"model": model, "sync": sync, "optimizer": optimizer}
 
 
 def test_what_came_before_the_freezing_waits_once(comm: MPI.Intracomm) -> None:

@@ -29,6 +29,40 @@ def trained(comm: VirtualComm, accumulate: str, compiled: bool) -> list[bytes]:
     return end
 
 
+def stepped(comm: VirtualComm, attached: bool, compiled: bool) -> list[bytes]:
+    """Weights after some steps; what is compiled is optimizer.step(), which exchanges, or sync.step() and it."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(20, 5)
+    sync = mpisparse.GradientSync(model, comm=comm, timeout=0, density=0.3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if attached:
+        mpisparse.attach(optimizer, sync)
+
+    def update() -> None:
+        if not attached:
+            sync.step()
+        optimizer.step()
+
+    step: Any = torch.compile(update, backend="eager") if compiled else update
+    for number in range(4):
+        optimizer.zero_grad()
+        inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * number + comm.rank))
+        model(inputs).square().mean().backward()
+        step()
+        assert sync.stats.step == number
+    end = [p.detach().numpy().tobytes() for p in model.parameters()]
+    sync.close()
+    return end
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_compiled_step(attached: bool) -> None:
+    """torch.compile leaves the exchange as it is."""
+    runs = [run_virtual(1, lambda comm, c=compiled: stepped(comm, attached, c)) for compiled in (True, False)]
+    assert runs[0] == runs[1]
+
+
 @pytest.mark.parametrize("accumulate", ["step", "backward"])
 def test_a_compiled_model(accumulate: str) -> None:
     runs = [

@@ -25,7 +25,7 @@ LAYERS = (
     ("wire", "select"),
     ("core",),
     ("schemes",),
-    ("model", "sync", "attachment", "vectors", "optim", "sharding", "plan"),
+    ("model", "sync", "attachment", "scaling", "vectors", "optim", "sharding", "plan"),
     ("checkpoint", "integrations"),
     ("",),  # mpisparse/__init__.py, which offers the names of all these
     ("runtime", "examples"),
