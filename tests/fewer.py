@@ -3,6 +3,10 @@
 `@pytest.mark.singles` on a test with several parametrizations: of their product only as many cases run as have every value
 once; `@pytest.mark.pairs`: every pair of values together. Other numbers of ranks run other cases.
 `@pytest.mark.ranks(2, 4)`: under mpirun it runs on two and on four ranks.
+
+The number of ranks is a parameter of every test under mpirun: each product runs as its marks say on three ranks, and as
+`singles` on one, two and four, so that every value meets every number of ranks. What never runs on three ranks runs as its
+marks say on all others.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import pytest
 
 Case = Mapping[str, Hashable]  # which value each parameter has
 TURNS = (1, 3, 2, 4)  # some files run on one and on three ranks only
+WHOLE = 3  # the number of ranks on which products run as their marks say
 TOGETHER = {"singles": 1, "pairs": 2}  # marks, and how many values each of which must be seen together
 
 
@@ -73,6 +78,8 @@ def left_out(items: Sequence[pytest.Item], size: int) -> Iterator[pytest.Item]:
         here = item.get_closest_marker("ranks")
         least = max((mark.kwargs.get("min_size", 0) for mark in item.iter_markers("mpi")), default=0)
         marked = next((together for name, together in TOGETHER.items() if item.get_closest_marker(name)), 0)
+        if size not in (0, WHOLE) and least <= WHOLE and not here:
+            marked = TOGETHER["singles"]
         if here and size and size not in here.args:
             yield item
         elif marked and not 0 < size < least and not item.get_closest_marker("slow"):  # what is skipped shows nothing

@@ -217,6 +217,7 @@ def test_the_density_is_held_wherever_gradients_lie(
 @all_placements
 @pytest.mark.parametrize(("scheme", "path"), [("exdyna", "step"), ("exdyna", "backward"), ("momentum", "step")])
 @pytest.mark.singles
+@pytest.mark.ranks(3)
 def test_every_element_is_sent_and_training_converges(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, scheme: str, path: str, placement: str
 ) -> None:

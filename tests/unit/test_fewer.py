@@ -70,7 +70,23 @@ def test_what_is_left_out() -> None:
         assert [item for item in missed if item in others] == expected
         run = [item for item in products if item not in missed]
         assert {item.nodeid.split("[")[0] for item in run} == {"test_some.py::test_a", "test_some.py::test_b"}
-        assert 2 * 9 <= len(run) <= 2 * 12
+        least, most = (2 * 3, 2 * 3) if size == 2 else (2 * 9, 2 * 12)
+        assert least <= len(run) <= most
+
+
+def test_products_run_whole_on_three_ranks_and_every_value_on_the_others() -> None:
+    def run(items: list[Any], size: int) -> list[dict[str, int]]:
+        return [item.callspec.params for item in items if item not in list(left_out(items, size))]
+
+    whole = product(4, 3)
+    items: list[Any] = [Item("test_a", {}, **case) for case in whole]
+    for size in (0, 3):
+        assert run(items, size) == whole
+    for size in (1, 2, 4):
+        assert len(run(items, size)) == 4
+        assert combined(run(items, size), 1) == combined(whole, 1)
+    assert run([Item("test_a", {}, least=4, **case) for case in whole], 4) == whole, "it never runs on three ranks"
+    assert run([Item("test_a", {"ranks": (2, 4)}, **case) for case in whole], 2) == whole
 
 
 def test_what_needs_more_ranks_shows_nothing() -> None:
