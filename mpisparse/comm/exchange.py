@@ -171,7 +171,8 @@ class Exchange:
         sent = self._outgoing(payload)
         gathered = _landing(result, sent)
         if total <= self.segment_nbytes:
-            self._long_call("Allgatherv", max(counts), _view(sent), [_view(gathered), (counts, starts), BYTE])
+            row = [_view(gathered), (counts, starts), BYTE]
+            self._call("Allgatherv", _view(sent), row, longest=max(counts))
         else:
             self._allgatherv_in_rounds(sent, gathered, counts, starts)
         self.nbytes_sent += mine * (self.size - 1)
@@ -200,7 +201,7 @@ class Exchange:
         if max(counts) <= max(1, self.segment_nbytes // size):
             rows = ([mine] * size, [r * mine for r in range(size)])
             out = [_view(sent), (counts, starts), BYTE]
-            self._long_call("Alltoallv", max(counts), out, [_view(received), rows, BYTE])
+            self._call("Alltoallv", out, [_view(received), rows, BYTE], longest=max(counts))
         else:
             self._alltoallv_in_rounds(sent, received, counts, starts)
         self.nbytes_sent += sum(counts) - mine
@@ -233,7 +234,7 @@ class Exchange:
             starts = [min(start + done, len(payload)) for start in _starts(sent)]
             packed = arrived if longest <= share else np.empty(sum(back), dtype=np.uint8)
             into = [packed, (back, _starts(back)), BYTE]
-            self._long_call("Alltoallv", min(longest, share), [payload, (out, starts), BYTE], into)
+            self._call("Alltoallv", [payload, (out, starts), BYTE], into, longest=min(longest, share))
             if packed is not arrived:
                 _unpack(packed, back, arrived, [start + done for start in _starts(received)])
         mine = sent[self.rank]
@@ -269,9 +270,15 @@ class Exchange:
                     agreed.repeated = self.rank != 0
                 raise agreed from (error if rank == self.rank else None)
 
-    def _call(self, name: str, *buffers: Any, **options: Any) -> None:
-        """Make a collective call and wait until it is done; the watchdog sees it meanwhile."""
+    def _call(self, name: str, *buffers: Any, longest: int = 0, **options: Any) -> None:
+        """Make a collective call and wait until it is done; the watchdog sees it meanwhile.
+
+        longest: bytes of the longest message, the same on all ranks; between hosts, long ones go in pieces.
+        """
         self.collectives += self.size > 1
+        if longest > pieces.PIECE and not self.comm.one_host and self.device is None:
+            self._wait_for(name, getattr(self.comm, f"I{name.lower()}")(*buffers))
+            return
         self.spot.wait = name, time.monotonic(), get_ident()
         try:
             if self.device is None:
@@ -282,19 +289,14 @@ class Exchange:
         finally:
             self.spot.wait = None
 
-    def _long_call(self, name: str, longest: int, *buffers: Any) -> None:
-        """As _call(). Between hosts, messages of which the longest is so long go in pieces; all ranks give the same."""
-        if longest <= pieces.PIECE or self.comm.one_host or self.device is not None:
-            self._call(name, *buffers)
-            return
-        self.collectives += self.size > 1
-        self._wait_for(name, getattr(self.comm, f"I{name.lower()}")(*buffers))
-
     def _wait_for(self, name: str, request: Any) -> None:
         """Wait for a nonblocking call; the watchdog sees it meanwhile."""
         self.spot.wait = name, time.monotonic(), get_ident()
         try:
             request.Wait()
+        except BaseException:
+            _left.append(request)
+            raise
         finally:
             self.spot.wait = None
 
@@ -337,7 +339,11 @@ class PollingExchange(Exchange):
 
     SHORTEST, LONGEST = 5e-5, 4e-4  # seconds between polls; with 2 ms an exchange at 1 Gbit/s took a fifth longer
 
-    def _call(self, name: str, *buffers: Any, **options: Any) -> None:
+    def __init__(self, comm: Any = None, segment_nbytes: int = 1 << 30) -> None:
+        super().__init__(comm, segment_nbytes)
+        self.round_nbytes = segment_nbytes
+
+    def _call(self, name: str, *buffers: Any, longest: int = 0, **options: Any) -> None:
         self.collectives += self.size > 1
         with contextlib.nullcontext() if self.device is None else device_memory.current(self.device):
             self._wait_for(name, getattr(self.comm, f"I{name.lower()}")(*buffers, **options))
@@ -350,10 +356,12 @@ class PollingExchange(Exchange):
                 if self.gone:
                     raise CollectiveError(f"r{self.rank} | {self.gone}")
                 if self.survival is not None and comm.Is_revoked():
-                    _left.append(request)
                     raise GivenUpError(f"r{self.rank} | a rank has died, and this one waited in {name}")
                 time.sleep(pause)
                 pause = min(1.5 * pause, self.LONGEST)
+        except BaseException:
+            _left.append(request)
+            raise
         finally:
             self.spot.wait = None
 

@@ -47,6 +47,12 @@ class Communicator(MPI.Intracomm):
         """Tell whether messages can still be sent."""
         return not MPI.Is_finalized() and self != MPI.COMM_NULL
 
+    def Dup(self, info: MPI.Info | None = None) -> Communicator:  # noqa: N802
+        """Make a communicator of the same ranks that shares no messages with this one; collective."""
+        made: Communicator = super().Dup(info)
+        made.one_host = self.one_host
+        return made
+
     def Free(self) -> None:  # noqa: N802
         """Free the communicator, once."""
         if self != MPI.COMM_NULL:

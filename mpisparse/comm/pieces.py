@@ -106,7 +106,7 @@ def begin(comm: Any, sent: Parts, received: Parts) -> Messages:
         for target in others:
             for piece in _cut(sent.of(target)):
                 messages.requests.append(comm.Isend(piece, target, TAG))
-    except Exception:
+    except BaseException:
         _abandoned.append(messages)
         raise
     return messages

@@ -117,6 +117,7 @@ def test_between_hosts_messages_are_short(comm: MPI.Intracomm, monkeypatch: pyte
     monkeypatch.setattr(pieces, "PIECE", piece)
     plain, blocking = Exchange(comm), Exchange(comm)
     polling = plain.polling()
+    assert plain.comm.one_host == polling.comm.one_host
     for each in (blocking, polling):
         assert isinstance(each.comm, Communicator)
         each.comm.one_host = False

@@ -43,7 +43,7 @@ class ScoredDistance(Around):
 
     def accumulate(self, pieces: Pieces | None, lo: int, hi: int, floor: float) -> Candidates:
         assert pieces is not None
-        bad = self.distance.accumulate(pieces, 0, 0, 0.0).bad
+        bad = self.distance.accumulate(pieces, 0, len(self.acc), float("inf")).bad
         if bad >= 0:  # learn nothing from non-finite weights
             return NONE._replace(bad=bad)
         now = -Difference(self.backend, pieces, self.acc).copy()
