@@ -23,8 +23,8 @@ _left: list[Any] = []  # requests that failed, which keep alive the memory that 
 def shift(exchange: Exchange, row: Floats) -> Floats:
     """Send a row to the next rank; return the previous rank's, of the same length. Collective, from any one thread.
 
-    No other point-to-point call with the same tag may run on the exchange's communicator at the same time. Raises MPI's error if a rank dies,
-    and CollectiveError if the exchange moves to another communicator meanwhile.
+    No other call with the same tag may run on the exchange's communicator at the same time. Raises MPI's error if a rank
+    dies, and CollectiveError if the exchange moves to another communicator meanwhile.
     """
     comm: Any = exchange.comm
     sent, arrived = row.view(np.uint8), np.empty(row.nbytes, dtype=np.uint8)
