@@ -204,10 +204,8 @@ class Choosing(Changing):
 
     def check(self, state: State) -> None:
         choices.checked(state["history"], "the history of choices in the state")
+        checked_measurement(state["measured"])
         super().check(state)
-        measured, way = checked_measurement(state["measured"]), BY_NAME[state["choice"]].way
-        if way == NODES and measured is not None and None in (measured.inside, measured.between):
-            raise ConfigurationError("the state is of an exchange of nodes, between which nothing was measured")
 
     def flattened(self, state: State, residual: Floats) -> State:
         return {**super().flattened(state, residual), "measured": None}
@@ -219,7 +217,8 @@ class Choosing(Changing):
     def load(self, state: State) -> None:
         """Take what state() gave; the residual is the caller's. Collective."""
         done = self.steps if BY_NAME[state["choice"]].kind == WEIGHTS else int(state["step"])
-        self.judge.load(checked_measurement(state["measured"]))
+        measured = checked_measurement(state["measured"])
+        self.judge.load(measured if measured is not None and measured.covers(BY_NAME[state["choice"]]) else None)
         self._predicted = {}
         self.times.clear()
         self.times.interrupted()

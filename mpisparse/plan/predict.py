@@ -57,6 +57,10 @@ class Measured:
     backward: float = BACKWARD
     correction: float = 1.0
 
+    def covers(self, candidate: Candidate) -> bool:
+        """Whether the links that a candidate uses were measured: where there are no nodes, those of nodes were not."""
+        return candidate.way != NODES or None not in (self.inside, self.between)
+
     def record(self) -> dict[str, Any]:
         """The same as plain values."""
         return asdict(self)

@@ -33,7 +33,7 @@ def told(now: Candidate, measured: Measured | None, discontinuities: int) -> dic
         "choice": float(ALL.index(now.flat)), "nodes_first": float(now.way == NODES),
         "discontinuities": float(discontinuities),
     }  # fmt: skip
-    if measured is None:
+    if measured is None or not measured.covers(now):
         return choice
     return {**choice, "computing_seconds": measured.computing, "predicted_seconds": predict(now, measured).step}
 
