@@ -139,7 +139,8 @@ def choose(predictions: Sequence[Prediction], computing: float, slowdown: float,
     now: what is in use. It is left for a richer one only if that is sure to fit, and for another one only if it does not fit
     itself, or no longer is among the fastest.
     """
-    limit, predictions = slowdown * computing, _quickest(predictions, now)
+    limit = slowdown * computing
+    predictions = _quickest(predictions, now, limit)
     at = None if now is None else next((i for i, p in enumerate(predictions) if p.candidate.flat == now.flat), None)
     for i, each in enumerate(predictions):
         careful = (SURE - 1) * each.exchange if at is not None and i < at else 0.0
@@ -150,16 +151,18 @@ def choose(predictions: Sequence[Prediction], computing: float, slowdown: float,
     return next(each for each in [*known, *predictions] if each.step <= (1 + ALIKE) * fastest)
 
 
-def _quickest(predictions: Sequence[Prediction], now: Candidate | None) -> list[Prediction]:
-    """Of each exchange its quickest way; that in use, if it is as quick as any."""
+def _quickest(predictions: Sequence[Prediction], now: Candidate | None, limit: float) -> list[Prediction]:
+    """Of each exchange its quickest way; that in use, if it is as quick as any and not the only one above the limit."""
     best: dict[Candidate, Prediction] = {}
     for each in predictions:
         known = best.setdefault(each.candidate.flat, each)
         if each.step < known.step:
             best[each.candidate.flat] = each
     used = next((each for each in predictions if each.candidate == now), None)
-    if used is not None and used.step <= (1 + ALIKE) * best[used.candidate.flat].step:
-        best[used.candidate.flat] = used
+    if used is not None:
+        quickest = best[used.candidate.flat].step
+        if used.step <= (1 + ALIKE) * quickest and (used.step <= limit or quickest > limit):
+            best[used.candidate.flat] = used
     return list(best.values())
 
 
