@@ -68,7 +68,7 @@ class WeightsByNode(ByNode):
 
     def agreement(self, works: Works, notice: Notice, clock: Clock, peek: Peek | None = None) -> Bools | None:
         """Raise on all ranks if any cannot go on, or if the ranks of a node have different weights; collective."""
-        used = super().agreement(works, notice, clock, peek)
+        used = self.readiness(notice, clock)  # also with parameters frozen: weights that no optimizer moves do not drift
         if self.number % COMPARED == 0:
             mine = np.array([digest([self.weights.flat()])], dtype=np.int64)
             differ = len(set(self.nodes.inside.allgather(mine)[:, 0].tolist())) > 1
