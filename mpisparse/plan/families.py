@@ -180,7 +180,8 @@ class OfWeightsByNode(OfWeights, DriftingByNode):
 
     def __init__(self, choosing: Chooser, drifting: Drifting) -> None:
         super().__init__(choosing, drifting)
-        self.means.timed = choosing.times.exchanging  # the mean of a node's gradients is a part of the exchange
+        times = choosing.times  # the mean of a node's gradients is a part of the exchange
+        self.means.waiting, self.means.exchanging = times.waiting, times.exchanging
 
     def _as(self, drifting: Drifting) -> None:
         assert isinstance(drifting, DriftingByNode)

@@ -20,7 +20,7 @@ class Times:
 
     def __init__(self) -> None:
         self._rows: list[tuple[float, float, float]] = []
-        self._computing = self._ended = self._called = self._agreed = self._before = 0.0
+        self._computing = self._ended = self._called = self._agreed = self._before = self._waited = 0.0
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[None]:
@@ -29,10 +29,17 @@ class Times:
         yield
         self._before += time.perf_counter() - began
 
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, this rank waits for others, though it computes on after it."""
+        began = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - began
+
     def called(self) -> None:
         """This rank has computed, and waits for the others."""
         self._called = time.perf_counter()
-        self._computing = self._called - self._ended - self._before if self._ended else 0.0
+        self._computing = self._called - self._ended - self._before - self._waited if self._ended else 0.0
         self._ended = 0.0
 
     def agreed(self) -> None:
@@ -42,9 +49,10 @@ class Times:
     def exchanged(self, steps: int) -> None:
         """The exchange of so many steps is done."""
         if self._computing and self._agreed:
-            waiting, moving = self._agreed - self._called, time.perf_counter() - self._agreed + self._before
+            waiting = self._agreed - self._called + self._waited
+            moving = time.perf_counter() - self._agreed + self._before
             self._rows.append((self._computing / steps, waiting / steps, moving / steps))
-        self._agreed = self._before = 0.0
+        self._agreed = self._before = self._waited = 0.0
 
     def __len__(self) -> int:
         """The number of exchanges since the last clear()."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpisparse.arrays import Bools
 from mpisparse.backends.device import load_backend
 from mpisparse.backends.flat import zeros
 from mpisparse.comm.roll_call import FIRST, meet
@@ -25,11 +26,13 @@ from mpisparse.schemes.drift.weights import OwnWeights
 class NodeMeans(GradientMeans):
     """Replaces each rank's gradients by their mean over the ranks of its node.
 
-    The roll call includes all ranks, so that an error of one is raised on all. timed: a context around what follows it.
+    The roll call includes all ranks, so that an error of one is raised on all. waiting: a context around it; exchanging:
+    around what follows it.
     """
 
     what = 'hierarchy="node"'
-    timed: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
+    waiting: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
+    exchanging: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
 
     def __init__(self, places: Places, aggregator: WeightsByNode) -> None:
         super().__init__(places, aggregator.parts.exchange)
@@ -41,8 +44,12 @@ class NodeMeans(GradientMeans):
     def work(self) -> torch.Tensor:
         return self.vector
 
+    def _agree(self, step: int, trouble: str | None, call: Any) -> Bools | None:
+        with self.waiting():
+            return super()._agree(step, trouble, call)
+
     def average_(self, step: int) -> None:
-        with self.timed():
+        with self.exchanging():
             self.aggregator.average(self.vector)
 
 
