@@ -38,12 +38,15 @@ class States(Steps):
 
     @property
     def ranks_a_node(self) -> int:
-        """The number of ranks whose gradients are summed before the exchange; 1 if all ranks exchange with each other."""
+        """The number of ranks whose gradients are summed before the exchange; 1 if all ranks exchange with each other.
+
+        Also 1 with scheme auto, whichever way it exchanges now: that may change in any step.
+        """
         return 1 if self._nodes is None else self._nodes.ranks
 
     @property
     def first_of_node(self) -> int:
-        """The first rank of those whose gradients are summed with this one's."""
+        """The first rank of those whose gradients are summed with this one's; this one itself with scheme auto."""
         return self._exchange.rank if self._nodes is None else self._nodes.first
 
     def _kept(self, copy: bool) -> torch.Tensor:
