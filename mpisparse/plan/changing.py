@@ -106,9 +106,12 @@ class Changing(Aggregator):
             self.go_on_with(EMPTYING.by(self.now.way))
 
     def go_on_with(self, candidate: Candidate) -> None:
-        """Exchange gradients by another candidate; collective inside a node if it is one of nodes, otherwise local."""
+        """Exchange gradients by another candidate; collective inside a node if it is one of nodes, otherwise local.
+
+        While parameters are frozen it is exchanged flat: what waits of them stays with each rank.
+        """
         self._bring_home()
-        self._take(candidate)
+        self._take(candidate.flat if self.parts.held.stretches else candidate)
         self.inner.restore(self.parts.residual)
 
     def _bring_home(self) -> None:

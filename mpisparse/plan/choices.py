@@ -53,6 +53,11 @@ def checked(history: Any, what: str) -> History:
     return found
 
 
+def flattened(history: History, done: int) -> History:
+    """The same history, where after so many steps what was chosen last goes on between all ranks."""
+    return [*(each for each in history if each[0] < done), *((done, BY_NAME[name].flat.name) for _, name in history[-1:])]
+
+
 def discontinuities(history: History) -> list[int]:
     """The steps of a history from which on ranks, or nodes, train on their own weights, or no longer do."""
     own = [(step, each.way if each.kind == WEIGHTS else "") for step, each in ((s, BY_NAME[name]) for s, name in history)]

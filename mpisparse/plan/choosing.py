@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from mpisparse.arrays import Bools, Floats, State
 from mpisparse.backends.flat import Pieces
@@ -75,12 +76,18 @@ class Choosing(Changing):
 
     def one_step(self, works: Works, pieces: Pieces | None, notice: Notice, clock: Clock) -> Delivered | None:
         """Do a step as any other; then choose for the next one, if it is time. Collective."""
-        self._sparse = self._sparse or (pieces is not None and bool(pieces.sparse))
+        self._sparse = self._sparse or self._finds_sparse(pieces)
         delivered = super().one_step(works, pieces, notice, clock)
         self.times.exchanged(self.now.every)
         self._look(self.steps)
         self.times.ended()
         return delivered
+
+    def _finds_sparse(self, pieces: Pieces | None) -> bool:
+        """Whether a gradient of this step is a sparse tensor; where weights are exchanged the optimizer has just used it."""
+        if self.now.kind != WEIGHTS:
+            return pieces is not None and bool(pieces.sparse)
+        return any(p.grad is not None and p.grad.layout is not torch.strided for p in self.site.places.params)
 
     # Choosing: after a step, on all ranks alike
 
@@ -177,7 +184,7 @@ class Choosing(Changing):
 
     def _leave_out(self, done: int, why: str) -> None:
         """Go on with what was in use before weights were chosen; nothing later is followed. Local."""
-        name, before = self.course.take_back(done)
+        name, before = self.course.take_back(done, self.now)
         self.pending = None
         if before != self.now:
             self.go_on_with(before)
@@ -203,12 +210,15 @@ class Choosing(Changing):
         return {**super().state(), "history": history, "measured": None if measured is None else measured.record()}
 
     def check(self, state: State) -> None:
-        choices.checked(state["history"], "the history of choices in the state")
+        _history(state)
         checked_measurement(state["measured"])
         super().check(state)
 
     def flattened(self, state: State, residual: Floats) -> State:
-        return {**super().flattened(state, residual), "measured": None}
+        history = _history(state)
+        if state["pending"] is None:  # otherwise what comes next was noted, and may be as it is
+            history = choices.flattened(history, _done(state))
+        return {**super().flattened(state, residual), "measured": None, "history": [list(each) for each in history]}
 
     def of(self, state: State) -> Companion:
         self.course.leave(self.steps)
@@ -216,7 +226,9 @@ class Choosing(Changing):
 
     def load(self, state: State) -> None:
         """Take what state() gave; the residual is the caller's. Collective."""
-        done = self.steps if BY_NAME[state["choice"]].kind == WEIGHTS else int(state["step"])
+        done, history = _done(state), _history(state)
+        if self.making.nodes is None and history and BY_NAME[history[-1][1]].way == NODES:
+            history = choices.flattened(history, done)
         measured = checked_measurement(state["measured"])
         self.judge.load(measured if measured is not None and measured.covers(BY_NAME[state["choice"]]) else None)
         self._predicted = {}
@@ -224,7 +236,7 @@ class Choosing(Changing):
         self.times.interrupted()
         self._why = "chosen before"
         self._due = done + (1 + WARM if self.judge.measured is None else WINDOW)
-        self.course.load(choices.checked(state["history"], "the history of choices in the state"), done)
+        self.course.load(history, done)
         if self.course.looked > done:
             self._due = self.course.looked + WINDOW
         super().load(state)
@@ -236,3 +248,13 @@ class Choosing(Changing):
         """This rank's state and residual among `new` ranks, which measure anew."""
         state, residual = super().resize(states, residuals, old, new, rank)
         return {**state, "measured": None}, residual
+
+
+def _history(state: State) -> choices.History:
+    """What was chosen before a state."""
+    return choices.checked(state["history"], "the history of choices in the state")
+
+
+def _done(state: State) -> int:
+    """The number of the optimizer's steps before a state."""
+    return int(state["around"]["done"] if BY_NAME[state["choice"]].kind == WEIGHTS else state["step"])

@@ -12,7 +12,7 @@ from mpisparse.backends.flat import Slot
 from mpisparse.comm.exchange import Exchange
 from mpisparse.errors import ConfigurationError
 from mpisparse.plan import choices
-from mpisparse.plan.candidates import BY_NAME, EMPTYING, WEIGHTS, Candidate
+from mpisparse.plan.candidates import BY_NAME, WEIGHTS, Candidate
 
 
 class Files(Protocol):
@@ -68,19 +68,20 @@ class Course:
         """After so many steps a candidate was chosen."""
         self.history.append((done, candidate.name))
 
-    def take_back(self, done: int) -> tuple[str, Candidate]:
+    def take_back(self, done: int, sent: Candidate) -> tuple[str, Candidate]:
         """Take the last choice back, an exchange of weights before which all that waited was sent; follow nothing any more.
 
-        Returns its name, and the candidate to go on with, which may be that of what was sent.
+        sent: the exchange that has sent it. Returns the name of what was taken back, and the candidate to go on with, which
+        may be `sent`; between all ranks if nodes cannot be here any more.
         """
         at, name = self.history.pop()
-        before = BY_NAME[self.history[-1][1]] if self.history else EMPTYING
-        emptying = EMPTYING.by(before.way)
-        if not self.history or before != emptying:
-            self.history.append((at, emptying.name))
+        before = BY_NAME[self.history[-1][1]] if self.history else sent
+        if not self.history or before != sent:
+            self.history.append((at, sent.name))
+        before = before.flat if self.barred(before) else before
         if before.kind == WEIGHTS:
-            before = emptying
-        if before != emptying:
+            before = sent
+        if before != sent:
             self.note(done, before)
         self.coming, self.until, self.looked = {}, -1.0, done
         return name, before

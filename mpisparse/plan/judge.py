@@ -52,7 +52,8 @@ class Judge:
         returns: how often a candidate came back that had been left.
         """
         before, why = self.measured, ""
-        before = before if before is not None and before.covers(now) else None
+        if before is not None and not before.covers(now):
+            before = None
         if before is None:
             measured = self._with_passes(self._measure(window), known)
         else:
