@@ -17,7 +17,7 @@ from mpisparse import checkpoint
 from mpisparse.comm.hierarchy import RANKS_PER_NODE
 from mpisparse.core.by_node import ByNode
 from mpisparse.errors import ConfigurationError
-from mpisparse.plan import measure
+from mpisparse.plan import choices, measure
 from mpisparse.plan.candidates import ALL, BY_NAME, NODES, WEIGHTS, named
 from mpisparse.plan.predict import Links
 
@@ -147,11 +147,12 @@ def test_with_nodes_auto_is_bit_by_bit_the_scheme_that_it_replays(comm: MPI.Intr
     plain.close()
 
 
+@pytest.mark.parametrize("due", [4, 5, 6, 7])
 def test_parameters_frozen_midway_are_exchanged_between_all_ranks(
-    comm: MPI.Intracomm, directory: Path, nodes: int, capsys: pytest.CaptureFixture[str]
+    comm: MPI.Intracomm, directory: Path, nodes: int, due: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What waits of them waits on; a run that is replayed does the same."""
-    log = log_of(comm, directory, [(0, by_nodes("dense int4")), (7, by_nodes("dense int8"))], small())
+    """What waits of them waits on, also if another exchange is due meanwhile; a run that is replayed does the same."""
+    log = log_of(comm, directory, [(0, by_nodes("dense int4")), (due, by_nodes("dense int8"))], small())
 
     def run() -> tuple[list[str], bytes]:
         model, sync, optimizer = a_run(comm, deterministic=log)
@@ -174,7 +175,8 @@ def test_parameters_frozen_midway_are_exchanged_between_all_ranks(
         return chosen, whole
 
     chosen, whole = run()
-    assert chosen == [by_nodes("dense int4")] * 3 + ["dense int4"] * 4 + [by_nodes("dense int8")] * 4
+    later = "dense int8" if due < 7 else by_nodes("dense int8")
+    assert chosen == [by_nodes("dense int4")] * 3 + ["dense int4"] * (due - 3) + [later] * (11 - due)
     said = "r0 | auto: dense int4 from step 3 on: dense int4, nodes first does not go with parameters that are frozen"
     assert (said in capsys.readouterr().err) == (comm.rank == 0)
     again = run()
@@ -265,8 +267,9 @@ WITHOUT: dict[str, dict[str, Any]] = {
 def test_where_nodes_cannot_sum_first_that_is_no_candidate(
     comm: MPI.Intracomm, directory: Path, monkeypatch: pytest.MonkeyPatch, soon: dict[int, list[Links]], case: str
 ) -> None:
-    if case == "unequal nodes" and comm.size < 3:
-        pytest.skip("needs three ranks")
+    least = {"unequal nodes": 3, "flat": 4, "backward": 4}.get(case, 2)
+    if comm.size < least:
+        pytest.skip(f"needs {least} ranks: nodes could not sum first on fewer anyway")
     ranks = {"one node": comm.size, "a node for each": 1, "unequal nodes": comm.size - 1}.get(case, max(1, comm.size // 2))
     nodes_of(monkeypatch, ranks)
     model, sync, optimizer = a_run(comm, weights=False, **WITHOUT[case])
@@ -339,6 +342,7 @@ def test_on_other_nodes_what_waits_stays(
     torch.testing.assert_close(where_it_would_be(comm, model, sync, 0.01), before, rtol=1e-5, atol=1e-6)
     assert sync.state_dict()["step.choice"] == name
     assert sync.state_dict()["step.measured"] is None
+    assert sync.state_dict()["step.history"] == [[0, by_nodes("dense fp32")], [1, by_nodes(name)], [5, name]]
     trained(model, sync, optimizer, 5, 8)
     assert alike(comm, shared(model, sync))
     sync.close()
@@ -358,6 +362,7 @@ def test_on_fewer_ranks_what_waits_stays(comm: MPI.Intracomm, directory: Path, n
         assert checkpoint.load(directory, model=model, optimizer=optimizer, sync=sync) == 5
         torch.testing.assert_close(where_it_would_be(fewer, model, sync, 0.01), before, rtol=1e-5, atol=1e-6)
         assert sync.state_dict()["step.choice"] == name
+        assert sync.state_dict()["step.history"][-1] == [5, name]
         trained(model, sync, optimizer, 5, 8)
         assert alike(fewer, shared(model, sync))
         sync.close()
@@ -365,9 +370,11 @@ def test_on_fewer_ranks_what_waits_stays(comm: MPI.Intracomm, directory: Path, n
     comm.Barrier()
 
 
+@pytest.mark.parametrize("hindered", [False, True])
 def test_what_was_about_to_come_comes_between_all_ranks_where_there_are_no_nodes(
-    comm: MPI.Intracomm, directory: Path, monkeypatch: pytest.MonkeyPatch, nodes: int
+    comm: MPI.Intracomm, directory: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, hindered: bool
 ) -> None:
+    """So does what was in use before, if weights cannot be exchanged: something is frozen."""
     log = log_of(comm, directory, [(0, by_nodes("dense int4")), (2, by_nodes(DRIFT))], small())
     model, sync, optimizer = a_run(comm, deterministic=log)
     trained(model, sync, optimizer, 0, 2)
@@ -378,9 +385,100 @@ def test_what_was_about_to_come_comes_between_all_ranks_where_there_are_no_nodes
     model, sync, optimizer = a_run(comm)
     checkpoint.load(directory, model=model, optimizer=optimizer, sync=sync)
     torch.testing.assert_close(where_it_would_be(comm, model, sync, 0.01), before, rtol=1e-5, atol=1e-6)
+    assert sync.state_dict()["step.history"] == [[0, by_nodes("dense int4")], [2, DRIFT]]
+    model[0].weight.requires_grad_(not hindered)
     trained(model, sync, optimizer, 2, 3)
     assert used(sync) == "dense fp32"
     trained(model, sync, optimizer, 3, 4)
-    assert used(sync) == DRIFT
+    assert used(sync) == ("dense int4" if hindered else DRIFT)
+    sent = [[2, "dense fp32"], [3, "dense int4"]]
+    assert sync.state_dict()["step.history"][1:] == (sent if hindered else [[2, DRIFT]])
+    assert alike(comm, shared(model, sync))
+    sync.close()
+
+
+@pytest.mark.parametrize("way", ["log", "deterministic"])
+def test_without_links_of_nodes_their_exchanges_are_followed_and_links_measured_later(
+    comm: MPI.Intracomm, directory: Path, monkeypatch: pytest.MonkeyPatch, soon: dict[int, list[Links]], nodes: int, way: str
+) -> None:
+    """The state is of a run without nodes."""
+    nodes_of(monkeypatch, 1)
+    model, sync, optimizer = a_run(comm)
+    trained(model, sync, optimizer, 0, 5)
+    state = sync.state_dict()
+    assert state["step.measured"] is not None
+    assert state["step.measured"]["between"] is None
+    sync.close()
+    nodes_of(monkeypatch, nodes)
+    path = directory / "followed.jsonl"
+    if comm.rank == 0:
+        followed = [*map(tuple, state["step.history"]), (6, by_nodes("dense int8"))]
+        choices.write(path, choices.Log(followed, choices.digest_of(sync._layout.slots), comm.size, 7))
+    comm.Barrier()
+    model, sync, optimizer = a_run(comm, **{way: str(path)})
+    sync.load_state_dict(state)
+    trained(model, sync, optimizer, 5, 7)
+    assert used(sync) == by_nodes("dense int8")
+    assert "predicted_seconds" not in sync.stats.details
+    if way == "deterministic":
+        state = sync.state_dict()
+        sync.close()
+        model, sync, optimizer = a_run(comm)
+        sync.load_state_dict(state)
+        assert sync.state_dict()["step.measured"] is None
+    trained(model, sync, optimizer, 7, 12)
+    assert sync.state_dict()["step.measured"]["between"] is not None
+    assert sync.stats.details["predicted_seconds"] > 0
+    sync.close()
+
+
+class Looking(torch.nn.Module):
+    """Has a sparse gradient: that of a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.table = wide(), torch.nn.Embedding(30, 20, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x) + self.table(x.argmax(1))
+
+
+def test_nodes_do_not_average_sparse_gradients_in_a_resumed_run_either(
+    comm: MPI.Intracomm, directory: Path, soon: dict[int, list[Links]], nodes: int
+) -> None:
+    """It exchanges weights from its first step on, and nodes would be faster."""
+    soon[4], soon[2] = [SLOW], [Links(1e-9, 1e4, 1e4)]
+    options = {"every": 1, "density": 0.12}  # no sparse exchange of gradients
+    log = log_of(comm, directory, [(0, DRIFT)], Looking())
+    model, sync, optimizer = a_run(comm, "SGD", Looking, deterministic=log, **options)
+    trained(model, sync, optimizer, 0, 4)
+    checkpoint.save(directory, model=model, optimizer=optimizer, sync=sync, step=4)
+    sync.close()
+    model, sync, optimizer = a_run(comm, "SGD", Looking, **options)
+    checkpoint.load(directory, model=model, optimizer=optimizer, sync=sync)
+    trained(model, sync, optimizer, 4, 10)
+    told = sync.stats.details
+    assert "predicted_dense int2, nodes first" in told
+    assert f"predicted_{DRIFT}" in told
+    assert f"predicted_{by_nodes(DRIFT)}" not in told
+    assert alike(comm, shared(model, sync))
+    sync.close()
+
+
+def test_nodes_that_exchange_weights_go_on_whatever_was_frozen_before(
+    comm: MPI.Intracomm, directory: Path, nodes: int
+) -> None:
+    log = log_of(comm, directory, [(0, by_nodes(DRIFT))], small())
+    model, sync, optimizer = a_run(comm, deterministic=log)
+    trained(model, sync, optimizer, 0, 4)
+    checkpoint.save(directory, model=model, optimizer=optimizer, sync=sync, step=4)
+    sync.close()
+    model, sync, optimizer = a_run(comm, deterministic=log_of(comm, directory, [(0, "dense int8")], small()))
+    model[0].weight.requires_grad_(False)
+    trained(model, sync, optimizer, 0, 1)
+    model[0].weight.requires_grad_(True)
+    checkpoint.load(directory, model=model, optimizer=optimizer, sync=sync)
+    trained(model, sync, optimizer, 4, 6)
+    assert used(sync) == by_nodes(DRIFT)
     assert alike(comm, shared(model, sync))
     sync.close()

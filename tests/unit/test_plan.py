@@ -135,9 +135,11 @@ def test_times_are_of_the_mean_step(monkeypatch: pytest.MonkeyPatch) -> None:
         if part == clock.called:
             with clock.exchanging():  # in one of the steps before, as nodes do
                 now[0] += 2.0
+            with clock.waiting():  # for their roll call
+                now[0] += 4.0
         now[0] += seconds
         part()
-    assert clock.medians().tolist() == [2.0, 0.5, 0.75]
+    assert clock.medians().tolist() == [2.0, 1.5, 0.75]
     clock.clear()
     assert len(clock) == 0
     clock.interrupted()
@@ -284,8 +286,17 @@ def test_of_the_ways_of_an_exchange_the_quickest_counts_unless_another_is_in_use
     flat = best.candidate.flat
     for times_longer, expected in ((1.04, flat), (1.06, best.candidate)):
         two = [replace(best, candidate=flat, step=times_longer * best.step), best]
-        assert choose(two, m.computing, 1.1, now=flat).candidate == expected
-        assert choose(two, m.computing, 1.1) is best
+        assert choose(two, m.computing, 1.3, now=flat).candidate == expected  # all of them fit
+        assert choose(two, m.computing, 1.3) is best
+
+
+def test_the_way_in_use_is_left_if_only_the_other_one_fits() -> None:
+    int8, int4 = BY_NAME["dense int8"], BY_NAME["dense int4"]
+    steps = {int8: 112.0, int8.by(NODES): 109.0, int4: 104.0}
+    known = [Prediction(each, step - 100.0, step) for each, step in steps.items()]
+    for limit, expected in ((1.1, int8.by(NODES)), (1.12, int8), (1.05, int4)):
+        assert choose(known, 100.0, limit, now=int8).candidate == expected
+    assert choose(known[:2], 100.0, 1.05, now=int8).candidate == int8, "neither fits"
 
 
 def test_statistics_name_what_is_in_use() -> None:
