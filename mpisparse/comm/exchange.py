@@ -171,8 +171,8 @@ class Exchange:
         sent = self._outgoing(payload)
         gathered = _landing(result, sent)
         if total <= self.segment_nbytes:
-            row = [_view(gathered), (counts, starts), BYTE]
-            self._call("Allgatherv", _view(sent), row, longest=max(counts))
+            out, row = _view(sent), [_view(gathered), (counts, starts), BYTE]
+            self._call("Allgatherv", out, row, longest=max(counts))
         else:
             self._allgatherv_in_rounds(sent, gathered, counts, starts)
         self.nbytes_sent += mine * (self.size - 1)

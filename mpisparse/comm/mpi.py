@@ -73,8 +73,8 @@ class Communicator(MPI.Intracomm):
 
     def Iallreduce(self, sent: Any, received: Any, op: MPI.Op = MPI.SUM) -> MPI.Request | Sum:  # type: ignore[override]  # noqa: N802
         """As mpi4py's. Long sums in place between hosts go as short messages, and are added in rank order."""
-        short = sent is not None or op != MPI.SUM or received.nbytes <= pieces.PIECE
-        if short or not self._in_pieces(received):
+        whole = sent is None and op == MPI.SUM and self._in_pieces(received)
+        if not whole or received.nbytes <= pieces.PIECE:
             return super().Iallreduce(sent, received, op=op)
         return Sum(self, received)
 

@@ -57,15 +57,9 @@ class States(Steps):
         return self._aggregator.kept(copy=copy)
 
     def _saved(self, value: Any, copy: bool) -> Any:
-        """A part's value as a torch value, on the host: tensors, not arrays, also within lists and dicts."""
-        if isinstance(value, dict):
-            return {key: self._saved(each, copy) for key, each in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._saved(each, copy) for each in value]
-        if isinstance(value, torch.Tensor):
-            return value.clone() if copy else value
-        if isinstance(value, str | int | float | None):
-            return value
+        """A part's value as a torch value, on the host: tensors, not arrays."""
+        if isinstance(value, str | int | float | list | dict | None):
+            return _with_tensors(value, copy)
         array: np.ndarray[Any, Any] = self._backend.to_host(value)
         return torch.from_numpy(array.copy() if copy and array is value else array)
 
@@ -105,3 +99,14 @@ class States(Steps):
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ConfigurationError unless load_state_dict could take the state; local."""
         check_state(state, self.state_dict(copy=False), self._options, self._aggregator, self._companion)
+
+
+def _with_tensors(value: Any, copy: bool) -> Any:
+    """A plain value with tensors for arrays, also within lists and dicts."""
+    if isinstance(value, dict):
+        return {key: _with_tensors(each, copy) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_tensors(each, copy) for each in value]
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.copy() if copy else value)
+    return value.clone() if copy and isinstance(value, torch.Tensor) else value

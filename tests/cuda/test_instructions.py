@@ -41,12 +41,14 @@ def test_a_histogram_has_loads_on_their_way(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kernel", ["select_apart", "histogram_apart", "subtract_apart"])
 def test_weights_have_loads_on_their_way(kernel: str, tmp_path: Path) -> None:
-    """Two for each element."""
+    """Four elements in a turn: weight and reference of each in the region, the weights alone elsewhere."""
     from mpisparse.backends.cuda.binding import compile_cubin
 
-    (loop,) = (loop for loop in sass.loops(compile_cubin("90"), kernel, tmp_path) if loop.count(LOADS) > 1)
-    assert loop.loads_before_the_first_wait() >= 4
-    assert len(loop.code) / (loop.count(LOADS) / 2) <= 35
+    found = [loop for loop in sass.loops(compile_cubin("90"), kernel, tmp_path) if loop.count(LOADS) > 1]
+    assert sorted(loop.count(LOADS) for loop in found) == [4, 8]
+    for loop in found:
+        assert loop.loads_before_the_first_wait() >= 4
+        assert len(loop.code) / 4 <= 35
 
 
 def test_a_wait_ends_the_count_of_loads() -> None:

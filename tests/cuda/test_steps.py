@@ -203,7 +203,7 @@ def cases() -> list[dict[str, Any]]:
 
 
 @pytest.mark.filterwarnings("ignore:overlap=True.* exchanged in step")  # virtual workers have no thread for it
-@pytest.mark.filterwarnings("ignore:scheme .predictive. without validation")  # too few steps to learn: test_predicting.py
+@pytest.mark.filterwarnings("ignore:scheme .predictive. without validation")  # too few steps to learn
 def test_every_scheme_with_every_codec_has_the_bits_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = Devices(monkeypatch, block=64, scan=64, lazy=True)
     wrong = []

@@ -123,7 +123,9 @@ def assert_same_run(
 
 
 def plain(value: Any) -> Any:
-    """A state with bytes in place of arrays, to compare."""
+    """A state with bytes in place of arrays and tensors, to compare."""
+    if isinstance(value, torch.Tensor):
+        return plain(value.numpy())
     if isinstance(value, dict):
         return {key: plain(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -321,11 +321,11 @@ def test_a_slow_rank_changes_nothing(comm: MPI.Intracomm, granularity: str) -> N
     exchange = slow.sync._aggregator._polling
     call, calls = exchange._call, [0]
 
-    def late(*args: Any) -> None:
+    def late(*args: Any, **options: Any) -> None:
         calls[0] += 1
         if comm.rank == comm.size - 1 and calls[0] == 9:
             time.sleep(1.0)
-        call(*args)
+        call(*args, **options)
 
     exchange._call = late
     plain.train(0, 24)
