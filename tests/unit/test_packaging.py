@@ -34,8 +34,12 @@ def cpu_seconds(code: str) -> float:
 
 
 def test_an_import_takes_hardly_longer_than_that_of_torch() -> None:
-    rounds = [[cpu_seconds(code) for code in ("import torch", "import mpisparse", PUBLIC)] for _ in range(5)]
-    torch, bare, used = (min(times) for times in zip(*rounds, strict=True))  # what else runs only adds, by way of caches
+    rounds: list[list[float]] = []
+    for _ in range(20):  # what else runs only adds, by way of caches: the least of many rounds tells
+        rounds.append([cpu_seconds(code) for code in ("import torch", "import mpisparse", PUBLIC)])
+        torch, bare, used = (min(times) for times in zip(*rounds, strict=True))
+        if len(rounds) >= 3 and max(bare, used) <= ALLOWED * torch:
+            break
     assert bare <= ALLOWED * torch
     assert used <= ALLOWED * torch, "with all that a training loop needs"
 
