@@ -18,7 +18,8 @@ from mpisparse.sync import GradientSync
 
 STILL_SCALED = (
     "another attached optimizer has new gradients that the GradScaler has not unscaled, and all gradients are exchanged "
-    "together: call scaler.unscale_() for each optimizer before the first scaler.step()"
+    "together: call scaler.unscale_() for each optimizer before the first scaler.step(), and "
+    "scaler.update() before the next backward"
 )
 
 
@@ -108,7 +109,9 @@ class Attachment:
         self._alarm.check()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         self._expects_closure = closure is not None and self._sync.averages_gradients
-        self._sync._equality.hold(now=self._expects_closure)
+        self._sync._equality.release()
+        if self._expects_closure:
+            self._sync.hold_weights()
         if closure is None or not self._expects_closure:
             self._sync.begin(self._trouble(), optimizer)
             return None
@@ -122,6 +125,7 @@ class Attachment:
         """Tell the exchange that the optimizer is done."""
         if is_inner_step(self._optimizer):
             return
+        self._sync._equality.release()
         if self._expects_closure:
             raise ConfigurationError(
                 f"r{self._sync.rank} | {type(self._optimizer).__name__}.step() did not evaluate the closure it was given: "

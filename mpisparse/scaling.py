@@ -90,7 +90,7 @@ class ScalerAgreement:
     def still_scaled(self) -> bool:
         """Whether the optimizer has new gradients that the scaler has not unscaled; local."""
         held = (p for group in self._optimizer.param_groups for p in group["params"])
-        return self._state["stage"] is OptState.READY and self._sync._gradients.any_new(held)
+        return self._state["stage"] is not OptState.UNSCALED and self._sync._gradients.any_new(held)
 
     def unscaled(self) -> None:
         """Make every rank's found_inf the largest of all; collective."""

@@ -189,6 +189,12 @@ def distinct(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Write values of the same shape into a tensor that may be expanded."""
+    own = distinct(tensor)
+    own.copy_(values[tuple(map(slice, own.shape))])
+
+
 def add_sparse_(vector: torch.Tensor, slot: Slot, grad: torch.Tensor) -> int:
     """Add a coalesced sparse gradient into its slot; return a flat index of the slot if a sum is not finite, else -1."""
     target = slot.view(vector)

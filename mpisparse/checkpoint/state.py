@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpisparse.backends.flat import lies_as, memory_order
+from mpisparse.backends.flat import distinct, fill, lies_as, memory_order
 from mpisparse.checkpoint.h5file import Arrays
 from mpisparse.checkpoint.objects import check_belonging, check_like, check_optimizer, check_scheduler
 from mpisparse.errors import ConfigurationError
@@ -177,7 +177,8 @@ class Subjects:
     def restore(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
         """Restore the objects' states; collective if there is a sync."""
         shared = with_objects(shared, own)
-        self.model.load_state_dict({**shared["model"], **own["buffers"]})
+        with buffers_apart(self.model):
+            self.model.load_state_dict({**shared["model"], **own["buffers"]})
         for p in self.model.parameters():
             p.grad = None
         for name in OBJECTS:
@@ -188,6 +189,27 @@ class Subjects:
         if self.sync is not None:
             self.sync.load_state_dict(own["sync"])
         set_random_state(own["random"])
+
+
+@contextmanager
+def buffers_apart(model: torch.nn.Module) -> Iterator[None]:
+    """Inside the block the elements of expanded buffers have memory of their own, so that values can be loaded into them."""
+    expanded = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and distinct(buffer).numel() < buffer.numel()
+    ]
+    for module, name, buffer in expanded:
+        module._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
+    try:
+        yield
+    finally:
+        for module, name, buffer in expanded:
+            loaded = module._buffers[name]
+            assert loaded is not None
+            fill(buffer, loaded)
+            module._buffers[name] = buffer
 
 
 def with_objects(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:

@@ -40,30 +40,41 @@ class Equality:
     ) -> None:  # fmt: skip
         self.slots, self.tensors, self.rates, self.every, self.turn = slots, tensors, rates, every, turn
         self._last = 0
-        self._held: int | None = None
+        self._within = False  # an optimizer evaluates closures
+        self._held: int | None = None  # the digest of the weights before it began
 
-    def hold(self, *, now: bool) -> None:
-        """Compare the weights as they are now, or again as they are then; local.
+    def hold(self, step: int) -> None:
+        """The optimizer begins to evaluate a closure: compare the weights as they are now, if that is due; local.
 
         Closures may be evaluated with other weights on each rank: sharpness-aware optimizers look where their own gradient
-        leads, and return.
+        leads, and return. What becomes due meanwhile waits until release().
         """
-        self._held = digest(self.tensors()) if now and self.every else None
+        self._within, self._held = True, digest(self.tensors()) if self._due(step) else None
+
+    def release(self) -> None:
+        """The closures are done: compare the weights as they are in each step; local."""
+        self._within, self._held = False, None
 
     def number(self, step: int) -> int:
         """The digest to compare in a step; local. A comparison stays due until a step is done()."""
         if not self.every:
             return 0
-        due = step // self.every > self._last // self.every
         rates = hash((self.turn(), *self.rates())) & LARGEST
-        return (rates * 31 + self._weights()) & LARGEST if due else rates
-
-    def _weights(self) -> int:
-        return digest(self.tensors()) if self._held is None else self._held
+        if not self._due(step) or self._waits:
+            return rates
+        return (rates * 31 + (digest(self.tensors()) if self._held is None else self._held)) & LARGEST
 
     def done(self, step: int) -> None:
         """Called when the ranks have compared the digest, or when the state of a step was loaded; local."""
-        self._last = step
+        if not self._waits:
+            self._last = step
+
+    def _due(self, step: int) -> bool:
+        return bool(self.every) and step // self.every > self._last // self.every
+
+    @property
+    def _waits(self) -> bool:
+        return self._within and self._held is None
 
     def judge(self, exchange: Exchange) -> None:
         """Raise GradientError on all ranks with what differs; collective. Only warn if rounding explains it."""

@@ -199,12 +199,16 @@ class ModelGradients:
 
     # In a step
 
-    def anything_new(self) -> bool:
-        """Whether there is a gradient since the last step: of backward, or put there by hand. What is sent early is clipped
-        after it was published, which may put another tensor there."""
-        pairs = zip(map(GRAD, self.layout.members), self.published.views, strict=True)
-        by_hand = self.early is None and any(grad is not None and grad is not view for grad, view in pairs)
-        return by_hand or bool(self.watch.fresh.any())
+    def anything_new(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether there is a gradient since the last step: of backward, or put there by hand for this optimizer.
+
+        Another optimizer's own step may put tensors there; so may clipping, where what was sent early is published before.
+        """
+        if self.watch.fresh.any():
+            return True
+        held = set() if self.early is not None else {id(p) for group in optimizer.param_groups for p in group["params"]}
+        each = zip(self.layout.params, map(GRAD, self.layout.members), self.published.views, strict=True)
+        return any(id(p) in held and grad is not None and grad is not view for p, grad, view in each)
 
     def any_new(self, params: Iterable[torch.nn.Parameter]) -> bool:
         """Whether any of these parameters has a gradient that was made since the last step."""
@@ -303,8 +307,9 @@ class GradientsBefore:
             return
         attached = [one.optimizer for one in sync._attached]
         others = [each for each in attached if each is not optimizer]
-        if any(each is optimizer for each in self.waiting) and not sync._gradients.anything_new():
-            self.waiting = [each for each in self.waiting if each is not optimizer]
+        left = [each for each in self.waiting if each is not optimizer]
+        if optimizer is not None and len(left) < len(self.waiting) and not sync._gradients.anything_new(optimizer):
+            self.waiting = left
             return
         self.waiting = []
         self.turn = next((i for i, each in enumerate(attached) if each is optimizer), 0)

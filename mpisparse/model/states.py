@@ -94,6 +94,7 @@ class States(Steps):
         self._buffers.forget()
         self._gradients.restart()
         self._exchange.place.steps = int(state["step.step"])
+        self._equality.release()
         self._equality.done(self._companion.counted(self._aggregator.number))
 
     def check_state(self, state: dict[str, Any]) -> None:

@@ -156,13 +156,28 @@ class Steps(SetDensity, Collectives):
         found = found or self._hindrance()
         gradients.look()  # k counts what is not frozen
         pieces, notice = gradients.take(self.k if call is None else joined_k(call, self.k), trouble or found)
-        number = works.selection.step + (len(works.flight) if works.flight is not None else 0)
-        notice = notice._replace(step=number if self._companion.idle else self._companion.counted(number))
+        number = self._coming
+        notice = notice._replace(step=self._counted(number))
         if self._exchange.size > 1:
             notice = self._compared(notice, pieces, call)
         if self._unexchanged.since:
             self._unexchanged.exchanged()
         return number, pieces, notice
+
+    @property
+    def _coming(self) -> int:
+        """The number of the coming step of the aggregator."""
+        works = self._aggregator.works
+        return works.selection.step + (len(works.flight) if works.flight is not None else 0)
+
+    def _counted(self, number: int) -> int:
+        """The number of a step of the aggregator among all steps."""
+        return number if self._companion.idle else self._companion.counted(number)
+
+    def hold_weights(self) -> None:
+        """The attached optimizer begins to evaluate a closure, maybe with other weights on each rank; local."""
+        if self._exchange.size > 1 and not self._hindrance():
+            self._equality.hold(self._counted(self._coming))
 
     def _compared(self, notice: Notice, pieces: Pieces | None, call: Call | None) -> Notice:
         """Add what the ranks compare to a notice; collective in the first exchanges. A rank alone compares nothing."""

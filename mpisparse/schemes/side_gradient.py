@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mpisparse.backends.flat import fill
 from mpisparse.errors import ConfigurationError
 from mpisparse.randomness import random_state, set_random_state
 
@@ -28,7 +29,8 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
         set_random_state(random)
         with torch.no_grad():
             for module, name, buffer, value in places:
-                module._buffers[name] = buffer.copy_(value)
+                fill(buffer, value)
+                module._buffers[name] = buffer
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from ranks import PATHS, alike, bits, everywhere, raised, seeded
 from torch import nn
 
 import mpisparse
+from mpisparse.model import digests
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:an adaptive optimizer")]
 both_paths = pytest.mark.parametrize("path", PATHS)
@@ -250,6 +252,33 @@ def test_several_optimizers_may_have_a_backward_each(comm: MPI.Intracomm) -> Non
     sync.close()
 
 
+def test_one_optimizer_may_replace_gradients_in_its_step(comm: MPI.Intracomm) -> None:
+    """As Muon puts zeros in place of a gradient that it lacks; the other one still uses the mean."""
+
+    class Replaces(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for p in (p for group in self.param_groups for p in group["params"]):
+                p.grad = torch.zeros_like(p) if p.grad is None else 0.5 * p.grad
+            return super().step(closure)
+
+    model = small()
+    sync = mpisparse.GradientSync(model, scheme="dense")
+    first, _, last = model
+    optimizers = [Replaces(first.parameters(), lr=0.1), torch.optim.SGD(last.parameters(), lr=0.1)]
+    for optimizer in optimizers:
+        mpisparse.attach(optimizer, sync)
+    for step in range(4):
+        model.zero_grad()
+        loss_of(model, comm.rank, step).backward()
+        before = last.weight.detach().clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert everywhere(comm, sync.stats.step == step)
+        assert everywhere(comm, not torch.equal(before, last.weight))
+    sync.close()
+
+
 @pytest.mark.mpi(min_size=2)
 def test_ranks_that_step_different_optimizers_are_refused(comm: MPI.Intracomm) -> None:
     model = small()
@@ -365,6 +394,45 @@ def test_replicas_are_compared_before_a_closure_moves_them(comm: MPI.Intracomm) 
         text = raised(comm, mpisparse.GradientError, lambda: [train(step) for step in (6, 7)])
         assert "the replicas differ" in text
     sync.close()
+
+
+def test_replicas_are_not_compared_between_two_evaluations(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison that becomes due there waits for the next step, and weights are looked at only where one is due."""
+
+    class Twice(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any) -> Any:  # type: ignore[override]
+            params = self.param_groups[0]["params"]
+            before = [p.clone() for p in params]
+            for moved in (0.0, 0.01 * (comm.rank + 1)):
+                for p in params:
+                    p.add_(moved)
+                with torch.enable_grad():
+                    loss = closure()
+            for p, was in zip(params, before, strict=True):
+                p.copy_(was)
+            super().step()
+            return loss
+
+    looks: list[int] = []
+    digest = digests.digest
+    monkeypatch.setattr(digests, "digest", lambda tensors: (looks.append(1), digest(tensors))[1])
+    model = small()
+    sync = mpisparse.GradientSync(model, density=0.2, check_every=5)
+    optimizer = Twice(model.parameters(), lr=0.1)
+    mpisparse.attach(optimizer, sync)
+
+    def closure(step: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, comm.rank, step)
+        loss.backward()
+        return loss
+
+    for step in range(6):
+        optimizer.step(functools.partial(closure, step))
+        assert alike(comm, model.parameters())
+    sync.close()
+    assert everywhere(comm, len(looks) == (2 if comm.size > 1 else 0)), "before the steps of evaluations 6 and 10"
 
 
 class Ignoring(torch.optim.SGD):
@@ -600,6 +668,15 @@ def test_a_scaler_of_several_optimizers_decides_for_all(comm: MPI.Intracomm) -> 
             scaler.scale(loss_of(model, comm.rank, 7)).backward()
             text = raised(comm, mpisparse.GradientError, lambda: scaler.step(optimizers[0]))  # noqa: B023
             assert "call scaler.unscale_() for each optimizer before the first scaler.step()" in text
+            scaler.update()
+            model.zero_grad()
+            scaler.scale(loss_of(model, comm.rank, 8)).backward()
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizers[0])
+            scaler.scale(loss_of(model, comm.rank, 9)).backward()  # new gradients of what has stepped, scaled again
+            text = raised(comm, mpisparse.GradientError, lambda: scaler.step(optimizers[1]))  # noqa: B023
+            assert "scaler.update() before the next backward" in text
         for handle in handles:
             handle.remove()
         sync.close()

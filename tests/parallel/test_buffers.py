@@ -71,6 +71,24 @@ def test_an_expanded_buffer(comm: MPI.Intracomm, how: str) -> None:
     sync.close()
 
 
+def test_an_expanded_buffer_is_loaded(comm: MPI.Intracomm, directory: Path) -> None:
+    models = []
+    for value in (1.0, 3.0):
+        torch.manual_seed(2)
+        model = nn.Linear(3, 2)
+        model.register_buffer("mask", torch.tensor([[value], [2 * value]]).expand(2, 5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = mpisparse.GradientSync(model, density=0.5, comm=comm)
+        if models:
+            mpisparse.checkpoint.load(directory, model=model, optimizer=optimizer, sync=sync)
+        else:
+            mpisparse.checkpoint.save(directory, step=1, model=model, optimizer=optimizer, sync=sync)
+        models.append(model)
+        sync.close()
+    assert everywhere(comm, torch.equal(models[0].mask, models[1].mask))
+    assert everywhere(comm, models[1].mask.stride() == (1, 0))
+
+
 @pytest.mark.mpi(min_size=2)
 def test_evaluating_on_rank_0_alone_is_said(comm: MPI.Intracomm) -> None:
     model, sync, _ = train(comm)
