@@ -72,8 +72,9 @@ class Saving:
         report = {"error": self._error, "files": [asdict(record) for record in self._records]}
         reports = [json.loads(text) for text in self._exchange.gather_texts(json.dumps(report))]
         errors = [f"r{rank} | {r['error']}" for rank, r in enumerate(reports) if r["error"]]
-        outcome = ""
+        outcome, replaced = "", None
         if self._exchange.rank == 0:
+            replaced = self._of_another_model()
             outcome = self._complete(reports, errors)
         outcome = self._exchange.gather_texts(outcome)[0]
         if self._owns_exchange:
@@ -81,6 +82,11 @@ class Saving:
         if outcome:
             raise CheckpointError(
                 f"checkpoint {store.name_of(self._manifest.step)} could not be written ({outcome}); older ones are intact"
+            )
+        if replaced is not None:
+            warnings.warn(
+                f"{replaced} was a checkpoint of another model, and is replaced: give each model a directory of its own",
+                stacklevel=2,
             )
         return self._directory / store.name_of(self._manifest.step)
 
@@ -91,15 +97,13 @@ class Saving:
         if self._exchange.rank == 0:
             store.discard(self._place)
 
-    def _warn_of_other_model(self) -> None:
-        """On rank 0: warn if this checkpoint replaces that of another model, as if two were saved into one directory."""
+    def _of_another_model(self) -> Path | None:
+        """On rank 0: the checkpoint that this one replaces, if it is of another model, as of two saved into one directory."""
         replaced = self._directory / store.name_of(self._manifest.step)
-        with contextlib.suppress(Damaged):
+        with contextlib.suppress(Damaged, OSError):
             if store.read_manifest(replaced).model != self._manifest.model:
-                warnings.warn(
-                    f"{replaced} was a checkpoint of another model, and is replaced: give each model a directory of its own",
-                    stacklevel=2,
-                )
+                return replaced
+        return None
 
     def _complete(self, reports: list[dict[str, Any]], errors: list[str]) -> str:
         """On rank 0: give the checkpoint its final name, or remove it; returns the errors."""
@@ -107,7 +111,6 @@ class Saving:
             if not errors:
                 files = tuple(FileRecord(**record) for report in reports for record in report["files"])
                 manifest = store.Manifest(**{**self._manifest.__dict__, "files": files})
-                self._warn_of_other_model()
                 store.complete(self._directory, self._place, manifest, self._keep)
                 return ""
         except OSError as error:
