@@ -98,7 +98,7 @@ class Saving:
             store.discard(self._place)
 
     def _of_another_model(self) -> Path | None:
-        """On rank 0: the checkpoint that this one replaces, if it is of another model, as of two saved into one directory."""
+        """On rank 0: the checkpoint that this one replaces, if it is of another model: two may share a directory."""
         replaced = self._directory / store.name_of(self._manifest.step)
         with contextlib.suppress(Damaged, OSError):
             if store.read_manifest(replaced).model != self._manifest.model:
