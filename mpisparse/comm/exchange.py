@@ -273,10 +273,10 @@ class Exchange:
     def _call(self, name: str, *buffers: Any, longest: int = 0, **options: Any) -> None:
         """Make a collective call and wait until it is done; the watchdog sees it meanwhile.
 
-        longest: bytes of the longest message, the same on all ranks; between hosts, long ones go in pieces.
+        longest: bytes of the longest message, the same on all ranks; over TCP, long ones go in pieces.
         """
         self.collectives += self.size > 1
-        if longest > pieces.PIECE and not self.comm.one_host and self.device is None:
+        if longest > pieces.PIECE and self.comm.over_tcp and self.device is None:
             self._wait_for(name, getattr(self.comm, f"I{name.lower()}")(*buffers))
             return
         self.spot.wait = name, time.monotonic(), get_ident()

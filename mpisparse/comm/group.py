@@ -87,7 +87,7 @@ class GroupComm:
     """The methods of mpi4py's communicators that Exchange uses, on NumPy arrays, over gloo."""
 
     ops = OPS
-    virtual = one_host = ends_together = False
+    virtual = one_host = over_tcp = ends_together = False  # the process group sends by itself
     mortal = "a process group of torch.distributed ends with the first rank that dies; let torchrun restart the job"
     threaded = True
     cuda_aware = False

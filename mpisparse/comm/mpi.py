@@ -29,7 +29,7 @@ class Communicator(MPI.Intracomm):
 
     virtual = False
     ends_together = True
-    one_host = False  # duplicate() finds out
+    one_host = over_tcp = False  # duplicate() finds out
     ops = OPS
 
     @property
@@ -50,7 +50,7 @@ class Communicator(MPI.Intracomm):
     def Dup(self, info: MPI.Info | None = None) -> Communicator:  # noqa: N802
         """Make a communicator of the same ranks that shares no messages with this one; collective."""
         made: Communicator = super().Dup(info)
-        made.one_host = self.one_host
+        made.one_host, made.over_tcp = self.one_host, self.over_tcp
         return made
 
     def Free(self) -> None:  # noqa: N802
@@ -79,8 +79,8 @@ class Communicator(MPI.Intracomm):
         return Sum(self, received)
 
     def _in_pieces(self, *buffers: Any) -> bool:
-        """Whether short messages pay: on one host all are as fast, and device memory takes one call."""
-        return not self.one_host and all(isinstance(buffer, np.ndarray) for buffer in buffers)
+        """Whether short messages pay; device memory takes one call."""
+        return self.over_tcp and all(isinstance(buffer, np.ndarray) for buffer in buffers)
 
     def lowest_here(self) -> int:
         """Return the lowest rank on the same host as this one; collective."""
@@ -183,13 +183,14 @@ class Communicator(MPI.Intracomm):
     def twin(self) -> Communicator:
         """Make another communicator of the living ranks; collective. Unlike Dup() it cannot hang if one dies meanwhile."""
         made = Communicator(self.Shrink())
-        made.one_host = self.one_host
+        made.one_host, made.over_tcp = self.one_host, self.over_tcp
         return made
 
 
 DEATHS = tuple(  # older versions of mpi4py lack these error classes, and do not survive a death
     getattr(MPI, name) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED") if hasattr(MPI, name)
 )
+FABRICS = ("/sys/class/infiniband", "/sys/class/cxi")  # where Linux lists the adapters
 WITHOUT_WRONG_VALUES = "^han,hcoll,portals4"
 NOTICING = 30.0  # seconds in which MPI notices a death that made a call fail; 5 were too few on a busy machine
 _alone = False  # whether an uncaught exception ends this rank alone
@@ -256,7 +257,13 @@ def duplicate(comm: Any = None) -> Communicator:
         check_world(MPI.COMM_WORLD.Get_size(), library()["name"])
     made = Communicator(MPI.COMM_WORLD if comm is None else comm).Dup()
     made.one_host = _on_this_host(made)[1] == made.Get_size()
+    made.over_tcp = not made.one_host and not made.allreduce(_has_fabric(), MPI.LOR)
     return made
+
+
+def _has_fabric() -> bool:
+    """Whether this host has a network that MPI would use instead of TCP: InfiniBand, RoCE, Omni-Path, EFA, Slingshot."""
+    return any(any(Path(place).glob("*")) for place in FABRICS)
 
 
 def everyone() -> Communicator:

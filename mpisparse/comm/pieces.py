@@ -1,6 +1,6 @@
-"""Exchanges between hosts, as many short messages.
+"""Exchanges between hosts over TCP, as many short messages.
 
-Over TCP, MPI sends a long message only once its receiver has answered, and the answer waits in line behind what the
+There, MPI sends a long message only once its receiver has answered, and the answer waits in line behind what the
 receiver is sending itself. So two ranks that begin a little apart may send one after the other instead of both at once,
 which takes twice the time, and more among many. A short message sets out without an answer.
 """

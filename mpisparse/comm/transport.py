@@ -27,6 +27,7 @@ class Transport(Protocol):
     mortal: why ranks cannot go on after a death, and what to do; if empty, the transport is the Communicator of comm/mpi.py,
     with end_alone, tells_of_death, revoke, agreed, shrunk and twin.
     one_host: all ranks are known to share memory, so a large Allreduce is faster in rounds that stay in cache.
+    over_tcp: messages between hosts go over TCP, as far as can be told, so long ones are better sent in pieces.
     """
 
     @property
@@ -37,6 +38,8 @@ class Transport(Protocol):
     def ends_together(self) -> bool: ...
     @property
     def one_host(self) -> bool: ...
+    @property
+    def over_tcp(self) -> bool: ...
     @property
     def mortal(self) -> str: ...
     @property

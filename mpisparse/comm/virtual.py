@@ -97,7 +97,7 @@ class VirtualComm:
     ops: Mapping[str, str] = {name: name for name in REDUCTIONS}
     virtual = is_open = True
     ends_together = False
-    one_host = False  # threads that take turns gain nothing by rounds
+    one_host = over_tcp = False  # threads that take turns gain nothing by rounds
     threaded = False  # only one worker runs at a time
     cuda_aware = False
     mortal = "virtual workers are threads of one process, which end together"

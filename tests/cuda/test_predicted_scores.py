@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from emulator import Emulator, available
-from emulator.workers import Devices
+from emulator.workers import Devices, differing
 from samples import assert_same
 from test_speculating import computes
 from test_steps import Spent, spent
@@ -94,14 +94,7 @@ CASES = [
 def test_predicted_importance_has_the_bits_of_the_cpu(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """On a stream that does nothing until someone waits, and with several slices of the vector."""
     monkeypatch.setattr(scorer, "LEAST", 300)
-    wrong = []
-    for case in CASES if size == 2 else CASES[1::2]:
-        devices, runs = Devices(monkeypatch, block=64, scan=64, lazy=True), list[Any]()
-        for devices.on in (True, False):
-            runs.append(run_virtual(size, lambda comm, case=case, devices=devices: trained(devices, comm, case)))
-        if runs[0] != runs[1]:
-            wrong.append(case)
-    assert not wrong
+    assert not differing(monkeypatch, size, CASES if size == 2 else CASES[1::2], trained)
 
 
 def steady(devices: Devices, comm: VirtualComm) -> list[Spent]:

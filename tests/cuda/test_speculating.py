@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from emulator import available
-from emulator.workers import Devices
+from emulator.workers import Devices, differing
 from test_steps import spent
 from test_weights import Elsewhere, bits_of, plain
 
@@ -91,14 +91,7 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("size", [2, 3])
 def test_speculative_has_the_bits_of_the_cpu(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """On a stream that does nothing until someone waits."""
-    wrong = []
-    for case in CASES if size == 2 else CASES[1::2]:
-        devices, runs = Devices(monkeypatch, block=64, scan=64, lazy=True), list[Any]()
-        for devices.on in (True, False):
-            runs.append(run_virtual(size, lambda comm, case=case, devices=devices: trained(devices, comm, case)))
-        if runs[0] != runs[1]:
-            wrong.append(case)
-    assert not wrong
+    assert not differing(monkeypatch, size, CASES if size == 2 else CASES[1::2], trained)
 
 
 def steady(devices: Devices, comm: VirtualComm, options: dict[str, Any]) -> tuple[int, int]:

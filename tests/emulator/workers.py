@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from emulator import Emulator, plain
 from mpisparse.backends.cuda.backend import CudaBackend
 from mpisparse.backends.device import load_backend
 from mpisparse.comm import device_memory
-from mpisparse.comm.virtual import VirtualComm
+from mpisparse.comm.virtual import VirtualComm, run_virtual
 
 # Modules that ask for the backend of a device.
 ASKING = ("mpisparse.model.construction", "mpisparse.integrations.bucket", "mpisparse.optim.onebit")
@@ -60,3 +60,17 @@ class Devices:
             return load_backend(name)
         self.mine()
         return self._local.backend
+
+
+def differing(
+    monkeypatch: pytest.MonkeyPatch, size: int, cases: Iterable[Any], trained: Callable[[Devices, VirtualComm, Any], Any]
+) -> list[Any]:
+    """The cases in which workers train otherwise on devices, whose streams are lazy, than on the CPU."""
+    wrong = []
+    for case in cases:
+        devices, runs = Devices(monkeypatch, block=64, scan=64, lazy=True), list[Any]()
+        for devices.on in (True, False):
+            runs.append(run_virtual(size, lambda comm, case=case, devices=devices: trained(devices, comm, case)))
+        if runs[0] != runs[1]:
+            wrong.append(case)
+    return wrong

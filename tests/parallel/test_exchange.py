@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import nn
 
 import mpisparse
 from mpisparse.bench.given import GivenModel
-from mpisparse.comm import pieces
+from mpisparse.comm import mpi, pieces
 from mpisparse.comm.exchange import Exchange
 from mpisparse.comm.mpi import Communicator
 from mpisparse.select import search
@@ -117,10 +118,10 @@ def test_between_hosts_messages_are_short(comm: MPI.Intracomm, monkeypatch: pyte
     monkeypatch.setattr(pieces, "PIECE", piece)
     plain, blocking = Exchange(comm), Exchange(comm)
     polling = plain.polling()
-    assert plain.comm.one_host == polling.comm.one_host
+    assert (plain.comm.one_host, plain.comm.over_tcp) == (polling.comm.one_host, polling.comm.over_tcp)
     for each in (blocking, polling):
         assert isinstance(each.comm, Communicator)
-        each.comm.one_host = False
+        each.comm.over_tcp = True
     begun: list[int] = []
     begin = pieces.begin
     monkeypatch.setattr(pieces, "begin", lambda *args: (begun.append(1), begin(*args))[1])
@@ -149,12 +150,27 @@ def test_between_hosts_messages_are_short(comm: MPI.Intracomm, monkeypatch: pyte
     assert len(begun) == long
 
 
+@pytest.mark.parametrize("adapters", [[], ["mlx5_0"]], ids=["none", "one"])
+def test_a_fabric_takes_long_messages(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, adapters: list[str]
+) -> None:
+    """If the last rank's host has one; on one host nothing goes over TCP."""
+    for name in adapters if comm.rank == comm.size - 1 else []:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(mpi, "FABRICS", (str(tmp_path), str(tmp_path / "missing")))
+    for ranks_here in (1, comm.size):
+        monkeypatch.setattr(mpi, "_on_this_host", lambda comm, ranks_here=ranks_here: (0, ranks_here))
+        exchange = Exchange(comm)
+        assert exchange.comm.over_tcp == (ranks_here < comm.size and not adapters)
+        exchange.close()
+
+
 @pytest.mark.parametrize("add", [1e38, np.inf, np.nan])
 def test_a_sum_between_hosts_may_overflow(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, add: float) -> None:
     monkeypatch.setattr(pieces, "PIECE", 8)
     exchange = Exchange(comm)
     polling = exchange.polling()
-    monkeypatch.setattr(polling.comm, "one_host", False)
+    monkeypatch.setattr(polling.comm, "over_tcp", True)
     values = np.arange(11, dtype=np.float32)
     values[comm.rank] += np.float32(add)
     expected = np.sum(exchange.allgather(values), axis=0, dtype=np.float32)

@@ -225,7 +225,7 @@ def main() -> None:
     )  # fmt: skip
     if plan.get("apart"):  # as if each rank had a host of its own
         for exchange in (sync._exchange, *sync._aggregator.carriers):
-            exchange.comm.one_host = False  # type: ignore[misc]
+            exchange.comm.one_host, exchange.comm.over_tcp = False, True  # type: ignore[misc]
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     mpisparse.attach(optimizer, sync)
     living, told = list(range(sync.size)), []
